@@ -1,0 +1,38 @@
+"""Packaging of Longstride: four rooms, the JSON configurations, and the `longstride` command."""
+
+from setuptools import find_packages, setup
+
+ROOMS = ["launcher", "sparse_model", "data_pipelines", "kernels"]
+
+setup(
+    name="longstride",
+    version="0.1.0",
+    description="Train deep Sparse Transformers on long sequences of raw bytes",
+    python_requires=">=3.10,<3.14",
+    packages=find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]) + ["ds_configs"],
+    package_data={"ds_configs": ["*.json", "experiments/*.json"]},
+    install_requires=[
+        "torch>=2.9,<2.14",
+        # torch's CUDA builds pin their own triton inside this range; on a CPU build the newest runs the interpreter.
+        "triton>=3.5,<3.8; platform_system == 'Linux'",
+        "deepspeed>=0.19.8,<0.20",
+        "webdataset>=1.0,<2",
+        "mpi4py>=4.0,<5",
+        "numpy>=1.26,<3",
+        "pydantic>=2.7,<3",
+        "safetensors>=0.4.3,<1",
+        "tqdm>=4.66,<5",
+        "matplotlib>=3.8,<4",
+    ],
+    extras_require={
+        "dev": [
+            "pytest>=8,<10",
+            "pytest-xdist>=3.5,<4",
+            "hypothesis>=6.100,<7",
+            "ruff==0.17.5",
+            "mypy==2.4.1",
+            "pre-commit>=4,<5",
+        ],
+    },
+    entry_points={"console_scripts": ["longstride = launcher.cli:main"]},
+)
