@@ -53,7 +53,9 @@ class TrainConfig(StrictModel):
     evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
     evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
-    timeout_seconds: float = Field(default=1800.0, gt=0, description="of a collective: a process that waits longer ends")
+    timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import io
+import logging
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +38,14 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     model = SparseTransformer(config.model)
     optimizer = _make_optimizer(model, config.train)
     section = engine_section(config, ranks.world_size)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=functools.partial(_make_schedule, train=config.train),
-        config=section,
-    )
+    # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
+    with contextlib.redirect_stdout(sys.stdout if "log_level" in section else io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=functools.partial(_make_schedule, train=config.train),
+            config=section,
+        )
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
@@ -86,12 +93,18 @@ def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
     return float(engine.optimizer.cur_scale)
 
 
-def gradient_norm(engine: deepspeed.DeepSpeedEngine, scale: float) -> float | None:
-    """The unclipped norm of the last step's gradients, ``scale`` being that step's; None where DeepSpeed keeps none."""
-    norm = engine.get_global_grad_norm()
+def take_step(engine: deepspeed.DeepSpeedEngine) -> float | None:
+    """The optimiser's step; returns the norm of the unclipped, unscaled gradients, None where they overflowed."""
+    scale, norm = loss_scale(engine), None
+    if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+    engine.step()
     if norm is None:
-        return None
-    return float(norm) / scale if isinstance(engine.optimizer, FP16_UnfusedOptimizer) else float(norm)
+        norm = float(engine.get_global_grad_norm())
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            norm /= scale
+    return norm if math.isfinite(norm) else None
 
 
 def parameter_groups(model: nn.Module) -> list[list[str]]:
@@ -159,6 +172,14 @@ def check_environment() -> None:
     if version is not None or found != ours:
         what = f"distribution kernels {version}" if version else f"package {found.parent}"
         raise ConfigError(f"environment: a foreign {what} stands beside Longstride's kernels; pip uninstall kernels")
+
+
+def quieten(config: RunConfig) -> None:
+    """Leaves DeepSpeed's own log to warnings, unless the run asks for more by deepspeed.log_level."""
+    if "log_level" not in config.deepspeed:
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+    # DeepSpeed calls two collectives by names that torch is about to retire.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def precision(section: dict[str, Any]) -> str:
