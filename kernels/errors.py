@@ -1,0 +1,71 @@
+"""What a person got wrong in a configuration, told by path, value, rule and nearest good value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+_SHOWN_CHARACTERS = 80  # of a value; a longer one is cut
+
+
+class _NoValue:
+    """The value of a problem that has none, as None is a value."""
+
+
+_NO_VALUE = _NoValue()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One wrong field: ``path=value: rule``."""
+
+    path: str  # dotted, with list positions in brackets: model.attention[0].stride; may be empty
+    rule: str  # what must hold, and the nearest good value
+    value: object = _NO_VALUE
+
+    def __str__(self) -> str:
+        """The problem in one line."""
+        if not self.path:
+            return self.rule
+        if isinstance(self.value, _NoValue):
+            return f"{self.path}: {self.rule}"
+        return f"{self.path}={_shown(self.value)}: {self.rule}"
+
+
+class ConfigError(ValueError):
+    """A wrong configuration: every problem found, one a line."""
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = tuple(Problem("", problem) if isinstance(problem, str) else problem for problem in problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @classmethod
+    def at(cls, path: str, value: object, rule: str) -> ConfigError:
+        """The error of one field, e.g. ``at("stride", 100, "must divide context 12288; nearest 96, 128")``."""
+        return cls(Problem(path, rule, value))
+
+    @classmethod
+    def joined(cls, errors: Iterable[ConfigError]) -> ConfigError:
+        """One error with the problems of several."""
+        return cls(*(problem for error in errors for problem in error.problems))
+
+    def under(self, prefix: str) -> ConfigError:
+        """The same problems seen from one level further out, e.g. ``under("model.attention")``."""
+        return type(self)(*(replace(problem, path=join_paths(prefix, problem.path)) for problem in self.problems))
+
+
+def join_paths(prefix: str, path: str) -> str:
+    """Two dotted paths as one; either may be empty."""
+    if not prefix or not path or path.startswith("["):
+        return prefix + path
+    return f"{prefix}.{path}"
+
+
+def _shown(value: object) -> str:
+    """The value as JSON where it has such a form, cut to a readable length, always one line."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"

@@ -1,0 +1,1 @@
+"""The Sparse Transformer and its configuration."""

@@ -1,0 +1,135 @@
+"""Configurations from JSON that accept nothing unknown and name what is wrong by its path."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Self
+
+from kernels.errors import ConfigError, Problem, join_paths
+
+
+class StrictModel(BaseModel):
+    """A frozen configuration object: unknown keys are errors and no value is converted from another type.
+
+    A validator of a subclass that looks at several fields raises ``ConfigError.at("field.below", value, rule)``; the
+    path is relative to the object being validated and is completed here. Pydantic's strict mode takes no list for a
+    tuple: give tuple fields ``Field(strict=False)``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:  # type: ignore[override]
+        """The configuration in ``obj``, a dictionary as JSON gives it.
+
+        Raises:
+            ConfigError: every wrong field, one line each.
+        """
+        try:
+            return super().model_validate(obj)
+        except ValidationError as error:
+            # From None: pydantic's own text would only repeat ours at length.
+            raise config_error(cls, obj, error) from None
+
+
+def config_error(model: type[BaseModel], data: object, error: ValidationError) -> ConfigError:
+    """Pydantic's findings about ``data`` as one error with a line for each wrong field."""
+    found: dict[tuple[str, int], list[Problem]] = {}
+    for number, detail in enumerate(error.errors(include_url=False)):
+        for problem in _problems(model, data, detail):
+            # A union reports one finding a member: the same path several times, which is one problem.
+            in_union = _follow(data, detail["loc"]).ends_in_member
+            key = (problem.path, 0 if in_union else number + 1)
+            found.setdefault(key, []).append(problem)
+    problems = []
+    for same_path in found.values():
+        rules = list(dict.fromkeys(problem.rule for problem in same_path))
+        problems.append(Problem(same_path[0].path, " or ".join(rules), same_path[0].value))
+    return ConfigError(*problems)
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """Advice for an unknown key: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if close:
+        return f"nearest {close[0]}"
+    return f"known: {', '.join(known)}" if known else "no key is known here"
+
+
+def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem]:
+    """The problems of one pydantic finding."""
+    path, value, _ = _follow(data, detail["loc"])
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = _known_keys(model, detail["loc"][:-1])
+        return [Problem(path, f"unknown key; {nearest(str(detail['loc'][-1]), known)}")]
+    if kind == "missing":
+        return [Problem(join_paths(path, str(detail["loc"][-1])), "required, and missing")]
+    if kind == "union_tag_not_found":
+        return [Problem(join_paths(path, context["discriminator"].strip("'")), "required, and missing")]
+    if kind == "union_tag_invalid":
+        known = [tag.strip("'") for tag in context["expected_tags"].split(", ")]
+        tag_path = join_paths(path, context["discriminator"].strip("'"))
+        return [Problem(tag_path, f"not known; {nearest(str(context['tag']), known)}", context["tag"])]
+    cause = context.get("error")
+    if isinstance(cause, ConfigError):
+        return list(cause.under(path).problems)
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        return [Problem(path, "must be an object", value) if path else Problem("", "must be a JSON object")]
+    rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").replace("Input", "it")
+    if kind == "finite_number":
+        rule = "must be a finite number"
+    # A value that is an object stands in the file already; the rule alone is easier to read.
+    return [Problem(path, rule) if isinstance(value, Mapping) else Problem(path, rule, value)]
+
+
+class _Place(NamedTuple):
+    """Where a pydantic location leads in the data."""
+
+    path: str
+    value: object
+    ends_in_member: bool  # the last part names a union member (or a missing key), which is no key of the data
+
+
+def _follow(data: object, location: tuple[int | str, ...]) -> _Place:
+    """The place of a pydantic location, leaving out the names of union members."""
+    path, found = "", True
+    for part in location:
+        found = True
+        if isinstance(data, Mapping) and part in data:
+            path, data = join_paths(path, str(part)), data[part]
+        elif isinstance(data, Sequence) and not isinstance(data, str) and isinstance(part, int):
+            path, data = f"{path}[{part}]", data[part]
+        else:
+            found = False
+    return _Place(path, data, not found)
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys that the object at ``location`` may have."""
+    candidates = [model]
+    for part in location:
+        fields = [candidate.model_fields[part] for candidate in candidates if part in candidate.model_fields]
+        if fields:
+            candidates = [found for field in fields for found in _models_in(field.annotation)]
+        else:  # a list position, or the name of a union member: keep only that member where it can be told
+            candidates = [candidate for candidate in candidates if _is_member(candidate, part)] or candidates
+    return list(dict.fromkeys(key for candidate in candidates for key in candidate.model_fields))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Every configuration class named in an annotation such as ``list[A | B] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in typing.get_args(annotation) for found in _models_in(argument)]
+
+
+def _is_member(model: type[BaseModel], name: int | str) -> bool:
+    """Whether a union member is called by this name: its class, or a literal that tells the members apart."""
+    literals = [typing.get_args(field.annotation) for field in model.model_fields.values()]
+    return name == model.__name__ or any(name in values for values in literals)
