@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,32 @@ from kernels.patterns.base import Pattern
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
