@@ -9,7 +9,7 @@ setup(
     version="0.1.0",
     description="Train deep Sparse Transformers on long sequences of raw bytes",
     python_requires=">=3.10,<3.14",
-    packages=find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]) + ["ds_configs"],
+    packages=[*find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]), "ds_configs"],
     package_data={"ds_configs": ["*.json", "experiments/*.json"]},
     install_requires=[
         "torch>=2.9,<2.14",

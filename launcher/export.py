@@ -98,7 +98,7 @@ def master_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _unsharded_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """ZeRO 0, which DeepSpeed's own tool does not read: one file, in half precision with the master weights nameless."""
+    """ZeRO 0, which DeepSpeed's own tool does not read: one file; in half precision its master weights are nameless."""
     path = checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt"
     content = torch.load(path, map_location="cpu", weights_only=False)  # a pickle of DeepSpeed's own classes
     weights: dict[str, Tensor] = dict(content["module"])

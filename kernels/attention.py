@@ -1,0 +1,120 @@
+"""The public call: checks its inputs, resolves heads, chooses a backend."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from kernels.autograd import attend
+from kernels.errors import ConfigError
+from kernels.patterns.base import Pattern
+
+BACKENDS = ("triton", "cpu", "reference", "flex")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention in which each position reads the keys its pattern allows (Child et al. 2019, section 4.2).
+
+    A query without keys gives output 0, logsumexp -inf and zero gradients.
+
+    Args:
+        q, k: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
+        v: (B, H, N, Dv); Dv may differ from D.
+        pattern: one pattern, or one per head; where heads differ by themselves (``num_summaries``) each gets its own.
+        scale: factor of the scores; 1/sqrt(D) where None.
+        backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
+        return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
+
+    Returns:
+        (B, H, N, Dv) in q's dtype, and the logsumexp where it was asked for.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        ConfigError: the backend is unknown or cannot run here.
+    """
+    _check(q, k, v)
+    patterns = head_patterns(pattern, q.shape[1])
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = attend(q, k, v, patterns, scale, _choose(backend, q, k, v))
+    return (out, lse) if return_lse else out
+
+
+def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pattern, ...]:
+    """One resolved pattern per head; ValueError where a list has another length."""
+    given = [pattern] * heads if isinstance(pattern, Pattern) else list(pattern)
+    if len(given) != heads:
+        raise ValueError(f"{len(given)} patterns for {heads} heads: give one pattern, or one per head")
+    return tuple(p.for_head(head) for head, p in enumerate(given))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be (B, H, N, D), not {tuple(tensor.shape)}")
+        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}: q, k and v must share one of fp16, bf16, fp32, fp64")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: they must share a device")
+    if k.shape != q.shape:
+        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+
+
+def _choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend to run: the named one if it can, or the fastest that can."""
+    if name == "auto":
+        fastest = ("triton", "reference") if q.is_cuda else ("cpu", "reference")
+        return next(candidate for candidate in fastest if _load(candidate).why_not(q, k, v) is None)
+    if name not in BACKENDS:
+        raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(BACKENDS)}")
+    reason = _load(name).why_not(q, k, v)
+    if reason is not None:
+        raise ConfigError.at("backend", name, f"cannot run here: {reason}")
+    return name
+
+
+def _load(name: str) -> ModuleType:
+    """The backend's module; triton's is imported only when it is asked for."""
+    return importlib.import_module(f"kernels.backends.{name}")

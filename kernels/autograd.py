@@ -1,0 +1,108 @@
+"""Attention as one torch custom op with its own backward, so that compilers and checkpointing see one opaque step.
+
+A backend that has ``forward`` and ``backward`` runs behind the op; one that has only a differentiable ``attend``
+(reference, flex) is called as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.errors import ConfigError
+from kernels.patterns import PATTERNS, pattern_from_json, pattern_to_json
+from kernels.patterns.base import Pattern
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) and logsumexp (B, H, N), differentiable in q, k and v."""
+    module = importlib.import_module(f"kernels.backends.{backend}")
+    if hasattr(module, "attend"):
+        return module.attend(q, k, v, patterns, scale)
+    return _attention(q, k, v, _encode(patterns), scale, backend)
+
+
+@torch.library.custom_op("longstride::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    module = importlib.import_module(f"kernels.backends.{backend}")
+    return module.forward(q, k, v, _decode(patterns), scale)
+
+
+@_attention.register_fake
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+
+
+@torch.library.custom_op("longstride::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: str,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    module = importlib.import_module(f"kernels.backends.{backend}")
+    return module.backward(grad_out, grad_lse, q, k, v, out, lse, _decode(patterns), scale)
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: str,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _remember(ctx, inputs, output) -> None:
+    q, k, v, patterns, scale, backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.arguments = (patterns, scale, backend)
+
+
+def _differentiate(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
+    q, k, v, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    return *_attention_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments), None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, sums and logsumexp: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _encode(patterns: tuple[Pattern, ...]) -> str:
+    """Patterns as text, the only form in which an op takes them."""
+    for pattern in patterns:
+        if type(pattern) not in PATTERNS.values():
+            raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
+    return json.dumps([pattern_to_json(pattern) for pattern in patterns])
+
+
+@lru_cache(maxsize=256)
+def _decode(patterns: str) -> tuple[Pattern, ...]:
+    return tuple(pattern_from_json(value) for value in json.loads(patterns))

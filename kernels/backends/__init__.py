@@ -1,0 +1,1 @@
+"""Ways to compute attention over a pattern; none imports another."""

@@ -1,0 +1,34 @@
+"""torch's FlexAttention under the pattern's mask: a second oracle for tests, and a peer in benchmarks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from kernels.patterns.base import Pattern
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Uncompiled FlexAttention runs on every device, but differentiates on accelerators alone."""
+    if q.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        return "FlexAttention has no backward on the CPU; use cpu or reference"
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) and logsumexp (B, H, N)."""
+    context = q.shape[2]
+    if not torch.is_grad_enabled():
+        q, k, v = q.detach(), k.detach(), v.detach()  # FlexAttention refuses the flag itself on the CPU
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        allowed = torch.zeros_like(i, dtype=torch.bool)
+        for head, pattern in enumerate(patterns):
+            allowed = allowed | ((h == head) & pattern.mask(i, j))
+        return allowed
+
+    block_mask = create_block_mask(mask_mod, None, len(patterns), context, context, device=str(q.device))
+    out, aux = flex_attention(q, k, v, block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None
+    return out, aux.lse

@@ -1,0 +1,32 @@
+"""Dense attention under a mask: the specification that every other backend is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.autograd import accumulator_dtype
+from kernels.patterns.base import Pattern
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Runs everywhere; memory and time grow with N^2."""
+    return None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) and logsumexp (B, H, N) by torch's own differentiable operations, in fp32 or fp64 inside."""
+    wide = accumulator_dtype(q.dtype)
+    allowed = pattern_mask(patterns, q.shape[2], q.device)
+    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then cut off
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return (weights @ v.to(wide)).to(q.dtype), lse
+
+
+def pattern_mask(patterns: tuple[Pattern, ...], context: int, device: torch.device) -> Tensor:
+    """The masks of all heads, (H, N, N) bool: [h, i, j] is True where query i of head h attends to key j."""
+    position = torch.arange(context, device=device)
+    return torch.stack([pattern.mask(position[:, None], position[None, :]) for pattern in patterns])

@@ -1,0 +1,54 @@
+"""The paper's fixed pattern: the own block joined with the summaries of earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kernels.patterns.base import Part, Pattern
+from kernels.patterns.block import Block
+from kernels.patterns.single import require_divides
+from kernels.patterns.summary import Summary, SummaryKeys
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The query's block joined with every block's last positions (Child et al. 2019, section 4.3).
+
+    ``num_summaries`` and ``index`` are those of Summary: heads take distinct summary sub-blocks in turn.
+    """
+
+    stride: int  # positions in a block; the paper's l
+    summary: int  # positions in a summary sub-block; the paper's c
+    num_summaries: int = 1
+    index: int | None = None
+
+    def __post_init__(self) -> None:
+        self._summary()  # checks the values
+
+    def _summary(self) -> Summary:
+        return Summary(self.stride, self.summary, self.num_summaries, index=self.index)
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        """Original positions q and k, broadcastable; True where q attends to k."""
+        block, summary = self.factors()
+        return block.mask(q, k) | summary.mask(q, k)
+
+    def for_head(self, head: int) -> Pattern:
+        """The pattern with this head's own summary sub-block."""
+        if self.num_summaries == 1 or self.index is not None:
+            return self
+        return replace(self, index=head % self.num_summaries)
+
+    def factors(self) -> tuple[Pattern, ...]:
+        """Block, then summary."""
+        return (Block(self.stride), self._summary())
+
+    def parts(self) -> tuple[Part, ...]:
+        """The own block, and the summary keys of the blocks before it."""
+        return (Block(self.stride), SummaryKeys(self._summary(), earlier_blocks=True))
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)
