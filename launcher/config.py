@@ -66,7 +66,9 @@ class TrainConfig(StrictModel):
             rule = f"must be at most learning_rate {self.learning_rate}"
             problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
         if self.global_batch % self.micro_batch:
-            problems.append(_batch_problem("global_batch", self.global_batch, self.micro_batch, "micro_batch"))
+            problems.append(
+                _batch_problem("global_batch", self.global_batch, self.micro_batch, f"micro_batch {self.micro_batch}")
+            )
         if problems:
             raise ConfigError(*problems)
         return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -29,4 +31,13 @@ def prepare_accelerator() -> bool:
     if get_accelerator().device_name() != "cpu":
         return False
     set_accelerator(TrainingCpu())
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(_own_cores())
     return True
+
+
+def _own_cores() -> int:
+    """This process's share of the cores: with every rank on all of them, each waits for the others."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    neighbours = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"  # deepspeed's, torchrun's
+    return max(1, cores // max(1, int(neighbours)))

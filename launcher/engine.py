@@ -56,6 +56,19 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
+def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> None:
+    """Brings the optimiser and schedule of a loaded checkpoint to the run's own settings, should they have changed.
+
+    A checkpoint holds the rate, decay and betas that it was trained with, and would put them back in silence.
+    """
+    schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
+    for group in optimizer.param_groups:
+        group["weight_decay"] = train.weight_decay if group["weight_decay"] else 0.0
+        group["betas"], group["eps"], group["initial_lr"] = train.betas, train.eps, train.learning_rate
+        group["lr"] = train.learning_rate * rate_factor(train, schedule.last_epoch)
+    schedule.base_lrs = [train.learning_rate] * len(optimizer.param_groups)
+
+
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     """The dictionary for deepspeed.initialize: the run's own section and the keys that we own."""
     train = config.train

@@ -67,6 +67,7 @@ def export(run_folder: Path, step: int | None, output: Path) -> Checkpoint:
             "notes": config.notes,
         }
         write_json(partial / CONFIG, {"format": EXPORT_FORMAT, "model": config.to_json()["model"], "origin": origin})
+        (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)  # safetensors makes it private
         flush_folder(partial)
         partial.rename(output)
     finally:
@@ -83,10 +84,8 @@ def master_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     damage = find_damage(checkpoint.folder, sorted(checkpoint.manifest.files), checkpoint.manifest)
     if damage:
         raise ConfigError(*damage)
-    if checkpoint.manifest.zero_stage == 0:
-        weights = _unsharded_weights(checkpoint)
-    else:
-        weights = _sharded_weights(checkpoint)
+    read = _unsharded_weights if checkpoint.manifest.zero_stage == 0 else _sharded_weights
+    weights = read(checkpoint)
     names = {name for group in checkpoint.manifest.parameter_groups for name in group}
     missing = names - weights.keys()
     if missing:

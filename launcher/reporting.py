@@ -6,16 +6,14 @@ import os
 import sys
 import time
 
-from kernels.errors import ConfigError
-
 EXIT_WRONG_INPUT = 2
 _FIRST_REPORTS_SECONDS = 3.0  # the launcher ends all ranks within a second of the first one's end
 
 
 def is_wrong_input(error: ValueError) -> bool:
-    """Whether a person can mend it: a ConfigError or a DataError, which is looked up only if its room is loaded."""
-    data_errors = sys.modules.get("data_pipelines.errors")
-    return isinstance(error, ConfigError) or (data_errors is not None and isinstance(error, data_errors.DataError))
+    """Whether a person can mend it: a ConfigError or a DataError, looked up only where its room is loaded already."""
+    families = (("kernels.errors", "ConfigError"), ("data_pipelines.errors", "DataError"))
+    return any(isinstance(error, getattr(sys.modules[room], name)) for room, name in families if room in sys.modules)
 
 
 def report(error: ValueError) -> int:

@@ -51,28 +51,27 @@ def main(arguments: list[str]) -> int:
 def _run(config: RunConfig, resume: str) -> int:
     """Checks everything that can be checked alone, then trains."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
+    from launcher import engine as ours
+    from launcher.checkpoint import load_checkpoint
     from launcher.cpu_accelerator import prepare_accelerator
+    from launcher.loop import train
     from launcher.processes import process_group, ranks_from_environment
+    from launcher.resume import begin, choose_start
 
     ranks = ranks_from_environment(os.environ)
     check_world_size(config, ranks.world_size)
-    from launcher import engine as ours
-    from launcher.resume import Start, begin, choose_start
-
+    on_cpu = prepare_accelerator()
     ours.quieten(config)
     ours.check_environment()
-    ours.check_section(config, ranks.world_size, on_cpu=prepare_accelerator())
-    start: Start = choose_start(config, resume, ranks)
+    ours.check_section(config, ranks.world_size, on_cpu)
+    start = choose_start(config, resume, ranks)
     with process_group(ranks, config.train.timeout_seconds):
-        from launcher.loop import train
-
         checkpoint = begin(start, config, ranks)
         engine = ours.build_engine(config, ranks)
         state = None
         if checkpoint is not None:
-            from launcher.checkpoint import load_checkpoint
-
             state = load_checkpoint(engine, checkpoint, ranks)
+            ours.apply_settings(engine, config.train)
         train(engine, config, ranks, state)
         engine.destroy()
     return 0
