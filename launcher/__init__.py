@@ -1,0 +1,1 @@
+"""Everything a person runs: the command line, training, checkpoints, evaluation, export."""
