@@ -1,10 +1,6 @@
-<<<<<<< HEAD
 """Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``."""
 
 from kernels.attention import sparse_attention
 from kernels.errors import ConfigError
 
 __all__ = ["ConfigError", "sparse_attention"]
-=======
-"""Attention over a sparse pattern."""
->>>>>>> launcher
