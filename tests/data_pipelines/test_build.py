@@ -245,18 +245,27 @@ def test_build_that_fails_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_build_reports_file_that_vanishes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda path: path.unlink(), r"f\d+\.py: No such file.*nothing was built"),
+        (lambda path: path.write_bytes(b"longer" * 99), r"f\d+\.py: changed size while it was read"),
+        (lambda path: path.write_bytes(b""), r"f\d+\.py: changed size while it was read"),
+    ],
+    ids=["vanishes", "grows", "shrinks"],
+)
+def test_build_reports_file_that_changes(tmp_path, monkeypatch, change, rule):
     source = write_files(tmp_path / "source", numbered_files(10))
     module = importlib.import_module("data_pipelines.build")
     find = module.find_documents
 
-    def find_then_lose(*arguments):
+    def find_then_change(*arguments):
         found = find(*arguments)
-        found[0][3].path.unlink()
+        change(found[0][3].path)
         return found
 
-    monkeypatch.setattr(module, "find_documents", find_then_lose)
-    with pytest.raises(DataError, match=r"f\d+\.py: No such file.*nothing was built"):
+    monkeypatch.setattr(module, "find_documents", find_then_change)
+    with pytest.raises(DataError, match=rule):
         build([source], tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,12 @@ def test_stream_batch_has_shapes_and_types(corpus):
 def test_stream_iterates_again_from_its_state(corpus):
     stream = ByteStream(corpus.folder, context=64, global_batch=24)
     assert torch.equal(next(iter(stream)).tokens, next(iter(stream)).tokens)
+
+
+def test_stream_can_be_sent_to_another_process(corpus):
+    stream = ByteStream(corpus.folder, context=64, global_batch=24)
+    first = next(iter(stream))
+    assert torch.equal(next(iter(pickle.loads(pickle.dumps(stream)))).tokens, first.tokens)
 
 
 def test_stream_passes_over_epochs_without_a_step(corpus):
