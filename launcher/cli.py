@@ -8,9 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels.errors import ConfigError
-
-EXIT_WRONG_INPUT = 2
+from launcher.reporting import EXIT_WRONG_INPUT, is_wrong_input, report
 
 
 class Verb(NamedTuple):
@@ -49,17 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return getattr(module, verb.run)(options)
     except ValueError as error:
-        if not _is_wrong_input(error):
+        if not is_wrong_input(error):
             raise
-        for line in str(error).splitlines():
-            print(f"longstride: error: {line}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
-
-
-def _is_wrong_input(error: ValueError) -> bool:
-    """Whether a person can mend it: a ConfigError or a DataError, which is looked up only if its room is loaded."""
-    data_errors = sys.modules.get("data_pipelines.errors")
-    return isinstance(error, ConfigError) or (data_errors is not None and isinstance(error, data_errors.DataError))
+        return report(error)
 
 
 def _help(words: list[str]) -> int:

@@ -12,7 +12,7 @@ class TrainingCpu(CPU_Accelerator):
     """The CPU, in every precision that torch computes in, without a compiled communication op."""
 
     def is_fp16_supported(self) -> bool:
-        """True: torch computes in half precision on every CPU. DeepSpeed asks for oneDNN's fast path, and refuses else."""
+        """True: torch computes in half precision on every CPU, where DeepSpeed asks for oneDNN's fast path."""
         return True
 
     def create_op_builder(self, class_name: str) -> Any:

@@ -11,6 +11,7 @@ import io
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -77,7 +78,7 @@ def master_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Every parameter by name, fp32, contiguous, on the CPU; the files are verified first.
 
     Raises:
-        ConfigError: a file is damaged.
+        ConfigError: a file is damaged, or weights are missing.
     """
     damage = find_damage(checkpoint.folder, sorted(checkpoint.manifest.files), checkpoint.manifest)
     if damage:
@@ -85,10 +86,7 @@ def master_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if checkpoint.manifest.zero_stage == 0:
         weights = _unsharded_weights(checkpoint)
     else:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.folder), DEEPSPEED_TAG)
+        weights = _sharded_weights(checkpoint)
     names = {name for group in checkpoint.manifest.parameter_groups for name in group}
     missing = names - weights.keys()
     if missing:
@@ -97,13 +95,45 @@ def master_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: tensor.detach().float().contiguous().clone() for name, tensor in weights.items()}
 
 
+def _sharded_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """ZeRO 1 to 3, by DeepSpeed's own tool, save for the one optimiser whose shards it refuses."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    first = _load(next((checkpoint.folder / DEEPSPEED_TAG).glob("*zero_pp_rank_0_*_optim_states.pt")))
+    if "zero_stage" not in first["optimizer_state_dict"]:
+        return _bf16_optimizer_weights(checkpoint)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.folder), DEEPSPEED_TAG)
+
+
+def _bf16_optimizer_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """ZeRO 1 in bf16 with gradients gathered in fp32: one flat vector a parameter group, cut over the ranks."""
+    folder = checkpoint.folder / DEEPSPEED_TAG
+    model = _load(folder / "mp_rank_00_model_states.pt")
+    weights = {name: model["module"][name] for name in model["buffer_names"]}
+    shards = [
+        _load(folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        for rank in range(checkpoint.manifest.world_size)
+    ]
+    for group, shapes in enumerate(model["param_shapes"]):
+        flat = torch.cat([shard["single_partition_of_fp32_groups"][group] for shard in shards])
+        sizes = [shape.numel() for shape in shapes.values()]
+        pieces = flat[: sum(sizes)].split(sizes)  # what is left is padding
+        weights.update({name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)})
+    return weights
+
+
 def _unsharded_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """ZeRO 0, which DeepSpeed's own tool does not read: one file, in half precision with the master weights nameless."""
-    path = checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt"
-    content = torch.load(path, map_location="cpu", weights_only=False)  # a pickle of DeepSpeed's own classes
+    """ZeRO 0, which DeepSpeed's own tool does not read: one file; in half precision its master weights are nameless."""
+    content = _load(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt")
     weights: dict[str, Tensor] = dict(content["module"])
     if checkpoint.manifest.precision != "fp32":
         groups = content["optimizer"]["fp32_groups"]
         for names, masters in zip(checkpoint.manifest.parameter_groups, groups, strict=True):
             weights.update(zip(names, masters, strict=True))
     return weights
+
+
+def _load(path: Path) -> dict[str, Any]:
+    # Pickles of DeepSpeed's own classes, which weights_only refuses; the manifest has vouched for the bytes.
+    return torch.load(path, map_location="cpu", weights_only=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -39,8 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def launcher_command(arguments: argparse.Namespace) -> list[str]:
     """The command line of `deepspeed launcher/train.py …`."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
     if arguments.processes is not None:
         command += ["--num_gpus", str(arguments.processes)]  # on a CPU too this is the number of processes
     command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
     return command + arguments.overrides
+
+
+def _free_port() -> int:
+    """A port for the ranks to meet at: the launcher's own choice is always the same, so that two runs would clash."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

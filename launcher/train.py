@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -16,12 +15,8 @@ if __name__ == "__main__":
     # config); the root takes its place, so that nothing need be installed.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from data_pipelines import DataError
-from kernels.errors import ConfigError
 from launcher.config import RunConfig, check_world_size, load_config
-
-EXIT_WRONG_INPUT = 2
-_FIRST_REPORTS_SECONDS = 3.0  # the launcher ends all ranks within a second of the first one's end
+from launcher.reporting import is_wrong_input, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,12 +42,10 @@ def main(arguments: list[str]) -> int:
     try:
         config = load_config(options.config, options.overrides)
         return _run(config, options.resume)
-    except (ConfigError, DataError) as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(_FIRST_REPORTS_SECONDS)
-        for line in str(error).splitlines():
-            print(f"longstride: error: {line}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+    except ValueError as error:
+        if not is_wrong_input(error):
+            raise
+        return report(error)
 
 
 def _run(config: RunConfig, resume: str) -> int:
