@@ -1,0 +1,175 @@
+"""What every backend is held against: attention in fp64, and the error that its own precision explains.
+
+Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
+
+A result passes where its largest error against fp64 is at most twice the largest error of the same computation done
+densely in the dtype itself (``dense_same_precision``). Where that error happens to be 0 (one key a query, say), a few
+units in the last place of the largest intermediate take its place. No tolerance is chosen by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention import head_patterns, sparse_attention
+from kernels.autograd import accumulator_dtype
+from kernels.backends.reference import pattern_mask
+from kernels.patterns import PATTERNS, Pattern, pattern_from_json
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+ERROR_RATIO = 2.0  # of the same-precision error
+ULPS = 4  # where the same-precision error is 0
+EXAMPLE_VALUES = {"window": 11, "stride": 8, "summary": 2, "num_summaries": 3}  # any other integer field gets 5
+VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do not reach
+    {"type": "local", "window": 1},
+    {"type": "column", "stride": 1},
+    {"type": "strided", "stride": 8, "span": "paper"},
+    {"type": "summary", "stride": 8, "summary": 2, "include_self": True},
+    {"type": "summary", "stride": 9, "summary": 2, "num_summaries": 3},
+    {"type": "fixed", "stride": 8, "summary": 8},
+    {"type": "fixed", "stride": 9, "summary": 2, "num_summaries": 3},
+)
+
+
+class Shape(NamedTuple):
+    """The sizes of one case."""
+
+    batch: int
+    heads: int
+    context: int
+    width: int
+    value_width: int
+
+
+class Inputs(NamedTuple):
+    """What attention and its gradient are computed from; the gradient of lse may be None."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, H, N, D)
+    v: Tensor  # (B, H, N, Dv)
+    grad_out: Tensor  # (B, H, N, Dv)
+    grad_lse: Tensor | None  # (B, H, N)
+
+
+def example_patterns() -> list[Pattern]:
+    """One pattern of every registered type, found through the registry, and the variants."""
+    examples: list[Pattern] = []
+    for name, cls in PATTERNS.items():
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        examples.append(pattern_from_json({"type": name, **{f: EXAMPLE_VALUES.get(f, 5) for f in required}}))
+    return examples + [pattern_from_json(variant) for variant in VARIANTS]
+
+
+def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bool = False) -> Inputs:
+    """Normal inputs, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    lead = (shape.batch, shape.heads, shape.context)
+    q, k = (normal(*lead, shape.width).to(dtype) for _ in range(2))
+    v, grad_out = (normal(*lead, shape.value_width).to(dtype) for _ in range(2))
+    return Inputs(q, k, v, grad_out, normal(*lead).to(accumulator_dtype(dtype)) if grad_lse else None)
+
+
+def attention_and_gradients(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)``."""
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attend(*leaves)
+    outputs, grads = [out], [inputs.grad_out.to(out.dtype)]
+    if inputs.grad_lse is not None:
+        outputs, grads = [out, lse], [*grads, inputs.grad_lse.to(lse.dtype)]
+    found = torch.autograd.grad(outputs, leaves, grads)
+    return dict(zip(RESULTS, (out.detach(), lse.detach(), *found), strict=True))
+
+
+def exact(inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None) -> dict[str, Tensor]:
+    """All results by the specification in fp64."""
+    wide = Inputs(*(t if t is None else t.double() for t in inputs))
+    return attention_and_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend="reference", return_lse=True), wide
+    )
+
+
+def dense_same_precision(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """What a plain dense layer computes in this dtype: products in the dtype, softmax in fp32, weights rounded."""
+    allowed = pattern_mask(patterns, q.shape[2], q.device)
+    blind = ~allowed.any(-1, keepdim=True)
+    scores = (q @ k.transpose(-1, -2)).to(accumulator_dtype(q.dtype)) * scale
+    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return weights.to(v.dtype) @ v, lse
+
+
+def check_against_reference(
+    backend: str,
+    pattern: Pattern | Sequence[Pattern],
+    dtype: torch.dtype,
+    shape: Shape,
+    *,
+    scale: float | None = None,
+    seed: int = 0,
+    grad_lse: bool = False,
+    inputs: Inputs | None = None,
+) -> dict[str, float]:
+    """Assert that a backend's forward, logsumexp and gradients pass; their errors over the same-precision errors."""
+    inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
+    found = attention_and_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True), inputs
+    )
+    return assert_within_precision(found, inputs, pattern, scale)
+
+
+def assert_within_precision(
+    found: dict[str, Tensor], inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None
+) -> dict[str, float]:
+    """Assert that results are within their precision of fp64; their errors over the same-precision errors."""
+    factor = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    patterns = head_patterns(pattern, inputs.q.shape[1])
+    wanted = exact(inputs, pattern, scale)
+    dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, patterns, factor), inputs)
+    magnitude = _magnitudes(inputs, factor)
+    ratios = {}
+    for name in RESULTS:
+        assert found[name].dtype == dense[name].dtype, f"{name} is {found[name].dtype}, not {dense[name].dtype}"
+        assert found[name].shape == wanted[name].shape, f"{name} is {tuple(found[name].shape)}"
+        error, explained = (_largest_error(result[name], wanted[name], name) for result in (found, dense))
+        limit = ERROR_RATIO * explained
+        if explained == 0:
+            limit = ULPS * torch.finfo(found[name].dtype).eps * magnitude[name]
+        assert error <= limit, f"{name} is off by {error:.3g}, {limit:.3g} allowed: {pattern} {inputs.q.dtype}"
+        ratios[name] = error / explained if explained else 0.0
+    return ratios
+
+
+def _largest_error(found: Tensor, wanted: Tensor, name: str) -> float:
+    """Largest absolute difference; infinities must agree, and nothing may be NaN."""
+    found = found.double()
+    assert not bool(found.isnan().any()), f"{name} holds NaN"
+    infinite = wanted.isinf()
+    assert torch.equal(found[infinite], wanted[infinite]), f"{name} differs in its infinities"
+    return float((found - wanted)[~infinite].abs().max()) if bool((~infinite).any()) else 0.0
+
+
+def _magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
+    """The largest intermediate behind each result: what rounding is relative to where terms cancel."""
+    q, k, v, grad_out = (t.double() for t in inputs[:4])
+    gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight
+    if inputs.grad_lse is not None:
+        gradient += float(inputs.grad_lse.abs().max())
+    return {
+        "out": float(v.abs().max()),
+        "lse": float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale),
+        "dq": gradient * float(k.abs().max()) * abs(scale),
+        "dk": gradient * float(q.abs().max()) * abs(scale),
+        "dv": float(grad_out.abs().max()),
+    }
