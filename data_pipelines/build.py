@@ -8,35 +8,24 @@ import hashlib
 import logging
 import secrets
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import webdataset as wds
-
 from data_pipelines.errors import DataError
 from data_pipelines.modalities import Modality, modality_named
+from data_pipelines.shard_writer import SAMPLE_BYTES, ShardFile, pack
 from data_pipelines.shards import (
-    BLOCK_BYTES,
-    INDEX_DTYPE,
     MANIFEST_NAME,
     Manifest,
-    ShardRecord,
     SplitRecord,
-    index_name,
-    index_to_bytes,
     load_manifest,
-    member_bytes,
-    sample_key,
     verify,
 )
 from data_pipelines.walk import Document, WalkCounts, find_documents
 
 SHARD_BYTES = 16 * 2**20  # payload of a shard, unless told otherwise
-SAMPLE_BYTES = 2**20  # a longer file becomes several samples: no lane ever holds more than one of them
 _KEPT = "nothing is overwritten: name another output, or remove this one first"
 Progress = Callable[[int, int], None]  # (bytes written, bytes in all)
 
@@ -195,93 +184,19 @@ def _write_folder(
 ) -> Manifest:
     total = sum(document.size for members in splits.values() for document in members)
     done = 0
-
-    def counted(payloads: Iterable[bytes]) -> Iterator[bytes]:
-        nonlocal done
-        for payload in payloads:
-            yield payload
-            done += len(payload)
-            if progress is not None:
-                progress(done, total)
-
-    records = {
-        name: SplitRecord(len(members), tuple(_write_split(folder, name, counted(_payloads(members)), settings)))
-        for name, members in splits.items()
-    }
+    records = {}
+    for split, members in splits.items():
+        shards = []
+        for number, pieces in enumerate(pack(members, settings.shard_bytes)):
+            with ShardFile(folder, f"{split}-{number:05d}.tar", settings.modality.extension) as shard:
+                for piece in pieces:
+                    shard.add(piece.read())
+                    done += piece.size
+                    if progress is not None:
+                        progress(done, total)
+            shards.append(shard.record())
+        records[split] = SplitRecord(len(members), tuple(shards))
     made = {"settings": settings.to_json(), "left_out": {"empty_files": counts.empty, "symlinks": counts.symlinks}}
     manifest = Manifest(modality=settings.modality.name, splits=records, made=made)
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
-
-
-def _payloads(documents: Iterable[Document]) -> Iterator[bytes]:
-    """The documents' bytes, none of them empty, long ones cut."""
-    for document in documents:
-        with document.path.open("rb") as file:
-            while payload := file.read(SAMPLE_BYTES):
-                yield payload
-
-
-def _write_split(folder: Path, split: str, payloads: Iterator[bytes], settings: _Settings) -> Iterator[ShardRecord]:
-    """Write the shards of one split, each as full as it may be."""
-    payload = next(payloads, None)
-    number = 0
-    while payload is not None:
-        name = f"{split}-{number:05d}.tar"
-        with _ShardFile(folder, name, settings.modality.extension) as shard:
-            while payload is not None and (
-                not shard.rows or shard.payload_bytes + len(payload) <= settings.shard_bytes
-            ):
-                shard.add(payload)
-                payload = next(payloads, None)
-        yield shard.record()
-        number += 1
-
-
-class _ShardFile:
-    """A shard being written, with its index and checksum."""
-
-    def __init__(self, folder: Path, name: str, extension: str) -> None:
-        self.folder, self.name, self.extension = folder, name, extension
-        self.rows: list[tuple[int, int, int, int]] = []
-        self.payload_bytes = self.file_bytes = self._offset = 0
-        self._digest = hashlib.sha256()
-
-    def __enter__(self) -> "_ShardFile":
-        self._file = (self.folder / self.name).open("wb")
-        # Nothing of the machine or the moment may enter the file.
-        self._tar = wds.TarWriter(self, encoder=False, compress=False, mtime=0, user="", group="", mode=0o644)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._tar.close()
-        finally:
-            self._file.close()
-
-    def write(self, content: bytes) -> int:
-        """The file that TarWriter writes to."""
-        self._digest.update(content)
-        self.file_bytes += len(content)
-        return self._file.write(content)
-
-    def add(self, payload: bytes) -> None:
-        """Append one sample."""
-        key = sample_key(self.name, len(self.rows))
-        self._tar.write({"__key__": key, self.extension: payload})
-        self.rows.append((self._offset, self._offset + BLOCK_BYTES, len(payload), zlib.crc32(payload)))
-        self._offset += member_bytes(len(payload))
-        self.payload_bytes += len(payload)
-
-    def record(self) -> ShardRecord:
-        """Write the index of the closed shard; what the manifest says about it."""
-        index = index_to_bytes(np.array(self.rows, dtype=INDEX_DTYPE))
-        (self.folder / index_name(self.name)).write_bytes(index)
-        return ShardRecord(
-            name=self.name,
-            samples=len(self.rows),
-            payload_bytes=self.payload_bytes,
-            file_bytes=self.file_bytes,
-            sha256=self._digest.hexdigest(),
-            index_sha256=hashlib.sha256(index).hexdigest(),
-        )

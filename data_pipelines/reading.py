@@ -7,7 +7,7 @@ holds its first byte and streams from there: the cost of a resume does not depen
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from data_pipelines.modalities import modality_named
 from data_pipelines.shards import MANIFEST_NAME, ShardRecord, check_shard_file, load_index, load_manifest, member_bytes
 
 READ_AHEAD_BYTES = 25 * 10_240  # whole records of tarfile's own reads
+_KEPT_LAYOUTS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
 _REPAIR = "`longstride data verify` lists all damage; build the folder again or fetch it again"
 
 
@@ -72,7 +73,7 @@ class SplitReader:
         self.shards = self.manifest.splits[split].shards
         self.total_bytes = sum(shard.payload_bytes for shard in self.shards)
         self._modality = modality_named(self.manifest.modality)
-        self._layout = lru_cache(maxsize=4)(self._find_layout)
+        self._layouts: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def read(self, start: int, end: int, seed: int | None) -> Iterator[np.ndarray]:
         """Bytes ``[start, end)`` of the endless stream of ``seed`` (None: canonical order) as (n,) uint8 arrays.
@@ -92,12 +93,16 @@ class SplitReader:
             yield Visit(shard, within, within + size)
             start += size
 
-    def _find_layout(self, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _layout(self, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The shards' order in an epoch, and the bytes before each of them and before the end: (n,), (n + 1,) int64."""
-        count = len(self.shards)
-        order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
-        sizes = np.array([shard.payload_bytes for shard in self.shards], dtype=np.int64)
-        return order, np.concatenate([[0], np.cumsum(sizes[order])])
+        if (seed, epoch) not in self._layouts:
+            while len(self._layouts) >= _KEPT_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            count = len(self.shards)
+            order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
+            sizes = np.array([shard.payload_bytes for shard in self.shards], dtype=np.int64)
+            self._layouts[seed, epoch] = order, np.concatenate([[0], np.cumsum(sizes[order])])
+        return self._layouts[seed, epoch]
 
     def _read_visits(self, visits: Iterable[Visit]) -> Iterator[np.ndarray]:
         for visit in visits:
@@ -132,8 +137,7 @@ def _read_payloads(
         try:
             sample = next(samples, None)
         except Exception as error:  # whatever it is that tarfile or WebDataset stumbles over, the shard is damaged
-            what = error.args[0] if error.args else type(error).__name__  # WebDataset adds its own objects to args
-            raise DataError(f"{path}: cannot be read at sample {key} ({what}); {_REPAIR}") from error
+            raise DataError(f"{path}: cannot be read at sample {key} ({_reason(error)}); {_REPAIR}") from error
         if sample is None:
             raise DataError(f"{path}: ends or breaks off before sample {key}; {_REPAIR}")
         if sample["__key__"] != key:
@@ -144,3 +148,10 @@ def _read_payloads(
         if zlib.crc32(payload) != crc32:
             raise DataError(f"{path}: sample {key} is damaged (CRC-32); {_REPAIR}")
         yield payload
+
+
+def _reason(error: Exception) -> str:
+    """One line on what went wrong; WebDataset adds objects of its own to an error's arguments."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error.args[0]) if error.args else type(error).__name__

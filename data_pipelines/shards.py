@@ -205,13 +205,14 @@ def _verify_shard(folder: Path, shard: ShardRecord, extension: str) -> list[str]
         index = load_index(folder, shard)
     except DataError as error:
         return [str(error)]
+    findings = []
     try:
-        findings = (
-            [] if _file_sha256(path) == shard.sha256 else [f"{path}: its SHA-256 is not the manifest's; {_REBUILD}"]
-        )
-        return findings + _verify_samples(path, shard, index, extension)
+        if _file_sha256(path) != shard.sha256:
+            findings.append(f"{path}: its SHA-256 is not the manifest's; {_REBUILD}")
+        findings += _verify_samples(path, shard, index, extension)
     except (OSError, tarfile.TarError) as error:
-        return [f"{path}: cannot be read as a tar file ({error}); {_REBUILD}"]
+        findings.append(f"{path}: cannot be read as a tar file ({error}); {_REBUILD}")
+    return findings
 
 
 def _verify_samples(path: Path, shard: ShardRecord, index: np.ndarray, extension: str) -> list[str]:

@@ -92,13 +92,13 @@ class ByteStream:
             start = self.lanes.context_id(epoch, first_step, lane) * context
             end = self.lanes.context_id(epoch, steps, lane) * context
             cursors.append(ByteCursor(self._reader.read(start, end, self.seed)))
+        first_ids = torch.tensor([self.lanes.context_id(epoch, 0, lane) for lane in self._own], dtype=torch.int64)
         for step in range(first_step, steps):
             tokens = np.empty((len(cursors), context), dtype=np.int64)
             for cursor, row in zip(cursors, tokens, strict=True):
                 cursor.fill(row)
-            ids = [self.lanes.context_id(epoch, step, lane) for lane in self._own]
             state = self._state_at(self.lanes.batch_number(epoch, step) + 1)
-            yield Batch(torch.from_numpy(tokens), torch.tensor(ids, dtype=torch.int64), state)
+            yield Batch(torch.from_numpy(tokens), first_ids + step, state)
 
     def _state_at(self, batch: int) -> StreamState:
         epoch, step = self.lanes.position(batch)

@@ -1,0 +1,63 @@
+"""Block-sparse attention in Triton: one family of kernels over plans, which knows no pattern.
+
+``packing`` lays the plans of all heads side by side, ``tile`` is what kernels do to a tile, ``forward_kernel`` and
+``backward_kernels`` are the kernels, ``configurations`` their tile sizes, ``launch`` the host side. triton is imported
+only by a call that can run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from kernels.patterns.base import Pattern
+
+WIDEST = 256  # head width
+OLDEST_CAPABILITY = (8, 0)
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """None where the kernels can run on these tensors, else the one reason they cannot."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if max(q.shape[-1], v.shape[-1]) > WIDEST:
+        return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"there are no kernels for {q.device.type}"
+    from kernels.backends.triton.launch import INTERPRETED
+
+    if INTERPRETED:
+        return None
+    if q.device.type == "cpu":
+        return "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before the program starts"
+    if q.dtype == torch.float64:
+        return "fp64 runs in Triton's interpreter alone"
+    if not torch.version.hip and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
+        return "the card's compute capability is below 8.0"
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+    from kernels.backends.triton import launch
+
+    return launch.forward(q, k, v, patterns, scale)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: tuple[Pattern, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
+    from kernels.backends.triton import launch
+
+    return launch.backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
