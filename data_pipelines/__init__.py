@@ -10,10 +10,11 @@ from data_pipelines.evaluation import EvaluationBatch, evaluation_contexts, spli
 from data_pipelines.lanes import Lanes, StreamState
 from data_pipelines.modalities import MODALITIES, Modality, modality_named
 from data_pipelines.shards import Manifest, load_manifest, verify
-from data_pipelines.stream import Batch, ByteStream
+from data_pipelines.stream import SHUFFLE_BYTES, Batch, ByteStream
 
 __all__ = [
     "MODALITIES",
+    "SHUFFLE_BYTES",
     "Batch",
     "ByteStream",
     "DataError",

@@ -5,8 +5,9 @@ T payload bytes of a split, N bytes a context, G contexts a global batch.
 In epoch e the shards are permuted by (seed, e) and their bytes laid end to end, so that byte ``g = e * T + offset`` of
 an endless stream is defined for every g. Context k covers the bytes ``[k * N, (k + 1) * N)``; its number k is the
 sample id. Epoch e holds the whole global batches that end within it: ``F(e) = floor(e * T / (N * G))`` batches come
-before it, and its contexts ``F(e) * G .. F(e + 1) * G - 1`` are cut into G equal lanes. Slot j of step s reads context
-s of lane j.
+before it, and its contexts ``F(e) * G .. F(e + 1) * G - 1`` are cut into G equal lanes. Slot j of every step reads the
+next context of lane j. Neighbours in a lane are often of one file, so each lane is cut into blocks, and the contexts
+of a block are read in an order permuted by (seed, epoch, lane, block): as a shuffle buffer would, but known beforehand.
 
 What is left over at the end of an epoch is therefore the beginning of the next epoch's lanes: nothing is dropped, a
 context may straddle two epochs, and every place is found from the batch's number without walking there. The number of
@@ -20,7 +21,8 @@ import numpy as np
 
 from data_pipelines.errors import DataError
 
-_SHARD_ORDER = 1  # the last word of Philox's counter: sets this use of (seed, epoch) apart from any other
+# The last word of Philox's counter sets the uses of (seed, epoch) apart.
+_SHARD_ORDER, _BLOCK_ORDER = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +125,23 @@ def _nearest_multiples(value: int, divisor: int) -> str:
 
 
 def shard_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of ``count`` shards in an epoch: (count,) int64. Raises DataError for a seed beyond 64 bits.
+    """The permutation of ``count`` shards in an epoch: (count,) int64. Raises DataError for a seed beyond 64 bits."""
+    return _permutation(count, seed, epoch, (0, 0, 0, _SHARD_ORDER))
 
-    The stable argsort of the first ``count`` raw 64-bit words of Philox-4x64-10 with the key (seed, epoch) and the
-    counter (0, 0, 0, 1): numpy keeps the raw words of its bit generators for ever, unlike the methods of ``Generator``.
+
+def block_order(count: int, seed: int, epoch: int, lane: int, block: int) -> np.ndarray:
+    """The permutation of the ``count`` contexts of a lane's block: (count,) int64."""
+    # Philox counts its draws in the first word.
+    return _permutation(count, seed, epoch, (0, lane, block, _BLOCK_ORDER))
+
+
+def _permutation(count: int, seed: int, epoch: int, counter: tuple[int, int, int, int]) -> np.ndarray:
+    """The stable argsort of the first ``count`` raw 64-bit words of Philox-4x64-10 with the key (seed, epoch).
+
+    Numpy keeps the raw words of its bit generators for ever, unlike the methods of ``Generator``.
     """
     if not 0 <= seed < 2**64:
         raise DataError(f"seed={seed}: must be from 0 to 2**64 - 1")
     key = np.array([seed, epoch], dtype=np.uint64)
-    words = np.random.Philox(key=key, counter=np.array([0, 0, 0, _SHARD_ORDER], dtype=np.uint64)).random_raw(count)
+    words = np.random.Philox(key=key, counter=np.array(counter, dtype=np.uint64)).random_raw(count)
     return np.argsort(words, kind="stable").astype(np.int64)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from data_pipelines.errors import DataError
-from data_pipelines.lanes import Lanes, StreamState, shard_order
+from data_pipelines.lanes import Lanes, StreamState, block_order, shard_order
 from data_pipelines.reading import SplitReader
+
+SHUFFLE_BYTES = 2**20  # of a lane's block: some dozens of source files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,9 +28,9 @@ class Batch:
     state: StreamState  # after this batch: a stream that is given it begins with the next one
 
 
-def stream_fingerprint(fingerprint: str, split: str, context: int) -> str:
+def stream_fingerprint(fingerprint: str, split: str, context: int, shuffle_bytes: int) -> str:
     """Of a stream's state: the data set's fingerprint bound to what else decides the meaning of a step."""
-    return hashlib.sha256(f"{fingerprint}/{split}/{context}".encode()).hexdigest()
+    return hashlib.sha256(f"{fingerprint}/{split}/{context}/{shuffle_bytes}".encode()).hexdigest()
 
 
 class ByteCursor:
@@ -51,11 +53,46 @@ class ByteCursor:
             self._used += size
 
 
+class ShuffledLane:
+    """The contexts of one lane in one epoch: block after block is read in sequence and given out in its own order."""
+
+    def __init__(
+        self, reader: SplitReader, lanes: Lanes, seed: int, epoch: int, lane: int, first_step: int, block_contexts: int
+    ) -> None:
+        self._seed, self._epoch, self._lane = seed, epoch, lane
+        self._size = block_contexts
+        self._steps = lanes.steps_in(epoch)
+        self._first_id = lanes.context_id(epoch, 0, lane)
+        start = self._first_id + first_step // block_contexts * block_contexts
+        end = self._first_id + self._steps
+        self._cursor = ByteCursor(reader.read(start * lanes.context, end * lanes.context, seed))
+        self._rows = np.empty((min(block_contexts, self._steps), lanes.context), dtype=np.uint8)
+        self._order = np.empty(0, dtype=np.int64)
+        self._block = -1
+
+    def take(self, step: int, row: np.ndarray) -> int:
+        """Write the context of a step into ``row``, steps ascending; return its number."""
+        block, place = divmod(step, self._size)
+        if block != self._block:
+            self._load(block)
+        chosen = int(self._order[place])
+        row[:] = self._rows[chosen]
+        return self._first_id + block * self._size + chosen
+
+    def _load(self, block: int) -> None:
+        count = min(self._size, self._steps - block * self._size)
+        for row in self._rows[:count]:
+            self._cursor.fill(row)
+        self._order = block_order(count, self._seed, self._epoch, self._lane, block)
+        self._block = block
+
+
 class ByteStream:
     """An endless stream of one rank's batches; each ``iter()`` begins again at ``state``.
 
-    ``state`` (None: the beginning) may come from a run with another world size. Raises DataError for a folder, split,
-    batch or state that does not fit, and, while it is iterated, for any damage: before the damaged sample is delivered.
+    ``state`` (None: the beginning) may come from a run with another world size. Each lane is shuffled in blocks of
+    ``shuffle_bytes`` at most, held in memory; 0 reads it in sequence. Raises DataError for a folder, split, batch or
+    state that does not fit, and, while it is iterated, for any damage: before the damaged sample is delivered.
     """
 
     def __init__(
@@ -68,14 +105,18 @@ class ByteStream:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        shuffle_bytes: int = SHUFFLE_BYTES,
         state: StreamState | None = None,
     ) -> None:
+        if shuffle_bytes < 0:
+            raise DataError(f"shuffle_bytes={shuffle_bytes}: must be at least 0, which reads in sequence")
         self._reader = SplitReader(folder, split)
         self.lanes = Lanes(self._reader.total_bytes, context, global_batch)
         self._own = self.lanes.of_rank(rank, world_size)
         self.seed = seed
         shard_order(0, seed, 0)  # refuses a seed that cannot be used
-        self.fingerprint = stream_fingerprint(self._reader.manifest.fingerprint, split, context)
+        self.fingerprint = stream_fingerprint(self._reader.manifest.fingerprint, split, context, shuffle_bytes)
+        self._block_contexts = max(1, shuffle_bytes // context)
         self.state = self._state_at(0) if state is None else self._checked(state)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -86,19 +127,15 @@ class ByteStream:
             batch = self.lanes.batches_before(epoch + 1)
 
     def _rest_of_epoch(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        context, steps = self.lanes.context, self.lanes.steps_in(epoch)
-        cursors = []
-        for lane in self._own:
-            start = self.lanes.context_id(epoch, first_step, lane) * context
-            end = self.lanes.context_id(epoch, steps, lane) * context
-            cursors.append(ByteCursor(self._reader.read(start, end, self.seed)))
-        first_ids = torch.tensor([self.lanes.context_id(epoch, 0, lane) for lane in self._own], dtype=torch.int64)
-        for step in range(first_step, steps):
-            tokens = np.empty((len(cursors), context), dtype=np.int64)
-            for cursor, row in zip(cursors, tokens, strict=True):
-                cursor.fill(row)
+        lanes = [
+            ShuffledLane(self._reader, self.lanes, self.seed, epoch, lane, first_step, self._block_contexts)
+            for lane in self._own
+        ]
+        for step in range(first_step, self.lanes.steps_in(epoch)):
+            tokens = np.empty((len(lanes), self.lanes.context), dtype=np.int64)
+            ids = [lane.take(step, row) for lane, row in zip(lanes, tokens, strict=True)]
             state = self._state_at(self.lanes.batch_number(epoch, step) + 1)
-            yield Batch(torch.from_numpy(tokens), first_ids + step, state)
+            yield Batch(torch.from_numpy(tokens), torch.tensor(ids, dtype=torch.int64), state)
 
     def _state_at(self, batch: int) -> StreamState:
         epoch, step = self.lanes.position(batch)
@@ -106,7 +143,11 @@ class ByteStream:
 
     def _checked(self, state: StreamState) -> StreamState:
         for name, own, rule in (
-            ("fingerprint", self.fingerprint, "the state belongs to another data set, split or context length"),
+            (
+                "fingerprint",
+                self.fingerprint,
+                "the state belongs to another data set, split, context length or shuffle",
+            ),
             ("seed", self.seed, "the state belongs to another order of the data"),
             ("global_batch", self.lanes.global_batch, "the state counts steps of another size"),
         ):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
+from data_pipelines import SHUFFLE_BYTES
 from kernels.errors import ConfigError, Problem
 from launcher.deepspeed_keys import check_keys
 from launcher.json_file import load_json_object, parse_override, put
@@ -27,6 +28,7 @@ class DataConfig(StrictModel):
 
     path: str = Field(min_length=1, description="folder written by `longstride data build`")
     seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
+    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
     train_split: str = Field(default="train", min_length=1)
     validation_split: str = Field(default="validation", min_length=1)
 

@@ -169,6 +169,7 @@ def make_stream(config: RunConfig, ranks: Ranks, state: StreamState | None = Non
         seed=config.data.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,
+        shuffle_bytes=config.data.shuffle_bytes,
         state=state,
     )
 

@@ -1,5 +1,6 @@
 """The stream against the definition of the order, over world sizes, resumes and epochs."""
 
+import functools
 import itertools
 import os
 import pickle
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipelines import ByteStream, DataError, Lanes, StreamState
-from data_pipelines.lanes import shard_order
+from data_pipelines.lanes import block_order, shard_order
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 
@@ -54,15 +55,29 @@ def global_batches(corpus, count, world_size=1, state=None, context=64, global_b
         )
 
 
-def assert_follows_definition(corpus, context, global_batch, seed, num_epochs):
-    stream = ByteStream(corpus.folder, context=context, global_batch=global_batch, seed=seed)
+cached_block_order = functools.lru_cache(block_order)
+
+
+def defined_context(lanes: Lanes, seed: int, epoch: int, step: int, lane: int, block_contexts: int) -> int:
+    """The sample id that a lane reads at a step, as lanes.py defines it."""
+    block, place = divmod(step, block_contexts)
+    count = min(block_contexts, lanes.steps_in(epoch) - block * block_contexts)
+    chosen = cached_block_order(count, seed, epoch, lane, block)[place]
+    return lanes.context_id(epoch, block * block_contexts + int(chosen), lane)
+
+
+def assert_follows_definition(corpus, context, global_batch, seed, num_epochs, shuffle_bytes=1000):
+    stream = ByteStream(
+        corpus.folder, context=context, global_batch=global_batch, seed=seed, shuffle_bytes=shuffle_bytes
+    )
     num_batches = stream.lanes.batches_before(num_epochs)
     content = defined_stream(corpus, seed, num_epochs)
     seen = []
     for number, batch in enumerate(take(stream, num_batches)):
         epoch, step = stream.lanes.position(number)
         for lane, (row, sample) in enumerate(zip(batch.tokens, batch.sample_ids.tolist(), strict=True)):
-            assert sample == stream.lanes.context_id(epoch, step, lane)
+            wanted = defined_context(stream.lanes, seed, epoch, step, lane, max(1, shuffle_bytes // context))
+            assert sample == wanted
             assert row.numpy().astype(np.uint8).tobytes() == content[sample * context : (sample + 1) * context]
             seen.append(sample)
     # Every byte of the epochs is delivered exactly once, save the carry, which is less than one global batch.
@@ -71,22 +86,39 @@ def assert_follows_definition(corpus, context, global_batch, seed, num_epochs):
     assert 0 <= carried < context * global_batch
 
 
-@pytest.mark.parametrize(("context", "global_batch"), [(64, 24), (1, 7), (333, 5), (3000, 2), (4096, 16)])
-def test_stream_follows_definition(corpus, context, global_batch):
-    assert_follows_definition(corpus, context, global_batch, seed=5, num_epochs=3)
+@pytest.mark.parametrize("shuffle_bytes", [0, 700, 2**20])
+@pytest.mark.parametrize(("context", "global_batch"), [(64, 24), (7, 7), (333, 5), (3000, 2), (4096, 16)])
+def test_stream_follows_definition(corpus, context, global_batch, shuffle_bytes):
+    assert_follows_definition(corpus, context, global_batch, 5, 2, shuffle_bytes)
 
 
 @settings(max_examples=15, deadline=None)
-@given(context=st.integers(20, 5000), global_batch=st.integers(1, 30), seed=st.integers(0, 2**64 - 1))
-def test_stream_follows_definition_anywhere(corpus, context, global_batch, seed):
-    assert_follows_definition(corpus, context, global_batch, seed, num_epochs=2)
+@given(
+    context=st.integers(20, 5000),
+    global_batch=st.integers(1, 30),
+    seed=st.integers(0, 2**64 - 1),
+    shuffle_bytes=st.integers(0, 20_000),
+)
+def test_stream_follows_definition_anywhere(corpus, context, global_batch, seed, shuffle_bytes):
+    assert_follows_definition(corpus, context, global_batch, seed, 2, shuffle_bytes)
 
 
 @pytest.mark.campaign
 @settings(max_examples=1000, deadline=None)
-@given(context=st.integers(5, 30_000), global_batch=st.integers(1, 60), seed=st.integers(0, 2**64 - 1))
-def test_stream_follows_definition_campaign(corpus, context, global_batch, seed):
-    assert_follows_definition(corpus, context, global_batch, seed, num_epochs=3)
+@given(
+    context=st.integers(5, 30_000),
+    global_batch=st.integers(1, 60),
+    seed=st.integers(0, 2**64 - 1),
+    shuffle_bytes=st.integers(0, 100_000),
+)
+def test_stream_follows_definition_campaign(corpus, context, global_batch, seed, shuffle_bytes):
+    assert_follows_definition(corpus, context, global_batch, seed, 3, shuffle_bytes)
+
+
+def test_blocks_are_shuffled_each_in_its_own_way():
+    orders = {(lane, block): block_order(100, 5, 0, lane, block).tolist() for lane in range(3) for block in range(3)}
+    assert all(sorted(order) == list(range(100)) for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) == 9
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +220,7 @@ def test_stream_passes_over_epochs_without_a_step(corpus):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"fingerprint": "0" * 64}, "another data set, split or context length"),
+        ({"fingerprint": "0" * 64}, "another data set, split, context length or shuffle"),
         ({"seed": 1}, "another order"),
         ({"global_batch": 12}, "steps of another size"),
         ({"step": 10_000}, "has .* steps"),
@@ -201,10 +233,10 @@ def test_stream_refuses_state_of_another_stream(corpus, change, rule):
         ByteStream(corpus.folder, context=64, global_batch=24, state=StreamState(**{**state.to_json(), **change}))
 
 
-@pytest.mark.parametrize("change", [{"context": 128}, {"split": "validation"}], ids=str)
-def test_stream_refuses_state_of_another_split_or_context(corpus, change):
+@pytest.mark.parametrize("change", [{"context": 128}, {"split": "validation"}, {"shuffle_bytes": 0}], ids=str)
+def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change):
     state = ByteStream(corpus.folder, context=64, global_batch=4).state
-    with pytest.raises(DataError, match="another data set, split or context"):
+    with pytest.raises(DataError, match="another data set, split, context length or shuffle"):
         ByteStream(corpus.folder, **{"context": 64, "global_batch": 4, "state": state, **change})
 
 
@@ -216,6 +248,7 @@ def test_stream_refuses_state_of_another_split_or_context(corpus, change):
         ({"context": 10**6}, "context=1000000: longer than the whole split"),
         ({"split": "test"}, "no split 'test'.*train"),
         ({"seed": -1}, "seed=-1"),
+        ({"shuffle_bytes": -1}, "shuffle_bytes=-1: must be at least 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
