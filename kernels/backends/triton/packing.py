@@ -97,9 +97,7 @@ def _layout(part: Part | None, context: int, tile_q: int, tile_k: int, rows: Row
     return _Layout(tiles(o.by_key, tile_rows, tile_columns), o.num_keys, o.num_queries, o.key_order, o.query_order)
 
 
-def _pack(
-    parts: list[Part | None], context: int, tile_q: int, tile_k: int, rows: Rows, device: torch.device
-) -> Pass:
+def _pack(parts: list[Part | None], context: int, tile_q: int, tile_k: int, rows: Rows, device: torch.device) -> Pass:
     distinct = list(dict.fromkeys(parts))
     layouts = [_layout(part, context, tile_q, tile_k, rows) for part in distinct]
     rows_ordered = any(layout.row_order is not None for layout in layouts)
