@@ -43,8 +43,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", example_patterns(), ids=_name)
 def test_cpu_is_as_precise_as_dense(pattern: Pattern, dtype: torch.dtype, width: int) -> None:
-    # With one key a query softmax's own backward is exactly 0, and no backward from a stored logsumexp can be: a gradient
-    # of the logsumexp would hide from the oracle that there is no error to compare with.
+    # With one key a query softmax's own backward is exactly 0, as no backward from a stored logsumexp can be: a
+    # gradient of the logsumexp would hide from the oracle that there is no error to compare with.
     grad_lse = pattern != Local(1)
     for context in (72, 101):  # 72 is a multiple of both strides, 101 of none
         check_against_reference("cpu", pattern, dtype, Shape(2, 3, context, width, width), grad_lse=grad_lse)
