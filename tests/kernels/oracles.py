@@ -148,7 +148,9 @@ def assert_within_precision(
         assert found[name].shape == wanted[name].shape, f"{name} is {tuple(found[name].shape)}"
         error, explained = (_errors(result[name], wanted[name], name) for result in (found, dense))
         floor = ULPS * eps * magnitude[name]
-        mean_limit = ERROR_RATIO * explained.mean if explained.mean else floor
+        # In fp64 the specification has an error of its own, which the dense computation repeats step by step.
+        alone = explained.mean == 0 or inputs.q.dtype == torch.float64
+        mean_limit = max(ERROR_RATIO * explained.mean, floor) if alone else ERROR_RATIO * explained.mean
         largest_limit = max(ERROR_RATIO * explained.largest, floor)
         where = f"{pattern} {inputs.q.dtype}"
         assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
@@ -182,10 +184,11 @@ def _magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
     gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight
     if inputs.grad_lse is not None:
         gradient += float(inputs.grad_lse.abs().max())
+    exponent = float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale)  # whose rounding a weight multiplies
     return {
         "out": float(v.abs().max()),
-        "lse": float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale),
+        "lse": exponent,
         "dq": gradient * float(k.abs().max()) * abs(scale),
         "dk": gradient * float(q.abs().max()) * abs(scale),
-        "dv": float(grad_out.abs().max()),
+        "dv": float(grad_out.abs().max()) * max(1.0, exponent),
     }
