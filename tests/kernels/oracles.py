@@ -2,9 +2,12 @@
 
 Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
 
-A result passes where its largest error against fp64 is at most twice the largest error of the same computation done
-densely in the dtype itself (``dense_same_precision``). Where that error happens to be 0 (one key a query, say), a few
-units in the last place of the largest intermediate take its place. No tolerance is chosen by hand.
+A result passes where its error against fp64, both the root mean square and the largest, is at most twice that of the
+same computation done densely in the dtype itself (``dense_same_precision``). No tolerance is chosen by hand. Two cases
+need a floor, a few units in the last place of the accumulator at the largest intermediate: an error that happens to be
+0 (one key a query, say), and the largest error of fp32. There softmax's own backward cancels errors within a row which
+no backward from a stored logsumexp can cancel: it has that row's rounding of lse and delta in all keys at once, which
+moves the extremes (about 3 times a lucky dense extreme) and hardly the mean square.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from kernels.patterns import PATTERNS, Pattern, pattern_from_json
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 ERROR_RATIO = 2.0  # of the same-precision error
-ULPS = 4  # where the same-precision error is 0
+ULPS = 4  # of the accumulator: the floor
 EXAMPLE_VALUES = {"window": 11, "stride": 8, "summary": 2, "num_summaries": 3}  # any other integer field gets 5
 VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do not reach
     {"type": "local", "window": 1},
@@ -121,7 +124,7 @@ def check_against_reference(
     grad_lse: bool = False,
     inputs: Inputs | None = None,
 ) -> dict[str, float]:
-    """Assert that a backend's forward, logsumexp and gradients pass; their errors over the same-precision errors."""
+    """Assert that a backend's forward, logsumexp and gradients pass; their mean errors over the same-precision ones."""
     inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
     found = attention_and_gradients(
         lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True), inputs
@@ -132,32 +135,47 @@ def check_against_reference(
 def assert_within_precision(
     found: dict[str, Tensor], inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None
 ) -> dict[str, float]:
-    """Assert that results are within their precision of fp64; their errors over the same-precision errors."""
+    """Assert that results are within their precision of fp64; their mean errors over the same-precision ones."""
     factor = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     patterns = head_patterns(pattern, inputs.q.shape[1])
     wanted = exact(inputs, pattern, scale)
     dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, patterns, factor), inputs)
     magnitude = _magnitudes(inputs, factor)
+    eps = torch.finfo(accumulator_dtype(inputs.q.dtype)).eps
     ratios = {}
     for name in RESULTS:
         assert found[name].dtype == dense[name].dtype, f"{name} is {found[name].dtype}, not {dense[name].dtype}"
         assert found[name].shape == wanted[name].shape, f"{name} is {tuple(found[name].shape)}"
-        error, explained = (_largest_error(result[name], wanted[name], name) for result in (found, dense))
-        limit = ERROR_RATIO * explained
-        if explained == 0:
-            limit = ULPS * torch.finfo(found[name].dtype).eps * magnitude[name]
-        assert error <= limit, f"{name} is off by {error:.3g}, {limit:.3g} allowed: {pattern} {inputs.q.dtype}"
-        ratios[name] = error / explained if explained else 0.0
+        error, explained = (_errors(result[name], wanted[name], name) for result in (found, dense))
+        floor = ULPS * eps * magnitude[name]
+        # In fp64 the specification has an error of its own, which the dense computation repeats step by step.
+        alone = explained.mean == 0 or inputs.q.dtype == torch.float64
+        mean_limit = max(ERROR_RATIO * explained.mean, floor) if alone else ERROR_RATIO * explained.mean
+        largest_limit = max(ERROR_RATIO * explained.largest, floor)
+        where = f"{pattern} {inputs.q.dtype}"
+        assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
+        assert error.largest <= largest_limit, (
+            f"{name} is off by up to {error.largest:.3g}, {largest_limit:.3g} allowed: {where}"
+        )
+        ratios[name] = error.mean / explained.mean if explained.mean else 0.0
     return ratios
 
 
-def _largest_error(found: Tensor, wanted: Tensor, name: str) -> float:
-    """Largest absolute difference; infinities must agree, and nothing may be NaN."""
+class _Error(NamedTuple):
+    mean: float  # root of the mean square
+    largest: float
+
+
+def _errors(found: Tensor, wanted: Tensor, name: str) -> _Error:
+    """Absolute differences; infinities must agree, and nothing may be NaN."""
     found = found.double()
     assert not bool(found.isnan().any()), f"{name} holds NaN"
     infinite = wanted.isinf()
     assert torch.equal(found[infinite], wanted[infinite]), f"{name} differs in its infinities"
-    return float((found - wanted)[~infinite].abs().max()) if bool((~infinite).any()) else 0.0
+    difference = (found - wanted)[~infinite].abs()
+    if difference.numel() == 0:
+        return _Error(0.0, 0.0)
+    return _Error(float(difference.square().mean().sqrt()), float(difference.max()))
 
 
 def _magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
@@ -166,10 +184,11 @@ def _magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
     gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight
     if inputs.grad_lse is not None:
         gradient += float(inputs.grad_lse.abs().max())
+    exponent = float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale)  # whose rounding a weight multiplies
     return {
         "out": float(v.abs().max()),
-        "lse": float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale),
+        "lse": exponent,
         "dq": gradient * float(k.abs().max()) * abs(scale),
         "dk": gradient * float(q.abs().max()) * abs(scale),
-        "dv": float(grad_out.abs().max()),
+        "dv": float(grad_out.abs().max()) * max(1.0, exponent),
     }

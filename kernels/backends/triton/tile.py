@@ -46,16 +46,14 @@ def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constex
     """(BLOCK_R, W) rows of a matrix whose columns are adjacent; 0 beyond its width, and beyond the end if checked."""
     column = tl.arange(0, W)
     address = base + position[:, None] * stride + column[None, :]
-    if CHECKED:
-        if WIDTH == W:
-            tile = tl.load(address, mask=inside[:, None], other=0.0)
-        else:
-            tile = tl.load(address, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if CHECKED and WIDTH == W:
+        tile = tl.load(address, mask=inside[:, None], other=0.0)
+    elif CHECKED:
+        tile = tl.load(address, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    elif WIDTH == W:
+        tile = tl.load(address)
     else:
-        if WIDTH == W:
-            tile = tl.load(address)
-        else:
-            tile = tl.load(address, mask=(column < WIDTH)[None, :], other=0.0)
+        tile = tl.load(address, mask=(column < WIDTH)[None, :], other=0.0)
     return tile
 
 

@@ -1,0 +1,203 @@
+"""The Triton backend, in the interpreter where there is no card, against fp64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import ConfigError, sparse_attention
+from kernels.backends import triton as backend
+from kernels.backends.triton import configurations
+from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from tests.kernels.oracles import (
+    Inputs,
+    Shape,
+    attention_and_gradients,
+    check_against_reference,
+    exact,
+    example_patterns,
+    make_inputs,
+)
+
+HALVES = [torch.float16, torch.bfloat16]
+DTYPES = [*HALVES, torch.float32]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles, so that small contexts have full, partial, ragged and absent ones."""
+    tiny = {configurations.Widest(8, 256): configurations.same_for_all(16, 16, 1, 1)}
+    monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", tiny)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_triton_is_within_precision(pattern: Pattern, dtype: torch.dtype) -> None:
+    check_against_reference("triton", pattern, dtype, Shape(1, 2, 53, 24, 16))
+
+
+@pytest.mark.parametrize("width, value_width", [(16, 24), (64, 64), (96, 40), (128, 128), (256, 256)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_serves_every_width(width: int, value_width: int, dtype: torch.dtype) -> None:
+    check_against_reference("triton", Strided(8), dtype, Shape(1, 1, 37, width, value_width), grad_lse=True)
+
+
+@pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 64])
+@pytest.mark.parametrize("pattern", [Dense(), Column(4), Fixed(4, 1)], ids=str)
+def test_triton_serves_ragged_contexts(pattern: Pattern, context: int) -> None:
+    batch = 2 if context > 2 else 24  # enough rows for a mean error
+    check_against_reference("triton", pattern, torch.float16, Shape(batch, 1, context, 16, 16), seed=context)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        [Local(7), Column(8), Fixed(8, 2)],
+        [Fixed(8, 2), Strided(8), Summary(8, 2, include_self=True)],
+        [Summary(8, 2, num_summaries=3), Dense(), Summary(8, 2, num_summaries=3)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_heads_may_differ(patterns: list[Pattern], dtype: torch.dtype) -> None:
+    check_against_reference("triton", patterns, dtype, Shape(2, 3, 45, 16, 16), grad_lse=True)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, -0.3, 0.0])
+def test_triton_takes_any_scale(scale: float) -> None:
+    check_against_reference("triton", Fixed(8, 2), torch.float16, Shape(1, 2, 33, 16, 16), scale=scale)
+
+
+@pytest.mark.parametrize("pattern", [Strided(4), Fixed(4, 1), Summary(4, 1)], ids=str)
+def test_triton_gradient_passes_gradcheck(pattern: Pattern) -> None:
+    inputs = make_inputs(Shape(1, 1, 19, 3, 2), torch.float64)
+    leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+    sees = pattern.mask(torch.arange(19)[:, None], torch.arange(19)[None, :]).any(1)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = sparse_attention(q, k, v, pattern, backend="triton", return_lse=True)
+        return out, lse[..., sees]  # elsewhere -inf, which has no difference quotient
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+def test_triton_agrees_with_fp64_in_fp64() -> None:
+    inputs = make_inputs(Shape(1, 2, 40, 24, 16), torch.float64, grad_lse=True)
+    found = _run(inputs, Strided(8))
+    for name, wanted in exact(inputs, Strided(8)).items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_triton_rows_without_keys_are_zero() -> None:
+    inputs = make_inputs(Shape(1, 2, 40, 16, 16), torch.float16, grad_lse=True)
+    assert inputs.grad_lse is not None
+    inputs.grad_lse[:, :, :6] = float("nan")  # as a merge of two -inf hands back
+    found = _run(inputs, Summary(8, 2))
+    assert torch.equal(found["out"][:, :, :6], torch.zeros(1, 2, 6, 16, dtype=torch.float16))
+    assert bool((found["lse"][:, :, :6] == float("-inf")).all())
+    assert torch.equal(found["dq"][:, :, :6], torch.zeros(1, 2, 6, 16, dtype=torch.float16))
+    assert all(bool(found[name].isfinite().all()) for name in ("out", "dq", "dk", "dv"))
+    untouched = [i for i in range(40) if i % 8 < 6]  # keys that no query reads
+    assert not found["dk"][:, :, untouched].any() and not found["dv"][:, :, untouched].any()
+
+
+def test_triton_reads_any_strides() -> None:
+    shape = Shape(2, 3, 37, 24, 16)
+    plain = make_inputs(shape, torch.float32)
+    packed = torch.cat([plain.q, plain.k, plain.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    q, k, v = packed.split([24, 24, 16], -1)  # heads behind positions, widths side by side
+    columns_apart = plain.grad_out.transpose(-1, -2).contiguous().transpose(-1, -2)
+    strided = Inputs(q, k, v, columns_apart, None)
+    assert not any(t.is_contiguous() for t in strided[:4])
+    for pattern in (Fixed(8, 2), Column(8)):
+        found, wanted = _run(strided, pattern), _run(plain, pattern)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_triton_takes_an_expanded_gradient() -> None:
+    leaves = [t.requires_grad_() for t in make_inputs(Shape(1, 1, 20, 16, 16), torch.float32)[:3]]
+    found = torch.autograd.grad(sparse_attention(*leaves, Local(4), backend="triton").sum(), leaves)
+    wanted = torch.autograd.grad(sparse_attention(*leaves, Local(4), backend="reference").sum(), leaves)
+    for f, w in zip(found, wanted, strict=True):
+        torch.testing.assert_close(f, w)
+
+
+@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2)], ids=str)
+def test_triton_gives_the_same_bits_twice(pattern: Pattern) -> None:
+    inputs = make_inputs(Shape(1, 2, 50, 16, 16), torch.bfloat16, grad_lse=True)
+    first, second = _run(inputs, pattern), _run(inputs, pattern)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_triton_lets_overflow_through(which: int, value: float) -> None:
+    inputs = make_inputs(Shape(1, 1, 40, 16, 16), torch.float16)
+    inputs[which][0, 0, 9] = value
+    found = _run(inputs, Strided(8))
+    assert any(not bool(found[name].isfinite().all()) for name in ("dq", "dk", "dv"))
+    if which < 3:
+        assert not bool(found["out"][0, 0, 9].isfinite().all())
+        assert bool(found["out"][0, 0, :8].isfinite().all()) or which == 2  # 0 x inf in a tile is not masked away
+
+
+@pytest.mark.parametrize("exponent", [0, 8, 16])
+def test_triton_gradients_survive_a_loss_scale(exponent: int) -> None:
+    plain = make_inputs(Shape(1, 1, 40, 64, 64), torch.float16)
+    scaled = plain._replace(grad_out=plain.grad_out * 2.0**-16 * 2.0**exponent)
+    check_against_reference("triton", Local(16), torch.float16, Shape(1, 1, 40, 64, 64), inputs=scaled)
+
+
+def test_triton_future_keys_change_nothing() -> None:
+    inputs = make_inputs(Shape(1, 3, 40, 16, 16), torch.float32)
+    patterns = [Dense(), Strided(8), Fixed(8, 2)]
+    before, _ = backend.forward(*inputs[:3], tuple(patterns), 0.25)
+    for tensor in inputs[:3]:
+        tensor[:, :, 23:] += 1
+    after, _ = backend.forward(*inputs[:3], tuple(patterns), 0.25)
+    assert torch.equal(before[:, :, :23], after[:, :, :23])
+
+
+def test_triton_serves_no_heads_at_all() -> None:
+    out, lse = backend.forward(*(torch.empty(0, 2, 8, 16) for _ in range(3)), (Dense(), Dense()), 1.0)
+    assert out.shape == (0, 2, 8, 16) and lse.shape == (0, 2, 8)
+
+
+def test_triton_says_why_it_cannot_run() -> None:
+    wide = torch.empty(1, 1, 4, 300)
+    with pytest.raises(ConfigError, match="300 exceeds 256"):
+        sparse_attention(wide, wide, wide, Dense(), backend="triton")
+    meta = torch.empty(1, 1, 4, 16, device="meta")
+    assert "no kernels for meta" in str(backend.why_not(meta, meta, meta))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card needs no interpreter")
+def test_triton_asks_for_the_interpreter_on_the_cpu() -> None:
+    program = "import torch; from kernels.backends import triton; q = torch.empty(1, 1, 4, 16); print(triton.why_not(q, q, q))"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=_without_interpreter()
+    )
+    assert "set TRITON_INTERPRET=1" in said.stdout
+
+
+def test_triton_is_not_imported_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    q = torch.empty(1, 1, 4, 16)
+    assert backend.why_not(q, q, q) == "triton is not installed"
+
+
+def _run(inputs: Inputs, pattern: Pattern) -> dict[str, torch.Tensor]:
+    return attention_and_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, backend="triton", return_lse=True), inputs
+    )
+
+
+def _without_interpreter() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,0 +1,68 @@
+"""The Triton kernels compile for every card in the tables, without that card, and fit its shared memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kernels.backends.triton.configurations import ARCHITECTURES
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
+KERNELS = ("forward", "dkdv", "dq")
+DEFAULTS = [(kernel, dtype, width) for kernel in KERNELS for dtype, width in (("bfloat16", 64), ("float16", 128))]
+ALL = [
+    (kernel, dtype, width)
+    for kernel in KERNELS
+    for dtype in ("bfloat16", "float16", "float32")
+    for width in (16, 64, 128, 256)
+]
+
+
+def test_every_architecture_has_a_limit() -> None:
+    assert set(ARCHITECTURES) - {"interpreter"} <= set(SHARED_BYTES)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "gfx942"])
+def test_default_kernels_compile_without_spilling(architecture: str) -> None:
+    cases = [*DEFAULTS, ("delta", "bfloat16", 64)]
+    for found in _compiled(architecture, cases):
+        print(found)
+        assert found["shared"] <= SHARED_BYTES[architecture], found
+        assert found["spilled_bytes"] == 0, found
+        if architecture == "sm_90" and ":delta:" not in found["case"]:
+            assert found["wgmma"], found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
+def test_all_kernels_compile_and_fit(architecture: str) -> None:
+    for found in _compiled(architecture, ALL):
+        print(found)
+        assert found["shared"] <= SHARED_BYTES[architecture], found
+
+
+def _compiled(architecture: str, cases: list[tuple[str, str, int]]) -> list[dict]:
+    """What the compiler says, from a process in which triton compiles instead of interpreting."""
+    from triton.backends import backends
+
+    if architecture.startswith("gfx") and "amd" not in backends:
+        pytest.skip("this triton has no AMD backend")
+    names = [f"{architecture}:{kernel}:{dtype}:{width}" for kernel, dtype, width in cases]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/kernels/compile_triton.py"), *names],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
