@@ -2,12 +2,11 @@
 
 Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
 
-A result passes where its error against fp64, both the root mean square and the largest, is at most twice that of the
-same computation done densely in the dtype itself (``dense_same_precision``). No tolerance is chosen by hand. Two cases
-need a floor, a few units in the last place of the accumulator at the largest intermediate: an error that happens to be
-0 (one key a query, say), and the largest error of fp32. There softmax's own backward cancels errors within a row which
-no backward from a stored logsumexp can cancel: it has that row's rounding of lse and delta in all keys at once, which
-moves the extremes (about 3 times a lucky dense extreme) and hardly the mean square.
+A result passes where the root of its mean squared error against fp64 is at most twice that of the same computation
+done densely in the dtype itself (``dense_same_precision``), and its largest error at most four times: the extremes of
+a few thousand numbers scatter, and in rows of few keys softmax's own backward cancels what no backward from a stored
+output and logsumexp can. Where the same-precision error happens to be 0 (one key a query, say), a few units in the last
+place of the accumulator, at the largest intermediate, take its place.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from kernels.backends.reference import pattern_mask
 from kernels.patterns import PATTERNS, Pattern, pattern_from_json
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-ERROR_RATIO = 2.0  # of the same-precision error
-ULPS = 4  # of the accumulator: the floor
+MEAN_RATIO = 2.0  # of the same-precision error
+LARGEST_RATIO = 4.0
+ULPS = 4  # where the same-precision error is 0
 EXAMPLE_VALUES = {"window": 11, "stride": 8, "summary": 2, "num_summaries": 3}  # any other integer field gets 5
 VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do not reach
     {"type": "local", "window": 1},
@@ -148,8 +148,8 @@ def assert_within_precision(
         assert found[name].shape == wanted[name].shape, f"{name} is {tuple(found[name].shape)}"
         error, explained = (_errors(result[name], wanted[name], name) for result in (found, dense))
         floor = ULPS * eps * magnitude[name]
-        mean_limit = ERROR_RATIO * explained.mean if explained.mean else floor
-        largest_limit = max(ERROR_RATIO * explained.largest, floor)
+        mean_limit = MEAN_RATIO * explained.mean if explained.mean else floor
+        largest_limit = LARGEST_RATIO * explained.largest if explained.mean else floor
         where = f"{pattern} {inputs.q.dtype}"
         assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
         assert error.largest <= largest_limit, (

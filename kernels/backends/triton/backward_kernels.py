@@ -115,10 +115,10 @@ def _add_to_dkdv(
         allowed = allowed_pairs(bitsets, bitset, BLOCK_K, BLOCK_Q)
         p = tl.where(allowed, p, 0.0)
     grad_tile = load_rows(grad_out, position, stride_g, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
-    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee")
+    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     ds = p * (dp - row_delta[None, :]) * SCALE
-    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee")
+    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
     return dk, dv
 
 
@@ -254,7 +254,7 @@ def _add_to_dq(
         p = tl.where(allowed, p, 0.0)
     dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     ds = p * (dp - row_delta[:, None]) * SCALE
-    return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee")
+    return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee", out_dtype=dq.dtype)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def _attend_tile(
     total = total * fade + tl.sum(p, 1)
     v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
     acc = acc * fade[:, None]
-    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee")
+    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_m, total
 
 
