@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from kernels.autograd import attend
+from kernels.autograd import attend, load
 from kernels.errors import ConfigError
 from kernels.patterns.base import Pattern
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
@@ -79,15 +104,10 @@ def _choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> str:
     """The backend to run: the named one if it can, or the fastest that can."""
     if name == "auto":
         fastest = ("triton", "reference") if q.is_cuda else ("cpu", "reference")
-        return next(candidate for candidate in fastest if _load(candidate).why_not(q, k, v) is None)
+        return next(candidate for candidate in fastest if load(candidate).why_not(q, k, v) is None)
     if name not in BACKENDS:
         raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(BACKENDS)}")
-    reason = _load(name).why_not(q, k, v)
+    reason = load(name).why_not(q, k, v)
     if reason is not None:
         raise ConfigError.at("backend", name, f"cannot run here: {reason}")
     return name
-
-
-def _load(name: str) -> ModuleType:
-    """The backend's module; triton's is imported only when it is asked for."""
-    return importlib.import_module(f"kernels.backends.{name}")

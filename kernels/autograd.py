@@ -6,15 +6,16 @@ A backend that has ``forward`` and ``backward`` runs behind the op; one that has
 
 from __future__ import annotations
 
-import importlib
-import json
+import ast
+import dataclasses
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from kernels.errors import ConfigError
-from kernels.patterns import PATTERNS, pattern_from_json, pattern_to_json
+from kernels.patterns import PATTERNS, pattern_from_json
 from kernels.patterns.base import Pattern
 
 
@@ -22,7 +23,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) and logsumexp (B, H, N), differentiable in q, k and v."""
-    module = importlib.import_module(f"kernels.backends.{backend}")
+    module = load(backend)
     if hasattr(module, "attend"):
         return module.attend(q, k, v, patterns, scale)
     return _attention(q, k, v, _encode(patterns), scale, backend)
@@ -30,7 +31,7 @@ def attend(
 
 @torch.library.custom_op("longstride::attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    module = importlib.import_module(f"kernels.backends.{backend}")
+    module = load(backend)
     return module.forward(q, k, v, _decode(patterns), scale)
 
 
@@ -54,7 +55,7 @@ def _attention_backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = importlib.import_module(f"kernels.backends.{backend}")
+    module = load(backend)
     return module.backward(grad_out, grad_lse, q, k, v, out, lse, _decode(patterns), scale)
 
 
@@ -95,14 +96,35 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def load(backend: str) -> ModuleType:
+    """The backend's module, imported when it is asked for: triton need not be there."""
+    # torch.compile traces import statements and nothing else that imports.
+    if backend == "triton":
+        from kernels.backends import triton as module  # type: ignore[attr-defined,unused-ignore]
+    elif backend == "cpu":
+        from kernels.backends import cpu as module
+    elif backend == "flex":
+        from kernels.backends import flex as module
+    else:
+        from kernels.backends import reference as module
+    return module
+
+
 def _encode(patterns: tuple[Pattern, ...]) -> str:
-    """Patterns as text, the only form in which an op takes them."""
+    """Patterns as text, the only form in which an op takes them: what ``pattern_from_json`` reads, all fields given."""
+    # torch.compile traces this, also for patterns made while it traces: hence repr and names, not json and defaults.
+    values = []
     for pattern in patterns:
-        if type(pattern) not in PATTERNS.values():
+        kinds = [name for name, cls in PATTERNS.items() if type(pattern) is cls]
+        if not kinds:
             raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
-    return json.dumps([pattern_to_json(pattern) for pattern in patterns])
+        value: dict[str, object] = {"type": kinds[0]}
+        for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
+            value[field.name] = getattr(pattern, field.name)
+        values.append(value)
+    return repr(values)
 
 
 @lru_cache(maxsize=256)
 def _decode(patterns: str) -> tuple[Pattern, ...]:
-    return tuple(pattern_from_json(value) for value in json.loads(patterns))
+    return tuple(pattern_from_json(value) for value in ast.literal_eval(patterns))

@@ -69,7 +69,9 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
         known = _known_keys(model, detail["loc"][:-1])
         return [Problem(path, f"unknown key; {nearest(str(detail['loc'][-1]), known)}")]
     if kind == "missing":
-        return [Problem(join_paths(path, str(detail["loc"][-1])), "required, and missing")]
+        last = detail["loc"][-1]
+        place = f"{path}[{last}]" if isinstance(last, int) else join_paths(path, last)
+        return [Problem(place, "required, and missing")]
     if kind == "union_tag_not_found":
         return [Problem(join_paths(path, context["discriminator"].strip("'")), "required, and missing")]
     if kind == "union_tag_invalid":
@@ -103,7 +105,7 @@ def _follow(data: object, location: tuple[int | str, ...]) -> _Place:
         found = True
         if isinstance(data, Mapping) and part in data:
             path, data = join_paths(path, str(part)), data[part]
-        elif isinstance(data, Sequence) and not isinstance(data, str) and isinstance(part, int):
+        elif isinstance(part, int) and isinstance(data, Sequence) and not isinstance(data, str) and part < len(data):
             path, data = f"{path}[{part}]", data[part]
         else:
             found = False

@@ -18,18 +18,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
     """Output (B, H, N, Dv) and logsumexp (B, H, N) by torch's own differentiable operations, in fp32 or fp64 inside."""
     wide = accumulator_dtype(q.dtype)
     allowed = pattern_mask(patterns, q.shape[2], q.device)
+    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then cut off
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    # A query without keys has only -inf: a maximum of 0 keeps its weights exp(-inf) = 0 and its gradients 0.
-    maximum = scores.amax(-1, keepdim=True).detach()
-    maximum = torch.where(maximum == float("-inf"), 0.0, maximum)
-    weights = torch.exp(scores - maximum)
-    total = weights.sum(-1, keepdim=True)
-    blind = ~allowed.any(-1, keepdim=True)
-    total = total.masked_fill(blind, 1.0)
-    out = (weights / total) @ v.to(wide)
-    lse = (maximum + torch.log(total)).masked_fill(blind, float("-inf"))
-    return out.to(q.dtype), lse.squeeze(-1)
+    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return (weights @ v.to(wide)).to(q.dtype), lse
 
 
 def pattern_mask(patterns: tuple[Pattern, ...], context: int, device: torch.device) -> Tensor:

@@ -1,0 +1,40 @@
+# `make demo` and `make test` start from a bare checkout: Python 3.10 to 3.13, git and a C compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Two processes on two cores: one thread each, or they get in each other's way.
+WORKERS ?= 2
+
+.PHONY: demo test campaign lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m launcher.demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+campaign: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "campaign or not campaign"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/pre-commit run --all-files
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# Installing again is due whenever what is to be installed changed. The checkout itself is installed in place.
+$(VENV)/.installed: setup.py pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@

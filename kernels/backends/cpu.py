@@ -1,0 +1,261 @@
+"""Attention on the CPU: each part of a pattern as batches of equal chunks, by batched matrix products.
+
+Letters: G batch entries times heads of one pattern, N positions, M keys of a part, D and E widths of keys and values,
+b chunks in work at once, R rows and W columns of a chunk. Everything is computed in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.autograd import accumulator_dtype
+from kernels.chunks import Batch, chunked
+from kernels.patterns.base import Part, Pattern
+
+SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Reads CPU memory."""
+    return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
+    wide = accumulator_dtype(q.dtype)
+    out = torch.empty(v.shape, dtype=v.dtype)
+    lse = torch.empty(q.shape[:3], dtype=wide)
+    for pattern, heads in _heads(patterns):
+        q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
+        merged: tuple[Tensor, Tensor] | None = None
+        for part in pattern.parts():
+            found = _part_forward(q_rows, k_rows, v_rows, part, scale)
+            merged = found if merged is None else _merge(merged, found)
+        assert merged is not None
+        for whole, piece in zip((out, lse), merged, strict=True):
+            whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: tuple[Pattern, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern: they serve each of its parts."""
+    wide = accumulator_dtype(q.dtype)
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    for pattern, heads in _heads(patterns):
+        q_rows, k_rows, v_rows, grad_rows, out_rows = (_rows(x, heads, wide) for x in (q, k, v, grad_out, out))
+        lse_rows = _rows(lse[..., None], heads, wide)
+        # d loss / d score = weight x (grad_out . v - delta), and a gradient of the logsumexp adds weight x grad_lse.
+        minus_delta = -(grad_rows * out_rows).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            minus_delta += _rows(grad_lse[..., None], heads, wide)
+        # Where a row reads no key, weights exp(score - inf) are 0 in every chunk it shares with others.
+        blind = lse_rows == -math.inf
+        minus_lse = (-lse_rows).masked_fill_(blind, -math.inf)
+        minus_delta.masked_fill_(blind, 0.0)
+        totals: tuple[Tensor, ...] | None = None
+        for part in pattern.parts():
+            found = _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
+            totals = found if totals is None else tuple(a.add_(b) for a, b in zip(totals, found, strict=True))
+        assert totals is not None
+        for whole, piece in zip(grads, totals, strict=True):
+            whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
+    return grads[0], grads[1], grads[2]
+
+
+def _heads(patterns: tuple[Pattern, ...]) -> Iterator[tuple[Pattern, slice | list[int]]]:
+    """Each distinct pattern with its heads."""
+    for pattern in dict.fromkeys(patterns):
+        heads = [head for head, other in enumerate(patterns) if other == pattern]
+        yield pattern, slice(None) if len(heads) == len(patterns) else heads
+
+
+def _rows(x: Tensor, heads: slice | list[int], dtype: torch.dtype) -> Tensor:
+    """The chosen heads of (B, H, N, D) as (G, N, D), contiguous."""
+    return x[:, heads].to(dtype).reshape(-1, *x.shape[2:]).contiguous()
+
+
+def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The softmax over both of two disjoint sets of keys: outputs (G, N, E), logsumexps (G, N, 1)."""
+    share = torch.sigmoid(second[1] - first[1])  # of the second
+    share.masked_fill_((first[1] == -math.inf) & (second[1] == -math.inf), 0.0)
+    return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """Rows of (G, N, D) in this order."""
+    return x if order is None else x.index_select(1, order)
+
+
+def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
+    chunks = chunked(part, q.shape[1])
+    q, k, v = _ordered(q, chunks.query_order), _ordered(k, chunks.key_order), _ordered(v, chunks.key_order)
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
+    if not chunks.has_all_rows:
+        out.zero_()
+        lse.fill_(-math.inf)
+    scratch = Scratch(q)
+    for batch in chunks.batches:
+        for slab in _slabs(batch, len(q)):
+            scores = scratch.take("scores", slab.num_chunks(), batch.rows, batch.width)
+            _scores(scores, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
+            peak = scores.amax(-1, keepdim=True)
+            if batch.has_blind_rows:
+                peak.masked_fill_(peak == -math.inf, 0.0)
+            weights = scores.sub_(peak).exp_()
+            total = weights.sum(-1, keepdim=True)
+            slab.write_rows(lse, peak.add_(total.log()))  # log 0 is the -inf of a row without keys
+            if batch.has_blind_rows:
+                total.masked_fill_(total == 0, 1.0)
+            found = torch.bmm(weights, slab.keys_of(v), out=scratch.take("out", len(weights), batch.rows, v.shape[2]))
+            slab.write_rows(out, found.div_(total))
+    return _ordered(out, chunks.query_inverse), _ordered(lse, chunks.query_inverse)
+
+
+def _part_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    minus_lse: Tensor,
+    minus_delta: Tensor,
+    part: Part,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
+    chunks = chunked(part, q.shape[1])
+    q, grad_out, minus_lse, minus_delta = (
+        _ordered(x, chunks.query_order) for x in (q, grad_out, minus_lse, minus_delta)
+    )
+    k, v = _ordered(k, chunks.key_order), _ordered(v, chunks.key_order)
+    grad_q = torch.empty_like(q) if chunks.has_all_rows else torch.zeros_like(q)
+    grad_k, grad_v = (torch.empty_like(x) if chunks.has_all_keys_once else torch.zeros_like(x) for x in (k, v))
+    scratch = Scratch(q)
+    for batch in chunks.batches:
+        for slab in _slabs(batch, len(q)):
+            b, shape = slab.num_chunks(), (batch.rows, batch.width)
+            q_, k_, v_, grad_ = slab.rows_of(q), slab.keys_of(k), slab.keys_of(v), slab.rows_of(grad_out)
+            weights = scratch.take("scores", b, *shape)
+            _scores(weights, q_, k_, batch, scale, slab.rows_of(minus_lse))
+            weights.exp_()
+            found = torch.bmm(weights.transpose(1, 2), grad_, out=scratch.take("keys", b, batch.width, v.shape[2]))
+            slab.add_keys(grad_v, found, chunks.has_all_keys_once)
+            grad_scores = scratch.take("grad_scores", b, *shape).copy_(slab.rows_of(minus_delta).expand(b, *shape))
+            grad_scores.baddbmm_(grad_, v_.transpose(1, 2)).mul_(weights)
+            found = scratch.take("rows", b, batch.rows, q.shape[2])
+            slab.write_rows(grad_q, found.baddbmm_(grad_scores, k_, beta=0, alpha=scale))
+            found = scratch.take("keys", b, batch.width, q.shape[2])
+            found.baddbmm_(grad_scores.transpose(1, 2), q_, beta=0, alpha=scale)
+            slab.add_keys(grad_k, found, chunks.has_all_keys_once)
+    if chunks.key_order is not None:
+        grad_k, grad_v = (
+            torch.zeros(len(x), q.shape[1], x.shape[2], dtype=x.dtype).index_copy_(1, chunks.key_order, x)
+            for x in (grad_k, grad_v)
+        )
+    return _ordered(grad_q, chunks.query_inverse), grad_k, grad_v
+
+
+def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, shift: Tensor | None) -> None:
+    """Fill (b, R, W) with q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1)."""
+    edges = batch.edges
+    # What is added first costs nothing more: the product accumulates onto it.
+    whole = len(edges) == 1 and edges[0].last - edges[0].first == batch.width
+    if whole and shift is not None:
+        torch.add(edges[0].bias, shift, out=scores)
+    elif whole:
+        scores.copy_(edges[0].bias)
+    elif shift is not None:
+        scores.copy_(shift.expand_as(scores))
+    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or shift is not None else 0, alpha=scale)
+    for edge in () if whole else edges:
+        scores[..., edge.first : edge.last].add_(edge.bias)
+
+
+class Scratch:
+    """Buffers that are used again from slab to slab, so that they stay in the cache and are paid for once."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised tensor of this shape, over what the name held before."""
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = self.like.new_empty(size)
+        return self.buffers[name][:size].view(shape)
+
+
+class Slab(NamedTuple):
+    """The chunks of a batch that are in work at once: ``chunks`` from the first, of ``groups`` from the first."""
+
+    batch: Batch
+    first_group: int
+    groups: int
+    first_chunk: int
+    chunks: int
+
+    def num_chunks(self) -> int:
+        """b."""
+        return self.groups * self.chunks
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """The queries' rows of (G, N, D): (b, R, D), a view where they lie regularly."""
+        return self._view(x, self.batch.row, self.batch.row_step, self.batch.rows).flatten(0, 1)
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """The keys' rows of (G, M, D): (b, W, D), a view where they lie regularly."""
+        return self._view(x, self.batch.key, self.batch.key_step, self.batch.width).flatten(0, 1)
+
+    def write_rows(self, x: Tensor, found: Tensor) -> None:
+        """Put (b, R, D) into the queries' rows of (G, N, D)."""
+        target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
+        target.copy_(found.view(target.shape))
+
+    def add_keys(self, x: Tensor, found: Tensor, once: bool) -> None:
+        """Add (b, W, D) to the keys' rows of (G, M, D), or put it there where every key comes once."""
+        width, step = self.batch.width, self.batch.key_step
+        parts = found.view(self.groups, self.chunks, width, -1)
+        if once:
+            self._view(x, self.batch.key, step, width).copy_(parts)
+            return
+        if step == 0:  # all chunks read the same keys
+            parts, step = parts.sum(1, keepdim=True), width
+        # Neighbours overlap: the columns are added in turns no wider than a step, in which no key comes twice.
+        for column in range(0, width, step if parts.shape[1] > 1 else width):
+            piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
+            target = self._view(x, self.batch.key + column, self.batch.key_step, piece.shape[2])
+            target[:, : parts.shape[1]].add_(piece)
+
+    def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
+        """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
+        _, rows, width = x.shape
+        offset = self.first_group * rows + first + self.first_chunk * step
+        strides = (rows * width, step * width, width, 1)
+        return x.as_strided((self.groups, self.chunks, length, width), strides, offset * width)
+
+
+def _slabs(batch: Batch, groups: int) -> Iterator[Slab]:
+    """The batch in pieces of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
+    size = batch.rows * batch.width
+    groups_at_once = max(1, min(groups, SCORES_IN_WORK // (size * batch.count)))
+    chunks_at_once = max(1, min(batch.count, SCORES_IN_WORK // size))
+    for group in range(0, groups, groups_at_once):
+        for chunk in range(0, batch.count, chunks_at_once):
+            here = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
+            yield Slab(batch, group, here[0], chunk, here[1])

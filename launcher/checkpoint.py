@@ -1,0 +1,201 @@
+"""Checkpoints that are whole or not there, and the exact way back from one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from data_pipelines import StreamState
+from kernels.errors import ConfigError, Problem
+from launcher.config import RunConfig
+from launcher.deepspeed_keys import zero_stage
+from launcher.engine import parameter_groups, precision
+from launcher.json_file import flattened
+from launcher.manifest import (
+    CONFIG,
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    find_damage,
+    flush_folder,
+    read_checkpoint_config,
+    read_manifest,
+    record_files,
+    write_json,
+)
+from launcher.processes import Ranks, barrier, gather_objects
+
+DEEPSPEED_TAG = "deepspeed"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint folder whose manifest could be read; its files are not verified yet."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def list_checkpoints(run: Path) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints of a run, newest first, and one line for each folder that is none."""
+    found, refused = [], []
+    folders = [path for path in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
+        try:
+            found.append(Checkpoint(folder, read_manifest(folder)))
+        except ConfigError as error:
+            refused.extend(str(error).splitlines())
+    return found, refused
+
+
+def open_checkpoint(run: Path, step: int | None) -> Checkpoint:
+    """The checkpoint of a step, or the newest one.
+
+    Raises:
+        ConfigError: no such run, step or checkpoint.
+    """
+    if not run.is_dir():
+        raise ConfigError(f"{run}: no such run folder")
+    found, refused = list_checkpoints(run)
+    if step is None and found:
+        return found[0]
+    for checkpoint in found:
+        if checkpoint.manifest.step == step:
+            return checkpoint
+    if step is not None and checkpoint_folder(run, step).is_dir():
+        read_manifest(checkpoint_folder(run, step))  # says what is wrong with it
+    held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(found)) or "none"
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise ConfigError(f"{run / 'checkpoints'}: {wanted}; whole ones: {held}", *refused)
+
+
+def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str, world_size: int) -> None:
+    """Whether a run may go on from a checkpoint.
+
+    Raises:
+        ConfigError: it belongs to another model, data order, batch, number of processes, ZeRO stage or precision.
+    """
+    manifest, theirs = checkpoint.manifest, read_checkpoint_config(checkpoint.folder)
+    origin = f"the checkpoint {checkpoint.folder}"
+    problems = []
+    own_model, their_model = (flattened(each.to_json()["model"], "model") for each in (config, theirs))
+    for path in sorted(own_model.keys() | their_model.keys()):
+        if own_model.get(path) != their_model.get(path):
+            rule = f"{origin} belongs to another model, with {their_model.get(path)!r} there"
+            problems.append(Problem(path, rule, own_model.get(path)))
+    state = StreamState.from_json(manifest.stream)
+    # Another context is another fingerprint as well; the model's line has said so already.
+    if state.fingerprint != fingerprint and own_model.get("model.context") == their_model.get("model.context"):
+        problems.append(Problem("data.path", f"{origin} belongs to other data", config.data.path))
+    pairs = (
+        ("data.seed", config.data.seed, state.seed),
+        ("train.global_batch", config.train.global_batch, state.global_batch),
+        ("deepspeed.zero_optimization.stage", zero_stage(config.deepspeed), manifest.zero_stage),
+    )
+    problems += [Problem(path, f"{origin} has {theirs_}", ours) for path, ours, theirs_ in pairs if ours != theirs_]
+    if precision(config.deepspeed) != manifest.precision:
+        problems.append(
+            Problem("deepspeed", f"trains in {precision(config.deepspeed)}; {origin} in {manifest.precision}")
+        )
+    if world_size != manifest.world_size:
+        rule = f"{world_size} here; {origin} is of {manifest.world_size}: start as many"
+        problems.append(Problem("processes", rule))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def verify_together(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
+    """One line for each damaged file, the same on every rank; the files are shared out. All ranks must call."""
+    names = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.world_size]
+    damage = find_damage(checkpoint.folder, names, checkpoint.manifest)
+    return [line for lines in gather_objects(damage, ranks) for line in lines]
+
+
+def save_checkpoint(engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks) -> Path:
+    """Writes the checkpoint of the engine's step; returns its folder. All ranks must call.
+
+    Everything is written beside its place and renamed there by rank 0 once every rank has flushed its files.
+    """
+    step = engine.global_steps
+    final = checkpoint_folder(Path(config.train.output), step)
+    partial = final.with_name(f".{final.name}.partial")
+    if ranks.is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    barrier(ranks)
+    engine.save_checkpoint(str(partial), tag=DEEPSPEED_TAG, save_latest=False)
+    torch.save(_random_states(engine.device), partial / _random_name(ranks.rank))
+    if ranks.is_first:
+        write_json(partial / CONFIG, config.to_json())
+    barrier(ranks)
+    shares = gather_objects(record_files(partial, ranks.rank, ranks.world_size), ranks)
+    if ranks.is_first:
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            step=step,
+            world_size=ranks.world_size,
+            zero_stage=zero_stage(config.deepspeed),
+            precision=precision(config.deepspeed),
+            stream=stream.to_json(),
+            parameter_groups=parameter_groups(engine.module),
+            versions={name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+            files={name: record for share in shares for name, record in share.items()},
+        )
+        write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
+        for folder in (partial / DEEPSPEED_TAG, partial):
+            flush_folder(folder)
+        set_aside(final)
+        partial.rename(final)
+        flush_folder(final.parent)
+    barrier(ranks)
+    return final
+
+
+def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) -> StreamState:
+    """Brings engine and random generators to where they were; returns the next batch. The files are verified already.
+
+    Raises:
+        RuntimeError: DeepSpeed did not take it.
+    """
+    loaded, _ = engine.load_checkpoint(str(checkpoint.folder), tag=DEEPSPEED_TAG)
+    if loaded is None or engine.global_steps != checkpoint.manifest.step:
+        raise RuntimeError(f"{checkpoint.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
+    states = torch.load(checkpoint.folder / _random_name(ranks.rank), weights_only=True)
+    torch.set_rng_state(states["cpu"])
+    if "device" in states and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(states["device"], engine.device)
+    return StreamState.from_json(checkpoint.manifest.stream)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames what is there to a free name beside it; None where nothing is."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}.replaced-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank:05d}.pt"
+
+
+def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["device"] = torch.cuda.get_rng_state(device)
+    return states

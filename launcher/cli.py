@@ -1,0 +1,69 @@
+"""`longstride VERB …`: one line a verb; a verb's module is imported when it is called for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from launcher.reporting import EXIT_WRONG_INPUT, is_wrong_input, report
+
+
+class Verb(NamedTuple):
+    """A verb, and the module that holds it."""
+
+    words: str
+    summary: str
+    module: str
+    arguments: str = "add_arguments"
+    run: str = "run"
+
+
+VERBS = (
+    Verb("data build", "make shards from files", "launcher.data", "add_build_arguments", "run_build"),
+    Verb("data verify", "check a data folder", "launcher.data", "add_verify_arguments", "run_verify"),
+    Verb("train", "train, or go on training", "launcher.start"),
+    Verb("evaluate", "bits per byte over a split", "launcher.evaluate"),
+    Verb("export", "a checkpoint as safetensors", "launcher.export"),
+    Verb("sample", "write bytes with an exported model", "launcher.sample"),
+    Verb("show", "draw a pattern or a run", "launcher.show"),
+    Verb("config schema", "the JSON schema of a run", "launcher.schema"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns its exit code: 2 and no traceback for what a person got wrong."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
+    verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
+    if verb is None:
+        return _help(words)
+    module = importlib.import_module(verb.module)
+    parser = argparse.ArgumentParser(prog=f"longstride {verb.words}", description=module.__doc__)
+    getattr(module, verb.arguments)(parser)
+    options = parser.parse_intermixed_args(words[len(verb.words.split()) :])
+    try:
+        return getattr(module, verb.run)(options)
+    except ValueError as error:
+        if not is_wrong_input(error):
+            raise
+        return report(error)
+
+
+def _help(words: list[str]) -> int:
+    """All verbs, to where they were asked for: standard output for --help, standard error for a mistake."""
+    asked = not words or words[0] in ("-h", "--help", "help")
+    stream = sys.stdout if asked else sys.stderr
+    if not asked:
+        print(f"longstride: error: no verb {' '.join(words[:2])}", file=stream)
+    print("usage: longstride VERB …\n", file=stream)
+    for verb in VERBS:
+        print(f"  {verb.words:<15}{verb.summary}", file=stream)
+    print("\nlongstride VERB --help tells the options of one.", file=stream)
+    return 0 if asked else EXIT_WRONG_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

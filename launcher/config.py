@@ -1,0 +1,144 @@
+"""RunConfig: one JSON file with model, data, train and deepspeed, checked whole before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from data_pipelines import SHUFFLE_BYTES
+from kernels.errors import ConfigError, Problem
+from launcher.deepspeed_keys import check_keys
+from launcher.json_file import load_json_object, parse_override, put
+from sparse_model.config import ModelConfig
+from sparse_model.strict import StrictModel, nearest
+
+DEEPSPEED_CONFIGS = Path(__file__).resolve().parent.parent / "ds_configs"
+
+_NAME_OR_OBJECT = {
+    "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
+    "description": "a DeepSpeed configuration, or the name of one",
+}
+
+
+class DataConfig(StrictModel):
+    """Where the bytes come from."""
+
+    path: str = Field(min_length=1, description="folder written by `longstride data build`")
+    seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
+    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
+    train_split: str = Field(default="train", min_length=1)
+    validation_split: str = Field(default="validation", min_length=1)
+
+
+class TrainConfig(StrictModel):
+    """How long, how fast, and what is written when."""
+
+    output: str = Field(min_length=1, description="run folder")
+    steps: int = Field(gt=0, description="optimiser steps, skipped ones included")
+    global_batch: int = Field(gt=0, description="contexts a step, over all processes")
+    micro_batch: int = Field(gt=0, description="contexts a process runs at once")
+    learning_rate: float = Field(gt=0, description="at the end of the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step of a cosine schedule")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.999), strict=False
+    )
+    eps: float = Field(default=1e-8, gt=0)
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
+    activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
+    log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
+    evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
+    evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
+    timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> TrainConfig:
+        problems = []
+        if self.warmup_steps > self.steps:
+            problems.append(Problem("warmup_steps", f"must be at most steps {self.steps}", self.warmup_steps))
+        if self.final_learning_rate > self.learning_rate:
+            rule = f"must be at most learning_rate {self.learning_rate}"
+            problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
+        if self.global_batch % self.micro_batch:
+            problems.append(
+                _batch_problem("global_batch", self.global_batch, self.micro_batch, f"micro_batch {self.micro_batch}")
+            )
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+
+class RunConfig(StrictModel):
+    """A whole run. ``deepspeed`` is given inline or by name; here it is always the object itself."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)]
+    notes: str = Field(default="", description="free text")
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _check_deepspeed(cls, section: dict[str, Any]) -> dict[str, Any]:
+        check_keys(section)
+        return section
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
+        return self.model_dump(mode="json")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a file, with ``path.to.key=value`` overrides applied in order.
+
+    Raises:
+        ConfigError: every wrong field, one line each.
+    """
+    content = load_json_object(path)
+    for text in overrides:
+        parts, value = parse_override(text)
+        # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
+        if parts[0] == "deepspeed" and len(parts) > 1:
+            _resolve_deepspeed(content)
+        put(content, parts, value)
+    _resolve_deepspeed(content)
+    return RunConfig.model_validate(content)
+
+
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Whether the batch divides over so many processes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    unit = config.train.micro_batch * world_size
+    if config.train.global_batch % unit:
+        divisor = f"micro_batch {config.train.micro_batch} × {world_size} processes"
+        problem = _batch_problem("train.global_batch", config.train.global_batch, unit, divisor)
+        raise ConfigError(problem)
+
+
+def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
+    """The rule that a batch is a multiple, with the nearest that are."""
+    below = value // unit * unit
+    good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+    return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
+
+
+def _resolve_deepspeed(content: dict[str, Any]) -> None:
+    """Replaces the name of a DeepSpeed configuration by what it stands for, in place."""
+    name = content.get("deepspeed")
+    if not isinstance(name, str):
+        return
+    known = sorted(path.stem for path in DEEPSPEED_CONFIGS.glob("*.json"))
+    if name not in known:
+        raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, known)}")
+    content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")

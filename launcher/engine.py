@@ -1,0 +1,249 @@
+"""From a RunConfig to a DeepSpeed engine: model, AdamW, schedule, precision, activation checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import io
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from pydantic import BaseModel, ValidationError
+from torch import Tensor, nn
+
+import kernels
+from kernels.errors import ConfigError
+from launcher.config import RunConfig, TrainConfig
+from launcher.deepspeed_keys import enabled, zero_stage
+from launcher.processes import Ranks
+from sparse_model import SparseTransformer
+from sparse_model.strict import config_error
+
+
+def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
+    """The engine around a freshly initialised model; the process group must stand.
+
+    The weights are equal on all ranks, being drawn from the seed before the ranks part; dropout is not.
+    """
+    torch.manual_seed(config.train.seed)
+    model = SparseTransformer(config.model)
+    optimizer = _make_optimizer(model, config.train)
+    section = engine_section(config, ranks.world_size)
+    # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
+    with contextlib.redirect_stdout(sys.stdout if "log_level" in section else io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=functools.partial(_make_schedule, train=config.train),
+            config=section,
+        )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
+        engine.optimizer.optimizer.state.clear()
+    if config.train.activation_checkpointing:
+        deepspeed.checkpointing.configure(None, deepspeed_config=section)
+        model.activation_checkpoint = _checkpoint_in_training
+    torch.manual_seed(config.train.seed + 1 + ranks.rank)
+    return engine
+
+
+def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> None:
+    """Brings the optimiser and schedule of a loaded checkpoint to the run's own settings, should they have changed.
+
+    A checkpoint holds the rate, decay and betas that it was trained with, and would put them back in silence.
+    """
+    schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
+    for group in optimizer.param_groups:
+        group["weight_decay"] = train.weight_decay if group["weight_decay"] else 0.0
+        group["betas"], group["eps"], group["initial_lr"] = train.betas, train.eps, train.learning_rate
+        group["lr"] = train.learning_rate * rate_factor(train, schedule.last_epoch)
+    schedule.base_lrs = [train.learning_rate] * len(optimizer.param_groups)
+
+
+def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """The dictionary for deepspeed.initialize: the run's own section and the keys that we own."""
+    train = config.train
+    accumulation = train.global_batch // (train.micro_batch * world_size)
+    return {
+        "steps_per_print": None,  # its progress lines would cut through ours
+        **config.deepspeed,
+        "train_batch_size": train.global_batch,
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def backward(engine: deepspeed.DeepSpeedEngine, loss: Tensor) -> None:
+    """``engine.backward``, with the loss scale that DeepSpeed leaves out in fp16 under ZeRO 0.
+
+    Its unfused fp16 optimiser divides the gradients by the scale, but nothing multiplies the loss by it.
+    """
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        loss = loss * engine.optimizer.loss_scale_config.cur_scale
+    engine.backward(loss)
+
+
+def learning_rate(engine: deepspeed.DeepSpeedEngine) -> float:
+    """The rate of the next step."""
+    return float(engine.get_lr()[0])
+
+
+def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
+    """The scale of the next loss; 1 outside fp16."""
+    if not engine.fp16_enabled():
+        return 1.0
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        return float(engine.optimizer.loss_scale_config.cur_scale)
+    return float(engine.optimizer.cur_scale)
+
+
+def take_step(engine: deepspeed.DeepSpeedEngine) -> float | None:
+    """The optimiser's step; returns the norm of the unclipped, unscaled gradients, None where they overflowed."""
+    scale, norm = loss_scale(engine), None
+    if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+    engine.step()
+    if norm is None:
+        norm = float(engine.get_global_grad_norm())
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            norm /= scale
+    return norm if math.isfinite(norm) else None
+
+
+def parameter_groups(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters with weight decay (two or more dimensions), and of those without."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # Under ZeRO 3 a parameter at rest is empty; ds_shape is what it was.
+    dimensions = {name: len(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
+    return [
+        [name for name, _ in named if dimensions[name] >= 2],
+        [name for name, _ in named if dimensions[name] < 2],
+    ]
+
+
+def rate_factor(train: TrainConfig, step: int) -> float:
+    """The share of the learning rate at a step counted from 0: linear warm-up, then cosine or constant."""
+    if step < train.warmup_steps:
+        return (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return 1.0
+    floor = train.final_learning_rate / train.learning_rate
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
+    """Whether DeepSpeed takes its section, asked before a process group is made.
+
+    Raises:
+        ConfigError: every wrong field that DeepSpeed's own classes find, or what cannot run on a CPU.
+    """
+    errors = []
+    for name, model in _section_models().items():
+        try:
+            model.model_validate(config.deepspeed.get(name, {}))
+        except ValidationError as error:
+            errors.append(config_error(model, config.deepspeed[name], error).under(f"deepspeed.{name}"))
+    recompute = config.deepspeed.get("activation_checkpointing", {})
+    for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
+        if on_cpu and recompute.get(key):
+            path = f"deepspeed.activation_checkpointing.{key}"
+            errors.append(ConfigError.at(path, recompute[key], "needs a GPU; leave it out on a CPU"))
+    if errors:
+        raise ConfigError.joined(errors)
+    try:
+        alone = engine_section(config, world_size) | {
+            "train_batch_size": config.train.global_batch // world_size,
+        }
+        deepspeed.DeepSpeedConfig(alone)
+    except (AssertionError, ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"deepspeed: {' '.join(str(error).split())}") from error
+
+
+def check_environment() -> None:
+    """Whether the rooms that Python imports are ours.
+
+    Raises:
+        ConfigError: the registry's distribution named `kernels` is installed beside ours.
+    """
+    ours = Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
+    found = Path(kernels.__file__ or "").resolve()
+    try:
+        version = importlib.metadata.distribution("kernels").version
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if version is not None or found != ours:
+        what = f"distribution kernels {version}" if version else f"package {found.parent}"
+        raise ConfigError(f"environment: a foreign {what} stands beside Longstride's kernels; pip uninstall kernels")
+
+
+def quieten(config: RunConfig) -> None:
+    """Leaves DeepSpeed's own log to warnings, unless the run asks for more by deepspeed.log_level."""
+    if "log_level" not in config.deepspeed:
+        deepspeed.utils.logger.setLevel(logging.WARNING)
+    # DeepSpeed calls two collectives by names that torch is about to retire.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def precision(section: dict[str, Any]) -> str:
+    """fp32, fp16 or bf16."""
+    return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
+
+
+def describe(config: RunConfig, engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> str:
+    """One line about what is about to train."""
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
+    return (
+        f"{numel:,} parameters, context {config.model.context:,}, {processes} on {engine.device.type}, "
+        f"ZeRO {zero_stage(config.deepspeed)}, {precision(config.deepspeed)}"
+    )
+
+
+def _checkpoint_in_training(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Recomputes a block in backward; there is none to come in evaluation."""
+    return deepspeed.checkpointing.checkpoint(function, *args) if torch.is_grad_enabled() else function(*args)
+
+
+def _make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with decoupled weight decay on tensors of two or more dimensions (section 6)."""
+    parameters = dict(model.named_parameters())
+    decayed, others = parameter_groups(model)
+    groups = [
+        {"params": [parameters[name] for name in decayed], "weight_decay": train.weight_decay},
+        {"params": [parameters[name] for name in others], "weight_decay": 0.0},
+    ]
+    # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
+    return torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)
+
+
+def _make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    for group in optimizer.param_groups:
+        group["lr"] = train.learning_rate
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(rate_factor, train))
+
+
+def _section_models() -> dict[str, type[BaseModel]]:
+    """DeepSpeed's own classes of the sections that it checks strictly."""
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "tensorboard": TensorBoardConfig,
+        "csv_monitor": CSVConfig,
+        "wandb": WandbConfig,
+    }

@@ -1,0 +1,153 @@
+"""metrics.jsonl, the progress bar, and the monitors that DeepSpeed's configuration switches on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from deepspeed import DeepSpeedEngine
+from tqdm import tqdm
+
+METRICS = "metrics.jsonl"
+_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+
+
+def bits_per_byte(nats: float) -> float:
+    """Nats a byte in bits a byte."""
+    return nats / math.log(2)
+
+
+def device_seconds(device: torch.device) -> float:
+    """The clock once the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Recorder:
+    """Writes on rank 0 only; on the other ranks every call does nothing."""
+
+    def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
+        self._engine = engine
+        self._is_first = is_first
+        if is_first:
+            self._file = (run / METRICS).open("a", encoding="utf-8")
+            self._progress = make_progress(steps, engine.global_steps, sys.stderr)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Appends one line and hands its numbers to DeepSpeed's monitors."""
+        if not self._is_first:
+            return
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._engine.monitor.enabled:
+            numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+            self._engine.monitor.write_events(
+                [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
+            )
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the bar to a step."""
+        if self._is_first:
+            self._progress.advance(step, text)
+
+    def say(self, text: str) -> None:
+        """A line of its own above the bar."""
+        if self._is_first:
+            self._progress.say(text)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._is_first:
+            self._progress.close()
+            self._file.close()
+
+
+class BarProgress:
+    """A tqdm bar, for a terminal."""
+
+    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
+        self._bar = tqdm(total=steps, initial=done, file=stream, unit="step", dynamic_ncols=True)
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves to a step, with the newest figures behind the bar."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+        self._bar.close()
+
+
+class LineProgress:
+    """A line now and then, for logs."""
+
+    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
+        self._steps, self._first, self._stream = steps, done, stream
+        self._start = time.monotonic()
+        self._last = -math.inf
+
+    def advance(self, step: int, text: str) -> None:
+        """A line for the first and last step, and one every few seconds between."""
+        now = time.monotonic()
+        if step < self._steps and now - self._last < _PLAIN_SECONDS:
+            return
+        self._last = now
+        left = (now - self._start) / max(1, step - self._first) * (self._steps - step)
+        self.say(f"step {step}/{self._steps} · {text} · {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        """A line at once."""
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LineProgress:
+    """A bar on a terminal, lines elsewhere."""
+    return BarProgress(steps, done, stream) if stream.isatty() else LineProgress(steps, done, stream)
+
+
+def cut_metrics(run: Path, step: int) -> Path | None:
+    """Takes the lines after a step out of metrics.jsonl, so that no step will stand there twice.
+
+    Returns the copy that keeps them; None where there was nothing to take out. A last line that was cut off in writing
+    counts as one to take out.
+    """
+    path = run / METRICS
+    if not path.exists():
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _is_until(line, step)]
+    if kept == lines:
+        return None
+    number = 1
+    while (copy := run / f"metrics.before-resume-{number}.jsonl").exists():
+        number += 1
+    shutil.copy2(path, copy)
+    partial = run / f".{METRICS}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return copy
+
+
+def _is_until(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= step
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return False

@@ -1,0 +1,111 @@
+"""Where a run begins: at step 0 in a free folder, or at a whole checkpoint of its own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipelines import evaluation_contexts
+from kernels.errors import ConfigError
+from launcher.checkpoint import (
+    Checkpoint,
+    check_matches,
+    checkpoint_folder,
+    list_checkpoints,
+    open_checkpoint,
+    set_aside,
+    verify_together,
+)
+from launcher.config import RunConfig
+from launcher.loop import make_stream
+from launcher.manifest import CONFIG, write_json
+from launcher.metrics import METRICS, cut_metrics
+from launcher.processes import Ranks, barrier
+
+_MARKS = (CONFIG, METRICS, "checkpoints")  # what a run folder holds
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The checkpoints that a run may go on from, best first; none is a beginning."""
+
+    candidates: tuple[Checkpoint, ...] = ()
+    refused: tuple[str, ...] = ()  # a line for each folder that is no checkpoint
+    may_begin: bool = True  # where no candidate is whole
+
+
+def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
+    """Reads data and run folder, and writes nothing.
+
+    Raises:
+        ConfigError: the folder is taken, or what it holds does not fit the run.
+        DataError: the data cannot be trained on.
+    """
+    settings, run = config.train, Path(config.train.output)
+    if resume not in ("auto", "never") and not resume.isdecimal():
+        raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
+    fingerprint = make_stream(config, ranks).fingerprint
+    # The generator checks the split as soon as it is called, and reads nothing until it is asked to.
+    evaluation_contexts(
+        Path(config.data.path), config.data.validation_split, context=config.model.context, batch_size=1
+    )
+    if run.exists() and not run.is_dir():
+        raise ConfigError.at("train.output", settings.output, "must be a folder, and is a file")
+    taken = [name for name in _MARKS if (run / name).exists()]
+    if resume == "never":
+        if taken:
+            rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
+            raise ConfigError.at("train.output", settings.output, rule)
+        return Start()
+    if resume == "auto":
+        found, refused = list_checkpoints(run)
+        start = Start(tuple(found), tuple(refused), may_begin=not found and not refused)
+    else:
+        start = Start((open_checkpoint(run, int(resume)),), may_begin=False)
+    for checkpoint in start.candidates[:1]:
+        check_matches(checkpoint, config, fingerprint, ranks.world_size)
+        if checkpoint.manifest.step > settings.steps:
+            rule = f"the checkpoint {checkpoint.folder} is already beyond it"
+            raise ConfigError.at("train.steps", settings.steps, rule)
+    if not start.candidates and start.refused:
+        raise ConfigError("no checkpoint can be read:", *start.refused)
+    return start
+
+
+def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
+    """Verifies the chosen checkpoint and makes the run folder ready for it. All ranks must call.
+
+    Raises:
+        ConfigError: on every rank, when no candidate is whole.
+    """
+    damaged = list(start.refused)
+    chosen = None
+    for checkpoint in start.candidates:
+        damage = verify_together(checkpoint, ranks)
+        if not damage:
+            chosen = checkpoint
+            break
+        damaged += damage
+    if chosen is None and not start.may_begin:
+        raise ConfigError("no checkpoint is whole:", *damaged)
+    if ranks.is_first:
+        for line in damaged:
+            print(f"longstride: passed over: {line}", file=sys.stderr)
+        _prepare_folder(Path(config.train.output), config, chosen)
+    barrier(ranks)
+    return chosen
+
+
+def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:
+    """Writes config.json, and moves aside whatever lies beyond the step that the run goes on from."""
+    step = chosen.manifest.step if chosen else 0
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    moved = [cut_metrics(run, step)]
+    later, _ = list_checkpoints(run)
+    moved += [set_aside(checkpoint_folder(run, each.manifest.step)) for each in later if each.manifest.step > step]
+    write_json(run / CONFIG, config.to_json())
+    if chosen:
+        print(f"longstride: going on from {chosen.folder}", file=sys.stderr)
+    for path in filter(None, moved):
+        print(f"longstride: kept what lay beyond as {path}", file=sys.stderr)

@@ -1,0 +1,124 @@
+"""`longstride show pattern CONFIG|loss RUN --output PNG`: what attends to what, and how a run went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: there may be no screen
+
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.colors import ListedColormap
+
+from kernels.errors import ConfigError
+from kernels.patterns.base import Pattern
+from launcher.json_file import load_json_object
+from launcher.metrics import METRICS
+from sparse_model import ModelConfig
+
+SHOWN_POSITIONS = 192  # of a pattern; more would not be told apart
+SHOWN_PATTERNS = 8
+COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57"])  # nothing, first part, later parts, self
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    parser.add_argument("what", choices=("pattern", "loss"))
+    parser.add_argument("source", type=Path, metavar="CONFIG|RUN", help="a run's JSON for pattern, its folder for loss")
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to make")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb; returns its exit code."""
+    output: Path = arguments.output
+    if output.exists():
+        raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
+    if output.suffix != ".png" or not output.parent.is_dir():
+        raise ConfigError(f"--output={output}: must be a .png in a folder that exists")
+    figure = draw_pattern(arguments.source) if arguments.what == "pattern" else draw_loss(arguments.source)
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+    print(output)
+    return 0
+
+
+def draw_pattern(path: Path) -> Any:
+    """The connectivity of each distinct pattern of a configuration's layers and heads (Child et al. 2019, figure 3)."""
+    content = load_json_object(path)
+    if "model" not in content:
+        raise ConfigError(f"{path}: has no model")
+    try:
+        config = ModelConfig.model_validate(content["model"])
+    except ConfigError as error:
+        raise error.under("model") from None
+    users: dict[Pattern, list[str]] = {}
+    for layer, heads in enumerate(config.layer_patterns()):
+        for head, pattern in enumerate(heads):
+            users.setdefault(pattern, []).append(f"{layer}.{head}")
+    shown = list(users.items())[:SHOWN_PATTERNS]
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 4.1 * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    size = min(config.context, SHOWN_POSITIONS)
+    for axis, (pattern, places) in zip(axes.flat, shown, strict=False):
+        axis.set_axis_on()
+        axis.imshow(connectivity(pattern, size), cmap=COLOURS, vmin=0, vmax=3, interpolation="nearest")
+        axis.set_title(f"{_wrapped(pattern)}\n{_places(places)}", fontsize=8)
+        axis.set_xlabel("key position", fontsize=8)
+        axis.set_ylabel("query position", fontsize=8)
+        axis.tick_params(labelsize=7)
+    left = len(users) - len(shown)
+    more = f"; {left} more patterns not shown" if left else ""
+    figure.suptitle(f"{path.name}: who reads whom, the first {size} of {config.context} positions{more}", fontsize=10)
+    figure.tight_layout()
+    return figure
+
+
+def connectivity(pattern: Pattern, size: int) -> np.ndarray:
+    """(size, size): 0 where query (row) does not read key (column), 1 first part, 2 later parts, 3 self."""
+    position = torch.arange(size)
+    picture = torch.zeros(size, size, dtype=torch.int64)
+    for number, part in enumerate(pattern.parts()):
+        picture[part.mask(position[:, None], position[None, :])] = min(number + 1, 2)
+    own = pattern.mask(position, position)
+    picture[position[own], position[own]] = 3
+    return picture.numpy()
+
+
+def draw_loss(run_folder: Path) -> Any:
+    """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
+    path = run_folder / METRICS
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    figure, axis = plt.subplots(figsize=(7, 4.2))
+    for split in dict.fromkeys(line["split"] for line in lines):
+        own = [line for line in lines if line["split"] == split]
+        style = {"linewidth": 0.8, "alpha": 0.7} if split == "train" else {"marker": "o", "markersize": 4}
+        axis.plot([line["step"] for line in own], [line["bits_per_byte"] for line in own], label=split, **style)
+    axis.set_xlabel("step")
+    axis.set_ylabel("bits per byte")
+    axis.set_title(f"{run_folder.name}: loss", fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    return figure
+
+
+def _wrapped(pattern: Pattern) -> str:
+    text = str(pattern).replace(", index=None", "")
+    return text if len(text) < 48 else text.replace(", ", ",\n", 1) if len(text) < 90 else text.replace(", ", ",\n")
+
+
+def _places(places: list[str]) -> str:
+    """Which layer.head use a pattern, shortened."""
+    return "layer.head " + (", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})")

@@ -1,0 +1,54 @@
+"""`longstride train`: the deepspeed launcher around launcher/train.py, as a person would type it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+from kernels.errors import ConfigError
+from launcher import train
+from launcher.config import check_world_size, load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `longstride train`."""
+    train.add_arguments(parser)
+    parser.add_argument(
+        "--processes", type=int, default=None, metavar="N", help="on this host (default: one a GPU, or one on a CPU)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Becomes the launcher, so that signals and the exit code are its own.
+
+    Raises:
+        ConfigError: the configuration is wrong, told here once instead of by every rank.
+    """
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.processes is not None:
+        if arguments.processes < 1:
+            raise ConfigError(f"--processes={arguments.processes}: must be at least 1")
+        check_world_size(config, arguments.processes)
+    command = launcher_command(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
+
+
+def launcher_command(arguments: argparse.Namespace) -> list[str]:
+    """The command line of `deepspeed launcher/train.py …`."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
+    if arguments.processes is not None:
+        command += ["--num_gpus", str(arguments.processes)]  # on a CPU too this is the number of processes
+    command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
+    return command + arguments.overrides
+
+
+def _free_port() -> int:
+    """A port for the ranks to meet at: the launcher's own choice is always the same, so that two runs would clash."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

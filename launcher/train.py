@@ -1,0 +1,81 @@
+"""`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [path.to.key=value …]`.
+
+`longstride train` starts the same. Every mistake of a person is found before a process group or a file is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Run as a file, Python puts this folder first on the path, where our module names would shadow others' (metrics,
+    # config); the root takes its place, so that nothing need be installed.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launcher.config import RunConfig, check_world_size, load_config
+from launcher.reporting import is_wrong_input, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that training has however it is started."""
+    parser.add_argument("--config", type=Path, required=True, metavar="X.json", help="the run, see docs")
+    parser.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto|never|STEP",
+        help="go on from the newest checkpoint if there is one, never, or from that of a step (default: never)",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """One rank's whole run; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher's own
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        return _run(config, options.resume)
+    except ValueError as error:
+        if not is_wrong_input(error):
+            raise
+        return report(error)
+
+
+def _run(config: RunConfig, resume: str) -> int:
+    """Checks everything that can be checked alone, then trains."""
+    # Late: with deepspeed come seconds, which a mistake in the file should not cost.
+    from launcher import engine as ours
+    from launcher.checkpoint import load_checkpoint
+    from launcher.cpu_accelerator import prepare_accelerator
+    from launcher.loop import train
+    from launcher.processes import process_group, ranks_from_environment
+    from launcher.resume import begin, choose_start
+
+    ranks = ranks_from_environment(os.environ)
+    check_world_size(config, ranks.world_size)
+    on_cpu = prepare_accelerator()
+    ours.quieten(config)
+    ours.check_environment()
+    ours.check_section(config, ranks.world_size, on_cpu)
+    start = choose_start(config, resume, ranks)
+    with process_group(ranks, config.train.timeout_seconds):
+        checkpoint = begin(start, config, ranks)
+        engine = ours.build_engine(config, ranks)
+        state = None
+        if checkpoint is not None:
+            state = load_checkpoint(engine, checkpoint, ranks)
+            ours.apply_settings(engine, config.train)
+        train(engine, config, ranks, state)
+        engine.destroy()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""One pre-activation residual block. Letters: B batch, N positions, C width."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kernels.patterns.base import Pattern
+from sparse_model.attention import Attention
+from sparse_model.config import ModelConfig
+from sparse_model.feed_forward import FeedForward
+
+
+class ResidualBlock(nn.Module):
+    """H + a + b with a = dropout(attention(LN(H))) and b = dropout(ff(LN(H + a))) (section 5.2)."""
+
+    def __init__(self, config: ModelConfig, patterns: tuple[Pattern, ...]) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config, patterns)
+        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(B, N, C) to (B, N, C)."""
+        h = h + self.dropout(self.attention(self.attention_norm(h)))
+        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))

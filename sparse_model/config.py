@@ -1,0 +1,126 @@
+"""The network's configuration: the `model` object of a run's JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema, model_validator
+from typing_extensions import Self
+
+from kernels.attention import BACKENDS
+from kernels.errors import ConfigError
+from kernels.patterns import PATTERNS
+from kernels.patterns.base import Pattern
+from sparse_model.schedule import COMBINATIONS, layer_patterns
+from sparse_model.strict import StrictModel
+
+POSITIVE = Field(gt=0)
+
+
+class TextEmbedding(StrictModel):
+    """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
+
+    type: Literal["text"] = "text"
+    row_width: Annotated[int, POSITIVE]  # positions; usually the attention's stride
+
+    def table_sizes(self, context: int) -> tuple[int, ...]:
+        """Rows (the last may be ragged) and columns."""
+        return (-(-context // self.row_width), self.row_width)
+
+
+class ImageEmbedding(StrictModel):
+    """Three position tables: row, column and channel of a picture stored row by row, channels last (section 5.1)."""
+
+    type: Literal["image"]
+    height: Annotated[int, POSITIVE]
+    width: Annotated[int, POSITIVE]
+    channels: Annotated[int, POSITIVE] = 3
+
+    def table_sizes(self, context: int) -> tuple[int, ...]:
+        """Rows, columns and channels."""
+        return (self.height, self.width, self.channels)
+
+
+def _attention_schema() -> dict[str, Any]:
+    """JSON schema of one attention object, from the registered patterns' fields."""
+    kinds = {int: {"type": "integer"}, bool: {"type": "boolean"}, str: {"type": "string"}}
+    choices = []
+    for kind, cls in PATTERNS.items():
+        hints = typing.get_type_hints(cls)
+        properties: dict[str, Any] = {"type": {"const": kind}, "combine": {"enum": list(COMBINATIONS)}}
+        required = ["type"]
+        for field in dataclasses.fields(cls):
+            options = [t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)]
+            literal = isinstance(options[0], str)
+            properties[field.name] = {"enum": options} if literal else kinds[options[0]]
+            if field.default is dataclasses.MISSING:
+                required.append(field.name)
+        choices.append(
+            {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        )
+    one = {"anyOf": choices}
+    return {"anyOf": [*choices, {"type": "array", "items": one, "minItems": 1}]}
+
+
+class ModelConfig(StrictModel):
+    """A Sparse Transformer (Child et al. 2019, section 5): sizes, schedule of patterns, embedding, initialisation.
+
+    ``attention`` is a pattern object such as ``{"type": "fixed", "stride": 128, "summary": 32, "combine": "merged"}``,
+    or a list of them that the layers take in turn. ``combine`` says how a pattern's factors meet: "merged" (one softmax
+    over their union, the default), "interleaved" (a factor a layer, in turn) or "multihead" (heads split over them).
+
+    Raises:
+        ConfigError: by ``model_validate``; every wrong field, one line each.
+    """
+
+    context: Annotated[int, POSITIVE]  # positions
+    layers: Annotated[int, POSITIVE]  # residual blocks; the paper's N
+    heads: Annotated[int, POSITIVE]
+    width: Annotated[int, POSITIVE]  # the paper's d
+    attention: Annotated[Any, WithJsonSchema(_attention_schema())]
+    embedding: TextEmbedding | ImageEmbedding = Field(discriminator="type")
+    vocabulary: Annotated[int, POSITIVE] = 256
+    feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
+    query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after attention and after feed-forward
+    initialization: Literal["paper", "released"] = "released"
+    backend: Literal["auto", "triton", "cpu", "reference", "flex"] = "auto"  # of attention
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name, size in (("width", self.width), ("query_key_ratio", self.query_key_ratio * self.width)):
+            if size % self.heads:
+                heads = [h for h in range(1, self.heads + 1) if size % h == 0]
+                rule = f"{size:g} channels must divide into heads={self.heads}; nearest heads {heads[-1]}"
+                raise ConfigError.at(name, getattr(self, name), rule)
+        if (self.feed_forward_ratio * self.width) % 1:
+            rule = f"times width {self.width} must be a whole number of channels"
+            raise ConfigError.at("feed_forward_ratio", self.feed_forward_ratio, rule)
+        if isinstance(self.embedding, ImageEmbedding):
+            size = self.embedding.height * self.embedding.width * self.embedding.channels
+            if size != self.context:
+                raise ConfigError.at("context", self.context, f"must be height x width x channels = {size}")
+        elif self.embedding.row_width > self.context:
+            rule = f"must not exceed context {self.context}"
+            raise ConfigError.at("embedding.row_width", self.embedding.row_width, rule)
+        self.layer_patterns()
+        return self
+
+    @property
+    def query_key_width(self) -> int:
+        """Channels of all heads' queries, and of their keys."""
+        return int(self.query_key_ratio * self.width)
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Channels inside the feed-forward part."""
+        return int(self.feed_forward_ratio * self.width)
+
+    def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
+        """One pattern for each head of each layer."""
+        return layer_patterns(self.attention, self.layers, self.heads, self.context)
+
+
+assert set(typing.get_args(ModelConfig.model_fields["backend"].annotation)) == {"auto", *BACKENDS}

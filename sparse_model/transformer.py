@@ -1,0 +1,51 @@
+"""The Sparse Transformer from tokens to logits. Letters: B batch, N positions, C width, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparse_model.block import ResidualBlock
+from sparse_model.config import ModelConfig
+from sparse_model.embedding import Embedding
+from sparse_model.initialization import initialize
+
+
+class SparseTransformer(nn.Module):
+    """A deep pre-activation residual network whose blocks attend over patterns (Child et al. 2019, section 5)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(ResidualBlock(config, patterns) for patterns in config.layer_patterns())
+        self.norm = nn.LayerNorm(config.width)
+        self.logits = nn.Linear(config.width, config.vocabulary, bias=False)
+        # Called as (block, h) around every residual block where set, to recompute activations in the backward pass.
+        self.activation_checkpoint: Callable[..., Tensor] | None = None
+        initialize(self, config)
+
+    def forward(self, tokens: Tensor, return_nats: bool = False) -> Tensor:
+        """Row i predicts tokens[:, i] from tokens[:, :i].
+
+        Args:
+            tokens: (B, N) int64, N at most the configured context; the last one is a target only.
+            return_nats: return each token's cross-entropy instead of the logits.
+
+        Returns:
+            Logits (B, N, V), or nats (B, N) in fp32.
+
+        Raises:
+            ValueError: tokens are not (B, N) with 1 to ``context`` positions.
+        """
+        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
+            raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
+        h = self.embedding(tokens)
+        for block in self.blocks:
+            h = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
+        logits = self.logits(self.norm(h))
+        if not return_nats:
+            return logits
+        return F.cross_entropy(logits.float().transpose(1, 2), tokens, reduction="none")

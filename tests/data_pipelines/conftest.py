@@ -1,0 +1,46 @@
+"""A small corpus of uneven files, built once into uneven shards, and a plain reading of it to compare with."""
+
+import random
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from data_pipelines import Manifest, build
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source folder, the data folder built from it, and the split's shards as tarfile reads them."""
+
+    source: Path
+    folder: Path
+    manifest: Manifest
+
+    def shard_payloads(self, split: str) -> list[bytes]:
+        """The payload bytes of each shard in canonical order, read by the standard library alone."""
+        payloads = []
+        for shard in self.manifest.splits[split].shards:
+            with tarfile.open(self.folder / shard.name, "r:") as archive:
+                payloads.append(b"".join(archive.extractfile(member).read() for member in archive))
+        return payloads
+
+
+def write_sources(folder: Path, num_files: int, seed: int = 0) -> None:
+    """Files of 1 to about 1,500 bytes in nested folders, a fifth of them tiny."""
+    generator = random.Random(seed)
+    for number in range(num_files):
+        path = folder / f"part{number % 3}" / f"file{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = generator.randrange(1, 20) if number % 5 == 0 else generator.randrange(20, 1500)
+        path.write_bytes(generator.randbytes(size))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Corpus:
+    """About 40 kB of training bytes in some 17 uneven shards."""
+    base = tmp_path_factory.mktemp("corpus")
+    write_sources(base / "source", num_files=70)
+    manifest = build([base / "source"], base / "data", validation_fraction=0.1, shard_bytes=2500)
+    return Corpus(base / "source", base / "data", manifest)

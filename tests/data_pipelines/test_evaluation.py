@@ -1,0 +1,68 @@
+"""A split scored once: each byte on exactly one rank, every rank the same number of batches."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipelines import DataError, evaluation_contexts, split_bytes
+
+
+def test_split_bytes_are_the_shards_payloads(corpus):
+    for split in ("train", "validation"):
+        assert b"".join(split_bytes(corpus.folder, split)) == b"".join(corpus.shard_payloads(split))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    context=st.integers(10, 9000),
+    batch_size=st.integers(1, 9),
+    world_size=st.integers(1, 7),
+    limit=st.none() | st.integers(1, 50),
+)
+def test_evaluation_covers_split_once(corpus, context, batch_size, world_size, limit):
+    content = b"".join(corpus.shard_payloads("validation"))
+    found = {}
+    lengths = set()
+    for rank in range(world_size):
+        batches = list(
+            evaluation_contexts(
+                corpus.folder, context=context, batch_size=batch_size, rank=rank, world_size=world_size, limit=limit
+            )
+        )
+        lengths.add(len(batches))
+        for batch in batches:
+            assert batch.tokens.shape == batch.mask.shape == (batch_size, context)
+            for row, mask, number in zip(
+                batch.tokens.numpy(), batch.mask.numpy(), batch.sample_ids.tolist(), strict=True
+            ):
+                size = int(mask.sum())
+                assert mask[:size].all() and not row[size:].any()
+                if number < 0:
+                    assert size == 0
+                    continue
+                assert number not in found
+                found[number] = row[:size].astype(np.uint8).tobytes()
+    assert len(lengths) == 1
+    in_all = -(-len(content) // context)
+    assert len(found) == min(limit or in_all, in_all)
+    assert all(found[number] == content[number * context : (number + 1) * context] for number in found)
+    if limit is None or limit >= in_all:
+        assert b"".join(found[number] for number in sorted(found)) == content
+
+
+def test_evaluation_limit_is_spread_evenly(corpus):
+    batches = evaluation_contexts(corpus.folder, "train", context=100, batch_size=4, limit=4)
+    numbers = [number for batch in batches for number in batch.sample_ids.tolist()]
+    in_all = -(-corpus.manifest.splits["train"].payload_bytes // 100)
+    assert numbers == [place * in_all // 4 for place in range(4)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"context": 0}, {"batch_size": 0}, {"world_size": 0}, {"rank": -1}, {"rank": 1}, {"limit": 0}, {"split": "test"}],
+    ids=str,
+)
+def test_evaluation_refuses_arguments_out_of_range(corpus, change):
+    with pytest.raises(DataError):
+        evaluation_contexts(corpus.folder, **{"context": 64, "batch_size": 2, **change})

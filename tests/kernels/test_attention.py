@@ -1,0 +1,96 @@
+"""The public call: what it refuses, and its two dense oracles against each other."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import ConfigError, sparse_attention
+from kernels.patterns import Dense, Local, Pattern, Summary
+from tests.kernels.oracles import Shape, check_against_reference, example_patterns, make_inputs
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("context", [1, 20, 33])
+def test_flex_agrees_with_the_reference(pattern: Pattern, context: int) -> None:
+    q, k, v = make_inputs(Shape(2, 3, context, 16, 16), torch.float64)[:3]
+    wanted = sparse_attention(q, k, v, pattern, backend="reference", return_lse=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        found = sparse_attention(q, k, v, pattern, backend="flex", return_lse=True)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_the_reference_is_within_its_own_precision(pattern: Pattern, dtype: torch.dtype) -> None:
+    check_against_reference("reference", pattern, dtype, Shape(1, 3, 29, 16, 24), grad_lse=True)
+
+
+def test_the_reference_equals_torchs_dense_attention() -> None:
+    q, k, v = (normal(2, 2, 37, 16, dtype=torch.float64) for _ in range(3))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(sparse_attention(q, k, v, Dense(), backend="reference"), wanted)
+
+
+def test_a_query_without_keys_is_zero_with_zero_gradients() -> None:
+    q, k, v = (normal(1, 1, 16, 16).requires_grad_() for _ in range(3))
+    out, lse = sparse_attention(q, k, v, Summary(8, 2), backend="reference", return_lse=True)
+    out.sum().backward()
+    assert bool((out[:, :, :6] == 0).all()) and bool((lse[:, :, :6] == float("-inf")).all())
+    assert q.grad is not None and bool((q.grad[:, :, :6] == 0).all()) and bool(q.grad.isfinite().all())
+
+
+def test_the_scale_is_one_over_the_root_of_the_width() -> None:
+    q, k, v = (normal(1, 1, 9, 16) for _ in range(3))
+    default = sparse_attention(q, k, v, Dense(), backend="reference")
+    assert torch.equal(default, sparse_attention(q, k, v, Dense(), scale=0.25, backend="reference"))
+
+
+@pytest.mark.parametrize(
+    "shapes, dtypes, message",
+    [
+        (((2, 9, 16),) * 3, "fff", r"q must be \(B, H, N, D\), not \(2, 9, 16\)"),
+        (((1, 2, 9, 16), (1, 2, 8, 16), (1, 2, 9, 16)), "fff", r"k \(1, 2, 8, 16\) must have the shape of q"),
+        (((1, 2, 9, 16), (1, 2, 9, 16), (1, 2, 8, 16)), "fff", r"v \(1, 2, 8, 16\) must have the batch"),
+        (((1, 2, 9, 16),) * 3, "fhf", "k is torch.float16: q, k and v must share one of"),
+        (((1, 2, 9, 16),) * 3, "iii", "q is torch.int64: q, k and v must share one of"),
+    ],
+)
+def test_unfit_tensors_are_refused(shapes: tuple, dtypes: str, message: str) -> None:
+    kinds = {"f": torch.float32, "h": torch.float16, "i": torch.int64}
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(*(normal(*s, dtype=kinds[d]) for s, d in zip(shapes, dtypes, strict=True)), Dense())
+
+
+def test_a_list_of_patterns_must_fit_the_heads() -> None:
+    q, k, v = (normal(1, 2, 9, 16) for _ in range(3))
+    with pytest.raises(ValueError, match="3 patterns for 2 heads"):
+        sparse_attention(q, k, v, [Dense()] * 3)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    q, k, v = (normal(1, 2, 9, 16) for _ in range(3))
+    with pytest.raises(ConfigError, match='backend="cuda": must be one of auto, triton, cpu, reference, flex'):
+        sparse_attention(q, k, v, Dense(), backend="cuda")
+
+
+def test_a_named_backend_that_cannot_run_raises_instead_of_falling_back() -> None:
+    q, k, v = (normal(1, 2, 9, 16).requires_grad_() for _ in range(3))
+    with pytest.raises(ConfigError, match='backend="flex": cannot run here: FlexAttention has no backward on the CPU'):
+        sparse_attention(q, k, v, Dense(), backend="flex")
+
+
+def test_a_pattern_that_is_not_registered_is_refused_behind_the_op() -> None:
+    class Mine(Local):
+        """Looks like a registered one, but cannot be written down."""
+
+    q, k, v = (normal(1, 1, 9, 16) for _ in range(3))
+    with pytest.raises(ConfigError, match="is not registered: add it to"):
+        sparse_attention(q, k, v, Mine(3), backend="cpu")

@@ -1,0 +1,140 @@
+"""Patterns against the paper's equations, and their parts against their masks."""
+
+import pytest
+import torch
+
+from kernels.errors import ConfigError
+from kernels.patterns import (
+    PATTERNS,
+    Block,
+    Column,
+    Dense,
+    Fixed,
+    Local,
+    Pattern,
+    Strided,
+    Summary,
+    pattern_from_json,
+    pattern_to_json,
+)
+from tests.kernels.oracles import example_patterns
+
+CONTEXTS = (1, 2, 24, 50)
+
+
+def mask_of(pattern: Pattern, context: int) -> torch.Tensor:
+    position = torch.arange(context)
+    return pattern.mask(position[:, None], position[None, :])
+
+
+def pairs(context: int, allowed) -> torch.Tensor:
+    """(N, N) bool from a scalar rule, one pair at a time: as the paper writes the sets down."""
+    return torch.tensor([[j <= i and bool(allowed(i, j)) for j in range(context)] for i in range(context)])
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("stride", [1, 4, 7, 60])
+def test_masks_equal_the_papers_sets(context: int, stride: int) -> None:
+    c = max(1, stride // 3)
+    expected = {
+        Dense(): lambda i, j: True,
+        Local(stride): lambda i, j: i - stride + 1 <= j,
+        Column(stride): lambda i, j: (i - j) % stride == 0,
+        Strided(stride): lambda i, j: i - stride + 1 <= j or (i - j) % stride == 0,
+        Strided(stride, "paper"): lambda i, j: i - stride <= j or (i - j) % stride == 0,
+        Block(stride): lambda i, j: i // stride == j // stride,
+        Summary(stride, c): lambda i, j: j % stride in range(stride - c, stride),
+        Summary(stride, c, include_self=True): lambda i, j: i == j or j % stride in range(stride - c, stride),
+        Fixed(stride, c): lambda i, j: i // stride == j // stride or j % stride in range(stride - c, stride),
+    }
+    assert {type(pattern) for pattern in expected} == set(PATTERNS.values())
+    for pattern, rule in expected.items():
+        assert torch.equal(mask_of(pattern, context), pairs(context, rule)), pattern
+
+
+def test_heads_take_distinct_summary_blocks_in_turn() -> None:
+    pattern = Fixed(stride=12, summary=2, num_summaries=3)
+    for head in range(7):
+        first = 12 - 2 * (head % 3 + 1)
+        wanted = pairs(40, lambda i, j, first=first: i // 12 == j // 12 or j % 12 in (first, first + 1))
+        assert torch.equal(mask_of(pattern.for_head(head), 40), wanted)
+
+
+def test_an_unresolved_pattern_has_no_mask() -> None:
+    with pytest.raises(ValueError, match="resolve it first"):
+        mask_of(Summary(12, 2, num_summaries=3), 24)
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_parts_are_disjoint_and_make_up_the_mask(pattern: Pattern, context: int) -> None:
+    pattern = pattern.for_head(1)
+    position = torch.arange(context)
+    holders = torch.stack([p.mask(position[:, None], position[None, :]) for p in pattern.parts()]).sum(0)
+    assert int(holders.max()) <= 1
+    assert torch.equal(holders.bool(), mask_of(pattern, context))
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_intervals_are_the_mask_in_the_parts_orders(pattern: Pattern, context: int) -> None:
+    for part in pattern.for_head(1).parts():
+        natural = torch.arange(context)
+        query_order, key_order = part.query_order(context), part.key_order(context)
+        query_order = natural if query_order is None else query_order
+        key_order = natural if key_order is None else key_order
+        low, high = part.intervals(context)
+        column = torch.arange(len(key_order))
+        inside = (column >= low[:, None]) & (column < high[:, None])
+        assert torch.equal(query_order.sort().values, natural)
+        assert len(key_order.unique()) == len(key_order)
+        assert torch.equal(inside, part.mask(query_order[:, None], key_order[None, :]))
+        assert int(part.mask(natural[:, None], natural[None, :]).sum()) == int(inside.sum()), "a key was left out"
+
+
+@pytest.mark.parametrize("stride, summary", [(4, 1), (6, 2), (8, 8)])
+def test_two_hops_reach_every_earlier_position(stride: int, summary: int) -> None:
+    """Section 4.2: i reads m by one factor, m has read j by the other."""
+    causal = mask_of(Dense(), 4 * stride)
+    by_summary = (Summary(stride, summary, include_self=True), Block(stride))
+    for first, second in (Strided(stride).factors(), by_summary):
+        hops = mask_of(first, 4 * stride).int() @ mask_of(second, 4 * stride).int()
+        assert torch.equal(hops.bool(), causal)
+
+
+@pytest.mark.parametrize("pattern", [*example_patterns(), Fixed(9, 2, 3).for_head(2)], ids=str)
+def test_json_round_trips(pattern: Pattern) -> None:
+    assert pattern_from_json(pattern_to_json(pattern)) == pattern
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ("dense", "type: a pattern is an object with a type: dense, local, column, strided, block, summary, fixed"),
+        ({"stride": 4}, "type=null: must be one of dense, local, column, strided, block, summary, fixed"),
+        ({"type": "fixd"}, "type=\"fixd\": must be one of dense, local, column, strided, block, summary, fixed; "
+         "nearest fixed"),
+        ({"type": "local"}, "window: missing; local needs it"),
+        ({"type": "local", "window": 4, "windw": 4}, "windw: unknown key for local; nearest window"),
+        ({"type": "local", "window": 0}, "window=0: must be an integer of at least 1"),
+        ({"type": "local", "window": 2.0}, "window=2.0: must be an integer of at least 1"),
+        ({"type": "column", "stride": True}, "stride=true: must be an integer of at least 1"),
+        ({"type": "strided", "stride": 4, "span": "p"}, 'span="p": must be paper or released'),
+        ({"type": "fixed", "stride": 8, "summary": 3, "num_summaries": 3},
+         "summary=3: summary x num_summaries must not exceed stride 8; largest 2"),
+        ({"type": "summary", "stride": 8, "summary": 3, "include_self": 1}, "include_self=1: must be true or false"),
+        ({"type": "summary", "stride": 8, "summary": 3, "index": 1}, "index=1: must be 0 to 0, or left out"),
+    ],
+)  # fmt: skip
+def test_a_wrong_pattern_is_named(value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        pattern_from_json(value)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("kind", ["column", "strided", "block", "summary", "fixed"])
+def test_a_stride_that_does_not_divide_the_context_is_named_with_its_neighbours(kind: str) -> None:
+    value = {"type": kind, "stride": 100} | ({"summary": 8} if kind in ("summary", "fixed") else {})
+    with pytest.raises(ConfigError) as error:
+        pattern_from_json(value).check(12288)
+    assert str(error.value) == "stride=100: must divide context 12288; nearest 96, 128"

@@ -1,0 +1,102 @@
+"""Data and runs that tests share: each is made once a session, however many workers there are."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_pipelines import build
+from tests.launcher.runs import configuration, spawn
+
+Make = Callable[[Path], None]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Make], Path]:
+    """A function (name, make) -> folder that calls make once for all workers of the session."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def get(name: str, make: Make) -> Path:
+        folder = base / "shared" / name
+        folder.parent.mkdir(exist_ok=True)
+        with (folder.parent / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                partial = folder.with_name(f"{name}.partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                make(partial)
+                partial.rename(folder)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def data(shared: Callable[[str, Make], Path]) -> Path:
+    """A small data folder of words."""
+
+    def make(folder: Path) -> None:
+        source = folder / "source"
+        source.mkdir()
+        words = random.Random(0)
+        for number in range(12):
+            text = " ".join(words.choice(["sparse", "dense", "stride", "byte", "long"]) for _ in range(300))
+            (source / f"{number}.txt").write_text(text)
+        build([source], folder / "data", validation_fraction=0.2)
+
+    return shared("data", make) / "data"
+
+
+@pytest.fixture
+def config_file(data: Path, tmp_path: Path) -> Path:
+    """The tiny run as a file; its output is tmp_path / "run"."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(configuration(data, tmp_path / "run"), indent=1))
+    return path
+
+
+@pytest.fixture(scope="session")
+def trained(shared: Callable[[str, Make], Path], data: Path) -> Callable[..., Path]:
+    """A function (name, world_size, *overrides) -> run folder of eight steps, made once."""
+
+    def get(name: str, world_size: int, *overrides: str) -> Path:
+        def make(folder: Path) -> None:
+            config = folder / "run.json"
+            config.write_text(json.dumps(configuration(data, folder / "run")))
+            ended = spawn(["--config", str(config), *overrides], world_size)
+            assert ended.codes == [0] * world_size, ended.stderr
+
+        return shared(name, make) / "run"
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def resumed(shared: Callable[[str, Make], Path], trained: Callable[..., Path]) -> Callable[..., tuple[Path, Path]]:
+    """A function (name, world_size, *overrides) -> (trained run, a copy of it gone on from step 4).
+
+    The copy has `masters.pt` beside it: the trainer's fp32 master weights after the last step.
+    """
+
+    def get(name: str, world_size: int, *overrides: str) -> tuple[Path, Path]:
+        whole = trained(name, world_size, *overrides)
+
+        def make(folder: Path) -> None:
+            shutil.copytree(whole, folder / "run")
+            arguments = ["--config", str(whole.parent / "run.json"), "--resume", "4", *overrides]
+            arguments.append(f"train.output={folder / 'run'}")
+            ended = spawn(arguments, world_size, {"DUMP_MASTER_WEIGHTS": str(folder / "masters.pt")})
+            assert ended.codes == [0] * world_size, ended.stderr
+            (folder / "stderr").write_text(ended.stderr[0])
+
+        return whole, shared(f"{name}-resumed", make) / "run"
+
+    return get

@@ -1,0 +1,261 @@
+"""What a person gets wrong ends with exit code 2, one line a problem, no traceback, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher import cli, train
+from launcher.reporting import EXIT_WRONG_INPUT
+from tests.launcher.runs import ROOT, plain_environment
+
+Files = dict[str, tuple[int, int]]
+
+
+def files_under(folder: Path) -> Files:
+    """Every file with its size and time of change."""
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """A function of train.py's arguments -> the lines of its refusal; it checks code, form and files."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> list[str]:
+        before = files_under(tmp_path)
+        capsys.readouterr()
+        assert train.main(list(arguments)) == EXIT_WRONG_INPUT
+        assert files_under(tmp_path) == before
+        lines = capsys.readouterr().err.splitlines()
+        assert all(line.startswith("longstride: error: ") for line in lines), lines
+        return [line.removeprefix("longstride: error: ") for line in lines]
+
+    return run
+
+
+def test_missing_configuration(refused: Callable[..., list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    assert refused("--config", str(path)) == [f"{path}: cannot be read: No such file or directory"]
+
+
+def test_misspelt_key(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused("--config", str(config_file), "train.learnign_rate=1")
+    assert lines == ["train.learnign_rate: unknown key; nearest learning_rate"]
+
+
+def test_stride_that_does_not_divide_the_context(refused: Callable[..., list[str]], config_file: Path) -> None:
+    (line,) = refused("--config", str(config_file), "model.attention.stride=7", "model.attention.summary=1")
+    assert line.startswith("model.attention.stride=7: must divide context 64; nearest 4, 8")
+
+
+def test_missing_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'none'}")
+    assert str(tmp_path / "none") in line
+
+
+def test_empty_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'empty'}")
+    assert str(tmp_path / "empty") in line
+
+
+def test_file_that_is_no_shard(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, data: Path
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data/train-00000.tar").write_text("not a shard")
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'data'}")
+    assert str(tmp_path / "data/train-00000.tar") in line
+
+
+def test_missing_split(refused: Callable[..., list[str]], config_file: Path) -> None:
+    (line,) = refused("--config", str(config_file), "data.validation_split=test")
+    assert "test" in line
+
+
+def test_context_longer_than_the_data(refused: Callable[..., list[str]], config_file: Path) -> None:
+    (line,) = refused("--config", str(config_file), "model.context=1048576")
+    assert line.startswith("context=1048576: longer than the whole split")
+
+
+def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused(
+        "--config", str(config_file), "deepspeed.zero_optimization.reduce_bucket=1", "deepspeed.fp16.loss_scale=-1"
+    )
+    assert lines == [
+        "deepspeed.zero_optimization.reduce_bucket: unknown key; nearest reduce_bucket_size",
+        "deepspeed.fp16.loss_scale=-1: fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)",
+    ]
+
+
+@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing"])
+def test_activation_checkpointing_that_needs_a_gpu(
+    refused: Callable[..., list[str]], config_file: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.cpu_accelerator.prepare_accelerator", lambda: True)
+    path = f"deepspeed.activation_checkpointing.{key}"
+    assert refused("--config", str(config_file), f"{path}=true") == [f"{path}=true: needs a GPU; leave it out on a CPU"]
+
+
+def test_half_a_launchers_environment(
+    refused: Callable[..., list[str]], config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (line,) = refused("--config", str(config_file))
+    assert line.startswith("environment: WORLD_SIZE given without RANK, LOCAL_RANK")
+
+
+def test_foreign_kernels_distribution(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "site/kernels-0.9.dist-info/METADATA"
+    record.parent.mkdir(parents=True)
+    record.write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (line,) = refused("--config", str(config_file))
+    assert "distribution kernels 0.9" in line
+    assert line.endswith("pip uninstall kernels")
+
+
+def test_resume_that_is_no_step(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused("--config", str(config_file), "--resume", "yes")
+    assert lines == ["--resume=yes: must be auto, never or the number of a step"]
+
+
+def test_resume_of_a_run_that_is_not_there(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
+) -> None:
+    assert refused("--config", str(config_file), "--resume", "4") == [f"{tmp_path / 'run'}: no such run folder"]
+
+
+@pytest.fixture
+def run_copy(trained: Callable[..., Path], tmp_path: Path) -> Path:
+    """A finished run of one process, to be spoilt."""
+    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
+
+
+def test_output_that_holds_a_run(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
+    (line,) = refused("--config", str(config_file))
+    assert line == (
+        f'train.output="{run_copy}": holds a run already (config.json, metrics.jsonl, checkpoints); '
+        "go on with --resume auto, or name another folder"
+    )
+
+
+def test_resume_of_a_step_that_is_not_there(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path
+) -> None:
+    lines = refused("--config", str(config_file), "--resume", "5")
+    assert lines == [f"{run_copy / 'checkpoints'}: no checkpoint of step 5; whole ones: 4, 8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "starts"),
+    [
+        (["model.layers=3", "model.dropout=0.2"], ["model.dropout=0.2: ", "model.layers=3: "]),
+        (["data.seed=1"], ["data.seed=1: "]),
+        (["train.global_batch=4"], ["train.global_batch=4: "]),
+        (["deepspeed=zero1_bf16"], ["deepspeed.zero_optimization.stage=1: ", "deepspeed: trains in bf16; "]),
+        (["train.steps=7"], ["train.steps=7: "]),
+    ],
+)
+def test_checkpoint_of_another_run(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, overrides: list[str], starts: list[str]
+) -> None:
+    lines = refused("--config", str(config_file), "--resume", "auto", *overrides)
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start)
+        assert str(run_copy / "checkpoints/step-00000008") in line
+
+
+def test_checkpoint_of_other_data(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, tmp_path: Path
+) -> None:
+    from data_pipelines import build
+
+    (tmp_path / "source").mkdir()
+    for number in range(8):
+        (tmp_path / f"source/{number}.txt").write_text(str(number) * 3000)
+    build([tmp_path / "source"], tmp_path / "other", validation_fraction=0.3)
+    (line,) = refused("--config", str(config_file), "--resume", "auto", f"data.path={tmp_path / 'other'}")
+    assert line.startswith(f'data.path="{tmp_path / "other"}": the checkpoint {run_copy}')
+    assert line.endswith("belongs to other data")
+
+
+def test_checkpoint_of_another_number_of_processes(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    (line,) = refused("--config", str(config_file), "--resume", "auto")
+    assert line == f"processes: 2 here; the checkpoint {run_copy / 'checkpoints/step-00000008'} is of 1: start as many"
+
+
+def test_newer_checkpoint_format(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
+    for step in (4, 8):
+        manifest = run_copy / f"checkpoints/step-{step:08d}/manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))
+    lines = refused("--config", str(config_file), "--resume", "auto")
+    assert lines[0] == "no checkpoint can be read:"
+    assert all(line.endswith("format_version=99: this Longstride reads 1") for line in lines[1:])
+    assert len(lines) == 3
+
+
+def test_manifest_that_leaves_its_folder(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
+    path = run_copy / "checkpoints/step-00000008/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../../../escape"] = next(iter(manifest["files"].values()))
+    path.write_text(json.dumps(manifest))
+    lines = refused("--config", str(config_file), "--resume", "8")
+    assert lines == [f"{path}: names ../../../escape, which is outside its folder"]
+
+
+def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files_under(tmp_path)
+    assert cli.main(["export", str(run_copy), "--output", str(run_copy)]) == EXIT_WRONG_INPUT
+    assert capsys.readouterr().err.endswith(f"--output={run_copy}: exists already; nothing is overwritten\n")
+    assert files_under(tmp_path) == before
+
+
+def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run_copy / "checkpoints/step-00000008/deepspeed/mp_rank_00_model_states.pt"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    before = files_under(tmp_path)
+    assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == EXIT_WRONG_INPUT
+    assert f"{weights}: damaged, its SHA-256 is not the manifest's" in capsys.readouterr().err
+    assert files_under(tmp_path) == before
+    assert cli.main(["export", str(run_copy), "--step", "4", "--output", str(tmp_path / "out")]) == 0
+
+
+def test_one_rank_of_two_reports_through_the_launcher(config_file: Path, tmp_path: Path) -> None:
+    """The real launcher: exit code 2, the line once, no traceback."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(ROOT / "launcher/train.py")]
+    ended = subprocess.run(
+        [*command, "--config", str(config_file), "train.steps=0"],
+        env=plain_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == EXIT_WRONG_INPUT
+    assert ended.stderr.count("longstride: error: train.steps=0: must be greater than 0") == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,141 @@
+"""The command line: verbs, their modules, and what they print."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_pipelines import evaluation_contexts
+from launcher import cli
+from launcher.export import export
+from sparse_model import ModelConfig, SparseTransformer
+from tests.launcher.runs import ROOT, free_port, metrics, plain_environment, rank_environment
+
+Trained = Callable[..., Path]
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb.words} " in out for verb in cli.VERBS)
+
+
+def test_unknown_verb_ends_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "longstride: error: no verb trian" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS, ids=lambda verb: verb.words)
+def test_verb_has_its_module(verb: cli.Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*verb.words.split(), "--help"])
+    assert ended.value.code == 0
+    assert f"usage: longstride {verb.words}" in capsys.readouterr().out
+
+
+def test_command_line_needs_neither_torch_nor_deepspeed_to_start() -> None:
+    code = "import sys, launcher.cli; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "schema"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["required"]) == {"model", "data", "train", "deepspeed"}
+
+
+def test_data_build_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "source").mkdir()
+    for number in range(8):
+        (tmp_path / f"source/{number}.txt").write_text(str(number) * 1000)
+    build = ["data", "build", str(tmp_path / "source"), "--output", str(tmp_path / "data"), "--validation-fraction"]
+    assert cli.main([*build, "0.3"]) == 0
+    assert "train" in capsys.readouterr().err
+    assert cli.main(["data", "verify", str(tmp_path / "data")]) == 0
+    shard = tmp_path / "data/train-00000.tar"
+    shard.write_bytes(shard.read_bytes()[:-512])
+    assert cli.main(["data", "verify", str(tmp_path / "data")]) == 1
+    assert str(shard) in capsys.readouterr().out
+    assert cli.main([*build, "2"]) == 2
+    assert capsys.readouterr().err.startswith("longstride: error: ")
+
+
+def run_cli(arguments: list[str], cwd: Path, world_size: int = 1) -> list[subprocess.CompletedProcess[str]]:
+    port = free_port()
+    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    ranks = []
+    for rank in range(world_size):
+        environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+        environment |= rank_environment(rank, world_size, port) if world_size > 1 else {}
+        ranks.append(
+            subprocess.Popen(
+                command, env=environment, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        )
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    return [
+        subprocess.CompletedProcess(command, rank.returncode, out, error)
+        for rank, (out, error) in zip(ranks, outputs, strict=True)
+    ]
+
+
+def test_evaluation_covers_the_whole_split_in_float64(trained: Trained, data: Path, tmp_path: Path) -> None:
+    """Two ranks and the trainer's own weights against one pass in this process: equal but for float64's rounding."""
+    run = trained("alone", 1)
+    ended = run_cli(["evaluate", str(run)], tmp_path, world_size=2)
+    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
+    assert ended[1].stdout == ""
+    line = json.loads(ended[0].stdout.splitlines()[-1])
+
+    export(run, None, tmp_path / "export")
+    model = SparseTransformer(ModelConfig.model_validate(json.loads((run / "config.json").read_text())["model"])).eval()
+    model.load_state_dict(load_file(tmp_path / "export/model.safetensors"))
+    nats, tokens = 0.0, 0
+    for batch in evaluation_contexts(data, "validation", context=64, batch_size=2):
+        with torch.no_grad():
+            nats += model(batch.tokens, return_nats=True).double()[batch.mask].sum().item()
+        tokens += int(batch.mask.sum())
+    assert (line["step"], line["split"], line["tokens"]) == (8, "validation", tokens)
+    # fp32 scores of other batch compositions differ in the last bit of some
+    assert line["bits_per_byte"] == pytest.approx(nats / tokens / math.log(2), rel=2**-22)
+
+
+def test_deepspeed_launcher_gives_the_same_training(trained: Trained, tmp_path: Path) -> None:
+    """`deepspeed launcher/train.py` from another folder, by the script that a person calls."""
+    directly = trained("zero0-fp32", 2)
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", f"--master_port={free_port()}"]
+    command += [str(ROOT / "launcher/train.py"), "--config", str(directly.parent / "run.json"), "train.output=run"]
+    ended = subprocess.run(command, env=plain_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert metrics(tmp_path / "run") == metrics(directly)
+
+
+def test_longstride_train_becomes_the_launcher(
+    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
+    cli.main(["train", "--config", str(config_file), "train.steps=3", "--processes", "2", "--resume", "auto"])
+    ((path, command),) = commands
+    assert path == sys.executable
+    assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert command[command.index("--num_gpus") + 1] == "2"
+    script = command.index(str(ROOT / "launcher/train.py"))
+    assert command[script + 1 :] == ["--config", str(config_file), "--resume", "auto", "train.steps=3"]
+
+
+def test_longstride_train_refuses_before_it_starts_anything(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execv", lambda path, command: pytest.fail("started"))
+    assert cli.main(["train", "--config", str(config_file), "--processes", "3"]) == 2
+    assert "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes" in capsys.readouterr().err
+    assert cli.main(["train", "--config", str(config_file), "--processes", "0"]) == 2

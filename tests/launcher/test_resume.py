@@ -1,0 +1,127 @@
+"""Which checkpoint a run goes on from: the newest whole one, told by its manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernels.errors import ConfigError
+from launcher.checkpoint import list_checkpoints, open_checkpoint, set_aside
+from launcher.manifest import find_damage, read_manifest
+from launcher.metrics import cut_metrics
+from tests.launcher.runs import metrics, spawn
+
+Trained = Callable[..., Path]
+
+
+@pytest.fixture
+def run_copy(trained: Trained, tmp_path: Path) -> Path:
+    """A finished run of one process, to be spoilt."""
+    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: Path, config_file: Path) -> None:
+    """One run for two facts: it goes on from step 4, and with the learning rate that it is given now."""
+    before = metrics(run_copy)
+    damaged = run_copy / "checkpoints/step-00000008/random-00000.pt"
+    flip_byte(damaged)
+    arguments = ["--config", str(config_file), "--resume", "auto", "train.learning_rate=0.0015"]
+    ended = spawn([*arguments, "train.weight_decay=0.1"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert f"longstride: passed over: {damaged}: damaged, its SHA-256 is not the manifest's" in ended.stderr[0]
+    assert f"longstride: going on from {run_copy / 'checkpoints/step-00000004'}" in ended.stderr[0]
+    after = metrics(run_copy)
+    assert after[:5] == before[:5]
+    assert [line["step"] for line in after] == [line["step"] for line in before]
+    assert [line.get("sample_ids_crc32") for line in after] == [line.get("sample_ids_crc32") for line in before]
+    rates = [
+        (new["learning_rate"], old["learning_rate"]) for new, old in zip(after, before, strict=True) if "epoch" in new
+    ]
+    assert all(new == pytest.approx(old / 2) for new, old in rates[4:])
+    assert after[5]["loss_nats"] == before[5]["loss_nats"]  # the weights and dropout of step 4, exactly
+    assert after[6]["loss_nats"] != before[6]["loss_nats"]
+
+
+def test_run_without_a_whole_checkpoint_is_refused(run_copy: Path, config_file: Path) -> None:
+    for step in (4, 8):
+        flip_byte(run_copy / f"checkpoints/step-{step:08d}/deepspeed/mp_rank_00_model_states.pt")
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [2]
+    lines = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride")]
+    assert lines[0] == "longstride: error: no checkpoint is whole:"
+    assert len(lines) == 3
+    assert "Traceback" not in ended.stderr[0]
+    assert len(metrics(run_copy)) == 10
+
+
+def test_checkpoints_are_listed_newest_first_without_partial_ones(run_copy: Path) -> None:
+    (run_copy / "checkpoints/.step-00000012.partial").mkdir()
+    (run_copy / "checkpoints/step-00000010").mkdir()  # a torn one: no manifest
+    found, refused = list_checkpoints(run_copy)
+    assert [checkpoint.manifest.step for checkpoint in found] == [8, 4]
+    assert len(refused) == 1
+    assert "step-00000010/manifest.json: cannot be read" in refused[0]
+    assert open_checkpoint(run_copy, None).manifest.step == 8
+    with pytest.raises(ConfigError, match=r"step-00000010/manifest\.json: cannot be read"):
+        open_checkpoint(run_copy, 10)
+
+
+def test_manifest_names_every_file(run_copy: Path) -> None:
+    folder = run_copy / "checkpoints/step-00000004"
+    manifest = read_manifest(folder)
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert present == manifest.files.keys() | {"manifest.json"}
+    assert find_damage(folder, sorted(manifest.files), manifest) == []
+    assert (manifest.step, manifest.world_size, manifest.zero_stage, manifest.precision) == (4, 1, 0, "fp32")
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "grow", "remove"])
+@pytest.mark.parametrize("name", ["config.json", "random-00000.pt", "deepspeed/mp_rank_00_model_states.pt"])
+def test_damage_of_every_kind_is_found(run_copy: Path, name: str, spoil: str) -> None:
+    folder = run_copy / "checkpoints/step-00000004"
+    path, manifest = folder / name, read_manifest(folder)
+    if spoil == "flip":
+        flip_byte(path)
+    elif spoil == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif spoil == "grow":
+        path.write_bytes(path.read_bytes() + b"\0")
+    else:
+        path.unlink()
+    (line,) = find_damage(folder, sorted(manifest.files), manifest)
+    assert line.startswith(f"{path}: ")
+
+
+def test_cut_metrics_keeps_what_it_takes_out(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "split": "train"}) + "\n" for step in range(1, 6)]
+    torn = "".join(lines) + '{"step": 6, "spl'
+    (tmp_path / "metrics.jsonl").write_text(torn)
+    copy = cut_metrics(tmp_path, 3)
+    assert copy == tmp_path / "metrics.before-resume-1.jsonl"
+    assert copy.read_text() == torn
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
+    assert cut_metrics(tmp_path, 3) is None
+    assert cut_metrics(tmp_path, 2) == tmp_path / "metrics.before-resume-2.jsonl"
+
+
+def test_cut_metrics_of_a_new_run_is_nothing(tmp_path: Path) -> None:
+    assert cut_metrics(tmp_path, 0) is None
+
+
+def test_set_aside_never_overwrites(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / str(number)).touch()
+        assert set_aside(tmp_path / "a") == tmp_path / f"a.replaced-{number}"
+    assert set_aside(tmp_path / "a") is None
+    assert (tmp_path / "a.replaced-1/1").exists()

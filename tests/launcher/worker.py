@@ -1,0 +1,63 @@
+"""A rank of a test's run: launcher/train.py itself, with something more done as the environment asks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import launcher.train as entry  # noqa: E402  the path comes first
+
+
+def dump_master_weights(path: str) -> None:
+    """Saves the fp32 master weights as they are in the engine after training, by DeepSpeed's own debugging calls."""
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import launcher.loop as loop
+
+    train = loop.train
+
+    def train_and_dump(engine: Any, config: Any, ranks: Any, state: Any) -> None:
+        train(engine, config, ranks, state)
+        masters = {}
+        if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
+            pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+            by_parameter = {id(p): m for ps, ms in pairs for p, m in zip(ps, ms, strict=True)}
+            masters = {name: by_parameter[id(p)] for name, p in engine.module.named_parameters()}
+        else:
+            sharded = engine.zero_optimization()
+            for name, parameter in engine.module.named_parameters():
+                masters[name] = safe_get_full_fp32_param(parameter) if sharded else parameter
+        if ranks.is_first:
+            torch.save({name: master.detach().clone().cpu() for name, master in masters.items()}, path)
+
+    loop.train = train_and_dump
+
+
+def stop_answering(step: int) -> None:
+    """Lets the last rank hang before its next collective, after a step."""
+    import launcher.loop as loop
+
+    gather = loop.gather_global_batch
+    calls = []
+
+    def gather_or_hang(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > step and os.environ["RANK"] != "0":
+            time.sleep(60)
+        return gather(*args)
+
+    loop.gather_global_batch = gather_or_hang
+
+
+if __name__ == "__main__":
+    if "DUMP_MASTER_WEIGHTS" in os.environ:
+        dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
+    if "HANG_AFTER_STEP" in os.environ:
+        stop_answering(int(os.environ["HANG_AFTER_STEP"]))
+    sys.exit(entry.main(sys.argv[1:]))

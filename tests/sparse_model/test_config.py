@@ -1,0 +1,85 @@
+"""The model's configuration: what it accepts, refuses and derives."""
+
+from typing import Any
+
+import pytest
+
+from kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
+from sparse_model import ConfigError, ModelConfig
+from tests.sparse_model.configs import ATTENTIONS, model_json, small
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_every_schedule_loads_and_round_trips(attention: Any) -> None:
+    config = small(attention=attention)
+    assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_schedules_here_name_every_registered_pattern() -> None:
+    entries = [entry for value in ATTENTIONS.values() for entry in (value if isinstance(value, list) else [value])]
+    assert {entry["type"] for entry in entries} == set(PATTERNS)
+
+
+def test_interleaved_layers_take_the_factors_in_turn() -> None:
+    layers = small(attention=ATTENTIONS["strided interleaved"]).layer_patterns()
+    assert layers == ((Local(8),) * 4, (Column(8),) * 4, (Local(8),) * 4)
+
+
+def test_merged_layers_take_the_union() -> None:
+    layers = small(attention=ATTENTIONS["strided merged"]).layer_patterns()
+    assert layers == ((Strided(8),) * 4,) * 3
+
+
+def test_multihead_splits_the_heads_over_the_factors() -> None:
+    (heads, *_) = small(attention=ATTENTIONS["fixed multihead"]).layer_patterns()
+    assert heads == (Block(8), Block(8), Summary(8, 2, 2, index=0), Summary(8, 2, 2, index=1))
+
+
+def test_heads_take_distinct_summaries() -> None:
+    (heads, *_) = small(attention=ATTENTIONS["fixed merged"]).layer_patterns()
+    assert heads == tuple(Fixed(8, 2, 4, index=index) for index in range(4))
+
+
+def test_a_list_is_a_cycle_over_the_layers() -> None:
+    layers = small(attention=ATTENTIONS["cycle"], layers=5).layer_patterns()
+    assert [heads[0] for heads in layers] == [Column(8), Local(8), Dense(), Column(8), Local(8)]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention": {"type": "fixed", "stride": 12, "summary": 2}},
+         "attention.stride=12: must divide context 40; nearest 10, 20"),
+        ({"attention": [{"type": "dense"}, {"type": "column", "stride": 12}]},
+         "attention[1].stride=12: must divide context 40; nearest 10, 20"),
+        ({"attention": []}, "attention: the list needs at least one pattern"),
+        ({"attention": "dense"}, "attention: must be a pattern object, or a list of them"),
+        ({"attention": {"type": "dense", "combine": "mixed"}},
+         'attention.combine="mixed": must be one of merged, interleaved, multihead'),
+        ({"attention": [{"type": "strided", "stride": 8, "combine": "interleaved"}]},
+         'attention[0].combine="interleaved": a list is a cycle already: make each factor an entry of the list'),
+        ({"attention": {"type": "strided", "stride": 8, "combine": "multihead"}, "heads": 1},
+         'attention.combine="multihead": strided splits over 2 factors: heads=1 must be a multiple of that'),
+        ({"heads": 5}, "width=64: 64 channels must divide into heads=5; nearest heads 4"),
+        ({"query_key_ratio": 0.3},
+         "query_key_ratio=0.3: 19.2 channels must divide into heads=4; nearest heads 4"),
+        ({"feed_forward_ratio": 2.01}, "feed_forward_ratio=2.01: times width 64 must be a whole number of channels"),
+        ({"embedding": {"type": "image", "height": 3, "width": 4}},
+         "context=40: must be height x width x channels = 36"),
+        ({"embedding": {"type": "text", "row_width": 41}}, "embedding.row_width=41: must not exceed context 40"),
+        ({"layrs": 3}, "layrs: unknown key; nearest layers"),
+        ({"dropout": 1.0}, "dropout=1.0: must be less than 1"),
+        ({"backend": "cuda"}, "backend=\"cuda\": must be 'auto', 'triton', 'cpu', 'reference' or 'flex'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_configuration_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        small(**changes)
+    assert str(error.value) == message
+
+
+def test_the_schema_lists_every_pattern() -> None:
+    choices = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
+    assert [c["properties"]["type"]["const"] for c in choices[:-1]] == list(PATTERNS)
+    assert choices[-1]["type"] == "array"
+    assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()

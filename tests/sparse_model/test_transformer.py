@@ -1,0 +1,115 @@
+"""The network: its published sizes, what each output may depend on, and its gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparse_model import SparseTransformer
+from sparse_model.initialization import num_parameters
+from tests.sparse_model.configs import ATTENTIONS, small
+
+CIFAR10 = {
+    "context": 3072, "layers": 128, "heads": 2, "width": 256, "feed_forward_ratio": 2, "query_key_ratio": 0.5,
+    "attention": [{"type": "column", "stride": 96}, *[{"type": "local", "window": 96}] * 3],
+    "embedding": {"type": "image", "height": 32, "width": 32},
+}  # fmt: skip
+ENWIK8 = {
+    "context": 12288, "layers": 30, "heads": 8, "width": 512,
+    "attention": {"type": "fixed", "stride": 128, "summary": 32}, "embedding": {"type": "text", "row_width": 128},
+}  # fmt: skip
+IMAGENET64 = {
+    "context": 12288, "layers": 48, "heads": 16, "width": 512,
+    "attention": {"type": "strided", "stride": 128}, "embedding": {"type": "image", "height": 64, "width": 64},
+}  # fmt: skip
+
+
+def awake(**changes: Any) -> SparseTransformer:
+    """A small model whose every parameter, the output logits' too, is random."""
+    torch.manual_seed(0)
+    model = SparseTransformer(small(**changes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("config, parameters", [(CIFAR10, 59196928), (ENWIK8, 94949888), (IMAGENET64, 151645184)])
+def test_the_published_models_have_exactly_their_parameters(config: dict[str, Any], parameters: int) -> None:
+    assert num_parameters(small(**config)) == parameters
+
+
+def test_the_loss_before_the_first_step_is_eight_bits_a_byte() -> None:
+    nats = SparseTransformer(small())(torch.randint(256, (2, 40)), return_nats=True)
+    assert nats.shape == (2, 40)
+    torch.testing.assert_close(nats / math.log(2), torch.full((2, 40), 8.0))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_a_changed_byte_changes_no_earlier_logit(attention: Any, backend: str) -> None:
+    model = awake(attention=attention, backend=backend)
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
+    before = model(tokens)
+    for changed in (0, 7, 8, 23, 38):
+        other = tokens.clone()
+        other[0, changed] = (other[0, changed] + 1) % 256
+        after = model(other)
+        assert torch.equal(before[:, : changed + 1], after[:, : changed + 1])
+        assert not torch.equal(before[:, changed + 1], after[:, changed + 1])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_a_shorter_context_is_a_prefix(attention: Any) -> None:
+    model = awake(attention=attention).double()
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(tokens[:, :21]), model(tokens)[:, :21])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_the_fast_backend_gives_the_references_gradients(attention: Any) -> None:
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for backend in ("cpu", "reference"):
+        model = awake(attention=attention, backend=backend).double()
+        model(tokens, return_nats=True).mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_a_block_is_the_papers_equation() -> None:
+    block = awake(backend="reference").double().blocks[0]
+    h = torch.randn(2, 40, 64, dtype=torch.float64)
+    norm = torch.nn.functional.layer_norm
+    first, second = block.attention_norm, block.feed_forward_norm
+    a = block.attention(norm(h, (64,), first.weight, first.bias))
+    x = block.feed_forward.expand(norm(h + a, (64,), second.weight, second.bias))
+    b = block.feed_forward.contract(x / (1 + torch.exp(-1.702 * x)))
+    torch.testing.assert_close(block(h), h + a + b)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = awake(dropout=0.5)
+    tokens = torch.randint(256, (1, 40))
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+
+
+def test_recomputed_activations_give_bitwise_equal_gradients_under_dropout() -> None:
+    tokens = torch.randint(256, (2, 40))
+    gradients = []
+    for function in (None, lambda block, h: checkpoint(block, h, use_reentrant=False)):
+        model = awake(dropout=0.3).train()
+        model.activation_checkpoint = function
+        torch.manual_seed(5)
+        model(tokens, return_nats=True).mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(40,), (1, 0), (1, 41)])
+def test_unfit_tokens_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must be \(B, N\) with N from 1 to 40"):
+        SparseTransformer(small())(torch.zeros(shape, dtype=torch.int64))
