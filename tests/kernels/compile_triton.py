@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for cards that need not be there, and prints what they use, as JSON, one kernel a line.
 
-Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``; with
-``block_q,block_k,num_warps,num_stages`` as a fifth field for other tiles than the table's.
+Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
+Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the table's, ``natural`` for kernels that
+read no order, ``resume`` for those of a second pass.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ SIZES = {"num_heads", "context", "num_tiles", "num_blocks"}
 
 
 def compile_kernel(case: str) -> dict[str, Any]:
-    """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width[:tiles]``."""
-    architecture, name, dtype, width_text, *tiles = case.split(":")
-    width = int(width_text)
+    """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width[:…]``."""
+    architecture, name, dtype, width_text, *further = case.split(":")
+    width, tiles = int(width_text), [field for field in further if "," in field]
     chosen = (
         Configuration(*map(int, tiles[0].split(",")))
         if tiles
         else configuration("dq" if name == "delta" else name, architecture, 4 if dtype == "float32" else 2, width)  # type: ignore[arg-type]
     )
-    flags = {"QUERIES_ORDERED": True, "KEYS_ORDERED": True, "RESUME": False, "FINAL": True, "GRAD_LSE": True}
+    ordered = "natural" not in further
+    flags = {"QUERIES_ORDERED": ordered, "KEYS_ORDERED": ordered, "RESUME": "resume" in further}
+    flags |= {"FINAL": True, "GRAD_LSE": True}
     sizes = {"WIDTH": width, "W": width, "VALUE_WIDTH": width, "WV": width, "BLOCK": 64, "SCALE": width**-0.5}
     blocks = {"BLOCK_Q": chosen.block_q, "BLOCK_K": chosen.block_k}
     known = {**flags, **sizes, **blocks, "ROUND_BF16": False, "ACCUMULATOR": tl.float32}
@@ -66,7 +69,7 @@ def _type(parameter: str, dtype: str) -> str:
     if parameter in WIDE:
         return "*fp32"
     if parameter.startswith("previous"):
-        return "*" + dtype  # a first pass hands its output over for want of another
+        return "*fp32"
     return "i32" if parameter.startswith("stride") or parameter in SIZES else "*" + dtype
 
 

@@ -59,7 +59,7 @@ def test_triton_serves_ragged_contexts(pattern: Pattern, context: int) -> None:
 @pytest.mark.parametrize(
     "patterns",
     [
-        [Local(7), Column(8), Fixed(8, 2)],
+        [Local(20), Column(3), Fixed(8, 2)],
         [Fixed(8, 2), Strided(8), Summary(8, 2, include_self=True)],
         [Summary(8, 2, num_summaries=3), Dense(), Summary(8, 2, num_summaries=3)],
     ],
@@ -77,9 +77,9 @@ def test_triton_takes_any_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("pattern", [Strided(4), Fixed(4, 1), Summary(4, 1)], ids=str)
 def test_triton_gradient_passes_gradcheck(pattern: Pattern) -> None:
-    inputs = make_inputs(Shape(1, 1, 19, 3, 2), torch.float64)
+    inputs = make_inputs(Shape(1, 1, 17, 3, 2), torch.float64)
     leaves = [t.clone().requires_grad_() for t in inputs[:3]]
-    sees = pattern.mask(torch.arange(19)[:, None], torch.arange(19)[None, :]).any(1)
+    sees = pattern.mask(torch.arange(17)[:, None], torch.arange(17)[None, :]).any(1)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = sparse_attention(q, k, v, pattern, backend="triton", return_lse=True)
@@ -109,7 +109,7 @@ def test_triton_rows_without_keys_are_zero() -> None:
 
 
 def test_triton_reads_any_strides() -> None:
-    shape = Shape(2, 3, 37, 24, 16)
+    shape = Shape(2, 2, 20, 24, 16)
     plain = make_inputs(shape, torch.float32)
     packed = torch.cat([plain.q, plain.k, plain.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
     q, k, v = packed.split([24, 24, 16], -1)  # heads behind positions, widths side by side
@@ -180,7 +180,7 @@ def test_triton_says_why_it_cannot_run() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card needs no interpreter")
 def test_triton_asks_for_the_interpreter_on_the_cpu() -> None:
-    program = "import torch; from kernels.backends import triton; q = torch.empty(1, 1, 4, 16); print(triton.why_not(q, q, q))"
+    program = "import torch, kernels.backends.triton as t; q = torch.empty(1, 1, 4, 16); print(t.why_not(q, q, q))"
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=_without_interpreter()
     )

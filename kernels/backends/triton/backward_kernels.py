@@ -31,7 +31,6 @@ from kernels.backends.triton.tile import (
     load_rows,
     narrow,
     original_positions,
-    section,
     store_rows,
 )
 
@@ -115,10 +114,10 @@ def _add_to_dkdv(
         allowed = allowed_pairs(bitsets, bitset, BLOCK_K, BLOCK_Q)
         p = tl.where(allowed, p, 0.0)
     grad_tile = load_rows(grad_out, position, stride_g, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
-    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee")
+    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     ds = p * (dp - row_delta[None, :]) * SCALE
-    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee")
+    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
     return dk, dv
 
 
@@ -178,12 +177,12 @@ def dkdv_kernel(
     lse += first_row
     delta += first_row
     num_queries = tl.load(layout + NUM_COLUMNS)
-    query_order = section(data, layout, COLUMN_ORDER)
-    bitsets = section(data, layout, BITSETS)
+    query_order = data + tl.load(layout + COLUMN_ORDER)
+    bitsets = data + tl.load(layout + BITSETS)
 
     row = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = row < tl.load(layout + NUM_ROWS)
-    position = original_positions(section(data, layout, ROW_ORDER), row, inside, KEYS_ORDERED, True)
+    position = original_positions(data + tl.load(layout + ROW_ORDER), row, inside, KEYS_ORDERED, True)
     k_tile = load_rows(k + batch * stride_kb + head * stride_kh, position, stride_kn, inside, WIDTH, W, True)
     v_tile = load_rows(v + batch * stride_vb + head * stride_vh, position, stride_vn, inside, VALUE_WIDTH, WV, True)
     if RESUME:
@@ -193,16 +192,16 @@ def dkdv_kernel(
         dk = tl.zeros((BLOCK_K, W), ACCUMULATOR)
         dv = tl.zeros((BLOCK_K, WV), ACCUMULATOR)
 
-    full = section(data, layout, FULL) + tile
+    full = data + tl.load(layout + FULL) + tile
     for query_tile in range(tl.load(full), tl.load(full + num_row_tiles)):
         dk, dv = _add_to_dkdv(
             dk, dv, k_tile, v_tile, q, grad_out, lse, delta, stride_qn, stride_gn, query_order, num_queries,
             query_tile, bitsets, query_tile,
             SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, QUERIES_ORDERED, False, ROUND_BF16,
         )  # fmt: skip
-    partial_tile = section(data, layout, PARTIAL_TILE)
-    partial_bitset = section(data, layout, PARTIAL_BITSET)
-    start = section(data, layout, PARTIAL_START) + tile
+    partial_tile = data + tl.load(layout + PARTIAL_TILE)
+    partial_bitset = data + tl.load(layout + PARTIAL_BITSET)
+    start = data + tl.load(layout + PARTIAL_START) + tile
     for entry in range(tl.load(start), tl.load(start + 1)):
         dk, dv = _add_to_dkdv(
             dk, dv, k_tile, v_tile, q, grad_out, lse, delta, stride_qn, stride_gn, query_order, num_queries,
@@ -254,7 +253,7 @@ def _add_to_dq(
         p = tl.where(allowed, p, 0.0)
     dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     ds = p * (dp - row_delta[:, None]) * SCALE
-    return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee")
+    return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee", out_dtype=dq.dtype)
 
 
 @triton.jit
@@ -308,12 +307,12 @@ def dq_kernel(
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     num_keys = tl.load(layout + NUM_COLUMNS)
-    key_order = section(data, layout, COLUMN_ORDER)
-    bitsets = section(data, layout, BITSETS)
+    key_order = data + tl.load(layout + COLUMN_ORDER)
+    bitsets = data + tl.load(layout + BITSETS)
 
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     inside = row < tl.load(layout + NUM_ROWS)
-    position = original_positions(section(data, layout, ROW_ORDER), row, inside, QUERIES_ORDERED, True)
+    position = original_positions(data + tl.load(layout + ROW_ORDER), row, inside, QUERIES_ORDERED, True)
     grad_out += batch * stride_gb + head * stride_gh
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
     grad_tile = load_rows(grad_out, position, stride_gn, inside, VALUE_WIDTH, WV, True)
@@ -325,16 +324,16 @@ def dq_kernel(
     else:
         dq = tl.zeros((BLOCK_Q, W), ACCUMULATOR)
 
-    full = section(data, layout, FULL) + tile
+    full = data + tl.load(layout + FULL) + tile
     for key_tile in range(tl.load(full), tl.load(full + num_row_tiles)):
         dq = _add_to_dq(
             dq, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn, key_order, num_keys,
             key_tile, bitsets, key_tile,
             SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, KEYS_ORDERED, False, ROUND_BF16,
         )  # fmt: skip
-    partial_tile = section(data, layout, PARTIAL_TILE)
-    partial_bitset = section(data, layout, PARTIAL_BITSET)
-    start = section(data, layout, PARTIAL_START) + tile
+    partial_tile = data + tl.load(layout + PARTIAL_TILE)
+    partial_bitset = data + tl.load(layout + PARTIAL_BITSET)
+    start = data + tl.load(layout + PARTIAL_START) + tile
     for entry in range(tl.load(start), tl.load(start + 1)):
         dq = _add_to_dq(
             dq, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn, key_order, num_keys,

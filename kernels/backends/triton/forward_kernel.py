@@ -29,7 +29,6 @@ from kernels.backends.triton.tile import (
     load_rows,
     narrow,
     original_positions,
-    section,
     store_rows,
 )
 
@@ -77,7 +76,7 @@ def _attend_tile(
     total = total * fade + tl.sum(p, 1)
     v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
     acc = acc * fade[:, None]
-    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee")
+    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_m, total
 
 
@@ -128,12 +127,12 @@ def forward_kernel(
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     num_keys = tl.load(layout + NUM_COLUMNS)
-    key_order = section(data, layout, COLUMN_ORDER)
-    bitsets = section(data, layout, BITSETS)
+    key_order = data + tl.load(layout + COLUMN_ORDER)
+    bitsets = data + tl.load(layout + BITSETS)
 
     row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     inside = row < tl.load(layout + NUM_ROWS)
-    position = original_positions(section(data, layout, ROW_ORDER), row, inside, QUERIES_ORDERED, True)
+    position = original_positions(data + tl.load(layout + ROW_ORDER), row, inside, QUERIES_ORDERED, True)
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
     first_row = lead * context
     if RESUME:
@@ -145,15 +144,15 @@ def forward_kernel(
         m = tl.full((BLOCK_Q,), float("-inf"), ACCUMULATOR)
         total = tl.zeros((BLOCK_Q,), ACCUMULATOR)
 
-    full = section(data, layout, FULL) + tile
+    full = data + tl.load(layout + FULL) + tile
     for key_tile in range(tl.load(full), tl.load(full + num_row_tiles)):
         acc, m, total = _attend_tile(
             acc, m, total, q_tile, k, v, stride_kn, stride_vn, key_order, num_keys, key_tile, bitsets, key_tile,
             SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, KEYS_ORDERED, False, ROUND_BF16,
         )  # fmt: skip
-    partial_tile = section(data, layout, PARTIAL_TILE)
-    partial_bitset = section(data, layout, PARTIAL_BITSET)
-    start = section(data, layout, PARTIAL_START) + tile
+    partial_tile = data + tl.load(layout + PARTIAL_TILE)
+    partial_bitset = data + tl.load(layout + PARTIAL_BITSET)
+    start = data + tl.load(layout + PARTIAL_START) + tile
     for entry in range(tl.load(start), tl.load(start + 1)):
         acc, m, total = _attend_tile(
             acc, m, total, q_tile, k, v, stride_kn, stride_vn, key_order, num_keys,

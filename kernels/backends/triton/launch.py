@@ -171,6 +171,8 @@ class _Call:
     def delta(self, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
         """Of each query, the sum of out * grad_out less the gradient of lse: (B, H, N)."""
         delta = torch.empty_like(lse)
+        if delta.numel() == 0:
+            return delta
         blocks = triton.cdiv(self.context, BLOCK_DELTA)
         grid = (blocks * self.batch * self.heads,)
         arguments = (out, grad_out, lse, lse if grad_lse is None else grad_lse, delta, *grad_out.stride()[:3])

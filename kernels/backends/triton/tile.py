@@ -1,4 +1,6 @@
-"""What all kernels do to a tile: find its layout, load rows through an order, expand a bitset, round to 16 bits.
+"""What all kernels do to a tile: load rows through an order, expand a bitset, round to 16 bits.
+
+The field F of a layout is ``tl.load(layout + F)``; of a vector it is where the vector begins in ``data``.
 
 Tiles carry their shape as (BLOCK_R, W): BLOCK_R rows or columns of the plan, W a padded head width.
 """
@@ -24,12 +26,6 @@ PARTIAL_START = tl.constexpr(FIELDS.index("partial_start"))
 PARTIAL_TILE = tl.constexpr(FIELDS.index("partial_tile"))
 PARTIAL_BITSET = tl.constexpr(FIELDS.index("partial_bitset"))
 BITSETS = tl.constexpr(FIELDS.index("bitsets"))
-
-
-@triton.jit
-def section(data, layout, FIELD: tl.constexpr):
-    """Pointer to the part of the layout's data that a field names."""
-    return data + tl.load(layout + FIELD)
 
 
 @triton.jit
