@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.autograd import accumulator_dtype
-from kernels.chunks import Batch, chunked
+from kernels.chunks import Batch, Chunks, chunked
 from kernels.patterns.base import Part, Pattern
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
@@ -162,12 +162,17 @@ def _part_backward(
             found = scratch.take("keys", b, batch.width, q.shape[2])
             found.baddbmm_(grad_scores.transpose(1, 2), q_, beta=0, alpha=scale)
             slab.add_keys(grad_k, found, chunks.has_all_keys_once)
-    if chunks.key_order is not None:
-        grad_k, grad_v = (
-            torch.zeros(len(x), q.shape[1], x.shape[2], dtype=x.dtype).index_copy_(1, chunks.key_order, x)
-            for x in (grad_k, grad_v)
-        )
+    grad_k, grad_v = (_keys_in_place(x, chunks, q.shape[1]) for x in (grad_k, grad_v))
     return _ordered(grad_q, chunks.query_inverse), grad_k, grad_v
+
+
+def _keys_in_place(x: Tensor, chunks: Chunks, context: int) -> Tensor:
+    """(G, M, D) in the order of a part's keys to (G, N, D); keys that the part does not read get 0."""
+    if chunks.key_order is None:
+        return x
+    if chunks.key_order is chunks.query_order:  # a permutation, whose inverse is known
+        return _ordered(x, chunks.query_inverse)
+    return x.new_zeros(len(x), context, x.shape[2]).index_copy_(1, chunks.key_order, x)
 
 
 def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, shift: Tensor | None) -> None:
