@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 def launcher_command(arguments: argparse.Namespace) -> list[str]:
     """The command line of `deepspeed launcher/train.py …`."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
+    command += ["--log_level", "error"]  # how it starts each rank would fill the screen
     if arguments.processes is not None:
         command += ["--num_gpus", str(arguments.processes)]  # on a CPU too this is the number of processes
     command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
