@@ -78,7 +78,9 @@ def chunked(part: Part, context: int) -> Chunks:
     start, stop = _trimmed(o, start, stop)
     low, high = o.by_query.low.numpy(), o.by_query.high.numpy()
     first, last = low[start], high[stop - 1]
-    inverse = None if o.query_order is None else torch.argsort(o.query_order)
+    inverse = None if o.query_order is None else torch.empty_like(o.query_order)
+    if o.query_order is not None and inverse is not None:
+        inverse[o.query_order] = torch.arange(context)
     return Chunks(
         query_order=o.query_order,
         query_inverse=inverse,

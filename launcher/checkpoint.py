@@ -91,20 +91,24 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str, w
     origin = f"the checkpoint {checkpoint.folder}"
     problems = []
     own_model, their_model = (flattened(each.to_json()["model"], "model") for each in (config, theirs))
-    for path in sorted(own_model.keys() | their_model.keys()):
+    for path in sorted((own_model.keys() | their_model.keys()) - {"model.backend"}):  # who computes, not what
         if own_model.get(path) != their_model.get(path):
             rule = f"{origin} belongs to another model, with {their_model.get(path)!r} there"
             problems.append(Problem(path, rule, own_model.get(path)))
     state = StreamState.from_json(manifest.stream)
-    # Another context is another fingerprint as well; the model's line has said so already.
-    if state.fingerprint != fingerprint and own_model.get("model.context") == their_model.get("model.context"):
-        problems.append(Problem("data.path", f"{origin} belongs to other data", config.data.path))
+    ours, others = config.data, theirs.data
     pairs = (
-        ("data.seed", config.data.seed, state.seed),
+        ("data.train_split", ours.train_split, others.train_split),
+        ("data.shuffle_bytes", ours.shuffle_bytes, others.shuffle_bytes),
+        ("data.seed", ours.seed, state.seed),
         ("train.global_batch", config.train.global_batch, state.global_batch),
         ("deepspeed.zero_optimization.stage", zero_stage(config.deepspeed), manifest.zero_stage),
     )
-    problems += [Problem(path, f"{origin} has {theirs_}", ours) for path, ours, theirs_ in pairs if ours != theirs_]
+    problems += [Problem(path, f"{origin} has {has}", asked) for path, asked, has in pairs if asked != has]
+    # Context, split and shuffling are part of the fingerprint; a line of their own has said so already.
+    told = {"model.context", "data.train_split", "data.shuffle_bytes"} & {problem.path for problem in problems}
+    if state.fingerprint != fingerprint and not told:
+        problems.append(Problem("data.path", f"{origin} belongs to other data", ours.path))
     if precision(config.deepspeed) != manifest.precision:
         problems.append(
             Problem("deepspeed", f"trains in {precision(config.deepspeed)}; {origin} in {manifest.precision}")

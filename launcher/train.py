@@ -13,7 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":
     # Run as a file, Python puts this folder first on the path, where our module names would shadow others' (metrics,
     # config); the root takes its place, so that nothing need be installed.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    _here = Path(__file__).resolve().parent
+    sys.path = [str(_here.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
 from launcher.config import RunConfig, check_world_size, load_config
 from launcher.reporting import is_wrong_input, report

@@ -90,14 +90,15 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for name, size in (("width", self.width), ("query_key_ratio", self.query_key_ratio * self.width)):
-            if size % self.heads:
-                heads = [h for h in range(1, self.heads + 1) if size % h == 0]
-                rule = f"{size:g} channels must divide into heads={self.heads}; nearest heads {heads[-1]}"
+        for name in ("feed_forward_ratio", "query_key_ratio"):
+            if (getattr(self, name) * self.width) % 1:
+                rule = f"times width {self.width} must be a whole number of channels"
                 raise ConfigError.at(name, getattr(self, name), rule)
-        if (self.feed_forward_ratio * self.width) % 1:
-            rule = f"times width {self.width} must be a whole number of channels"
-            raise ConfigError.at("feed_forward_ratio", self.feed_forward_ratio, rule)
+        for name, size in (("width", self.width), ("query_key_ratio", self.query_key_width)):
+            if size % self.heads:
+                fitting = max(heads for heads in range(1, self.heads) if size % heads == 0)
+                rule = f"{size} channels must divide into heads={self.heads}; nearest heads {fitting}"
+                raise ConfigError.at(name, getattr(self, name), rule)
         if isinstance(self.embedding, ImageEmbedding):
             size = self.embedding.height * self.embedding.width * self.embedding.channels
             if size != self.context:

@@ -6,15 +6,18 @@ b chunks in work at once, R rows and W columns of a chunk. Everything is compute
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.autograd import accumulator_dtype
-from kernels.chunks import Batch, chunked
+from kernels.chunks import Batch, Chunks, chunked
 from kernels.patterns.base import Part, Pattern
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
@@ -109,9 +112,11 @@ def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> 
     if not chunks.has_all_rows:
         out.zero_()
         lse.fill_(-math.inf)
-    scratch = Scratch(q)
-    for batch in chunks.batches:
-        for slab in _slabs(batch, len(q)):
+
+    def work(groups: range) -> None:
+        scratch = Scratch(q)
+        for slab in _slabs(chunks, groups):
+            batch = slab.batch
             scores = scratch.take("scores", slab.num_chunks(), batch.rows, batch.width)
             _scores(scores, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
             peak = scores.amax(-1, keepdim=True)
@@ -124,6 +129,8 @@ def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> 
                 total.masked_fill_(total == 0, 1.0)
             found = torch.bmm(weights, slab.keys_of(v), out=scratch.take("out", len(weights), batch.rows, v.shape[2]))
             slab.write_rows(out, found.div_(total))
+
+    _shared(work, len(q))
     return _ordered(out, chunks.query_inverse), _ordered(lse, chunks.query_inverse)
 
 
@@ -145,9 +152,11 @@ def _part_backward(
     k, v = _ordered(k, chunks.key_order), _ordered(v, chunks.key_order)
     grad_q = torch.empty_like(q) if chunks.has_all_rows else torch.zeros_like(q)
     grad_k, grad_v = (torch.empty_like(x) if chunks.has_all_keys_once else torch.zeros_like(x) for x in (k, v))
-    scratch = Scratch(q)
-    for batch in chunks.batches:
-        for slab in _slabs(batch, len(q)):
+
+    def work(groups: range) -> None:
+        scratch = Scratch(q)
+        for slab in _slabs(chunks, groups):
+            batch = slab.batch
             b, shape = slab.num_chunks(), (batch.rows, batch.width)
             q_, k_, v_, grad_ = slab.rows_of(q), slab.keys_of(k), slab.keys_of(v), slab.rows_of(grad_out)
             weights = scratch.take("scores", b, *shape)
@@ -162,12 +171,19 @@ def _part_backward(
             found = scratch.take("keys", b, batch.width, q.shape[2])
             found.baddbmm_(grad_scores.transpose(1, 2), q_, beta=0, alpha=scale)
             slab.add_keys(grad_k, found, chunks.has_all_keys_once)
-    if chunks.key_order is not None:
-        grad_k, grad_v = (
-            torch.zeros(len(x), q.shape[1], x.shape[2], dtype=x.dtype).index_copy_(1, chunks.key_order, x)
-            for x in (grad_k, grad_v)
-        )
+
+    _shared(work, len(q))
+    grad_k, grad_v = (_keys_in_place(x, chunks, q.shape[1]) for x in (grad_k, grad_v))
     return _ordered(grad_q, chunks.query_inverse), grad_k, grad_v
+
+
+def _keys_in_place(x: Tensor, chunks: Chunks, context: int) -> Tensor:
+    """(G, M, D) in the order of a part's keys to (G, N, D); keys that the part does not read get 0."""
+    if chunks.key_order is None:
+        return x
+    if chunks.key_order is chunks.query_order:  # a permutation, whose inverse is known
+        return _ordered(x, chunks.query_inverse)
+    return x.new_zeros(len(x), context, x.shape[2]).index_copy_(1, chunks.key_order, x)
 
 
 def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, shift: Tensor | None) -> None:
@@ -250,12 +266,41 @@ class Slab(NamedTuple):
         return x.as_strided((self.groups, self.chunks, length, width), strides, offset * width)
 
 
-def _slabs(batch: Batch, groups: int) -> Iterator[Slab]:
-    """The batch in pieces of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
-    size = batch.rows * batch.width
-    groups_at_once = max(1, min(groups, SCORES_IN_WORK // (size * batch.count)))
-    chunks_at_once = max(1, min(batch.count, SCORES_IN_WORK // size))
-    for group in range(0, groups, groups_at_once):
-        for chunk in range(0, batch.count, chunks_at_once):
-            here = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
-            yield Slab(batch, group, here[0], chunk, here[1])
+def _slabs(chunks: Chunks, groups: range) -> Iterator[Slab]:
+    """The batches in pieces of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
+    for batch in chunks.batches:
+        size = batch.rows * batch.width
+        groups_at_once = max(1, SCORES_IN_WORK // (size * batch.count))
+        chunks_at_once = max(1, SCORES_IN_WORK // size)
+        for group in range(groups.start, groups.stop, groups_at_once):
+            for chunk in range(0, batch.count, chunks_at_once):
+                here = min(groups_at_once, groups.stop - group), min(chunks_at_once, batch.count - chunk)
+                yield Slab(batch, group, here[0], chunk, here[1])
+
+
+def _shared(work: Callable[[range], None], groups: int) -> None:
+    """Do the work of all groups, on as many threads as torch has where there are groups enough.
+
+    A slab is many short operations. Torch's own threads meet after each of them, which costs as much again, and waits
+    for the slowest where others want the processor too; threads of our own meet once.
+    """
+    threads = torch.get_num_threads()
+    if groups < threads or threads == 1:
+        work(range(groups))
+        return
+    bounds = [groups * i // threads for i in range(threads + 1)]
+    started = threading.Barrier(threads + 1)
+    inference = torch.is_inference_mode_enabled()  # which a new thread does not know, and its writes must
+
+    def alone(groups: range) -> None:
+        torch.set_num_threads(1)  # of this thread
+        started.wait()
+        with torch.inference_mode(inference), torch.no_grad():
+            work(groups)
+
+    with ThreadPoolExecutor(threads) as pool:
+        jobs = [pool.submit(alone, range(*ends)) for ends in itertools.pairwise(bounds)]
+        started.wait()
+        torch.set_num_threads(threads)  # of threads that begin later, which take the number set last
+        for job in jobs:
+            job.result()

@@ -13,7 +13,8 @@ from kernels.patterns.single import SinglePart, positions, require_divides, requ
 
 def column_order(context: int, stride: int) -> Tensor:
     """Positions grouped by residue, so that each column is dense and causal: (N,) int64."""
-    return torch.argsort(positions(context) % stride, stable=True)
+    position = positions(-(-context // stride) * stride).view(-1, stride).T.reshape(-1)
+    return position[position < context]
 
 
 def column_intervals(context: int, stride: int, skip: int) -> Intervals:

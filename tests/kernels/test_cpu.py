@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -172,6 +173,26 @@ def test_cpu_says_why_not() -> None:
 def test_cpu_is_right_in_slabs_of_any_size(pattern: Pattern, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "SCORES_IN_WORK", slab)
     check_against_reference("cpu", pattern, torch.float32, Shape(2, 3, 257, 16, 16), grad_lse=True)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("batch", [1, 2, 5])  # fewer groups than threads, as many, and more
+@pytest.mark.parametrize("pattern", [Local(40), Strided(16), Fixed(16, 3)], ids=_name)
+def test_cpu_shares_work_among_threads(pattern: Pattern, batch: int) -> None:
+    check_against_reference("cpu", pattern, torch.float32, Shape(batch, 2, 130, 16, 16), grad_lse=True)
+    assert torch.get_num_threads() == 3
+    q, k, v = make_inputs(Shape(batch, 2, 130, 16, 16), torch.float32)[:3]
+    wanted = _attend(q, k, v, pattern)[0]
+    with torch.inference_mode():
+        assert torch.equal(_attend(q, k, v, pattern)[0], wanted)
 
 
 @pytest.mark.parametrize("context", [1, 40, 96, 101])

@@ -65,13 +65,17 @@ def config_file(data: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(shared: Callable[[str, Make], Path], data: Path) -> Callable[..., Path]:
-    """A function (name, world_size, *overrides) -> run folder of eight steps, made once."""
+    """A function (name, world_size, *overrides) -> run folder of eight steps, made once.
+
+    {folder} in an override stands for the folder around the run's.
+    """
 
     def get(name: str, world_size: int, *overrides: str) -> Path:
         def make(folder: Path) -> None:
             config = folder / "run.json"
             config.write_text(json.dumps(configuration(data, folder / "run")))
-            ended = spawn(["--config", str(config), *overrides], world_size)
+            placed = [override.replace("{folder}", str(folder)) for override in overrides]
+            ended = spawn(["--config", str(config), *placed], world_size)
             assert ended.codes == [0] * world_size, ended.stderr
 
         return shared(name, make) / "run"

@@ -168,6 +168,8 @@ def test_resume_of_a_step_that_is_not_there(
     [
         (["model.layers=3", "model.dropout=0.2"], ["model.dropout=0.2: ", "model.layers=3: "]),
         (["data.seed=1"], ["data.seed=1: "]),
+        (["data.shuffle_bytes=0"], ["data.shuffle_bytes=0: "]),
+        (["model.context=128"], ["model.context=128: "]),
         (["train.global_batch=4"], ["train.global_batch=4: "]),
         (["deepspeed=zero1_bf16"], ["deepspeed.zero_optimization.stage=1: ", "deepspeed: trains in bf16; "]),
         (["train.steps=7"], ["train.steps=7: "]),

@@ -20,26 +20,36 @@ from tests.launcher.runs import configuration, metrics, spawn
 # Each ZeRO stage and each precision. The high scale overflows at first, so that skipped steps are resumed as well.
 HIGH_SCALE = "deepspeed.fp16.initial_scale_power=21"
 LOW_SCALE = "deepspeed.fp16.initial_scale_power=10"
+CSV_MONITOR = '{"enabled": true, "output_path": "{folder}", "job_name": "csv"}'
+MONITORED = ("model.dropout=0", f"deepspeed.csv_monitor={CSV_MONITOR}")
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
     "zero1-bf16": ("deepspeed=zero1_bf16",),
     "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE),
     "zero3-bf16": ("deepspeed=zero3_bf16", "train.activation_checkpointing=true"),
 }
+OTHER_RUNS = {
+    f"zero{stage}-{precision}": (f"deepspeed=zero{stage}_{precision}",)
+    for stage in range(4)
+    for precision in ("fp32", "fp16", "bf16")
+    if f"zero{stage}-{precision}" not in RUNS
+}
+EVERY_RUN = RUNS | OTHER_RUNS
+NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)]
 Resumed = Callable[..., tuple[Path, Path]]
 Trained = Callable[..., Path]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_resumed_run_equals_the_uninterrupted_one(name: str, resumed: Resumed) -> None:
-    whole, again = (metrics(run) for run in resumed(name, 2, *RUNS[name]))
+    whole, again = (metrics(run) for run in resumed(name, 2, *EVERY_RUN[name]))
     assert [line["step"] for line in whole] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     assert again == whole  # bit for bit: losses, gradients' norms, loss scales, sample order, evaluations
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_exported_weights_are_the_master_weights(name: str, resumed: Resumed, tmp_path: Path) -> None:
-    _, run = resumed(name, 2, *RUNS[name])
+    _, run = resumed(name, 2, *EVERY_RUN[name])
     export(run, 8, tmp_path / "export")
     exported = load_file(tmp_path / "export/model.safetensors")
     masters = torch.load(run.parent / "masters.pt", weights_only=True)
@@ -123,7 +133,7 @@ def test_loss_falls(trained: Trained) -> None:
 
 def test_accumulated_gradients_equal_unaccumulated_ones(trained: Trained) -> None:
     """fp32: sums in another order, 2^-23 a term, over thousands of terms and eight steps of Adam."""
-    split = trained("no-dropout", 1, "model.dropout=0")
+    split = trained("no-dropout", 1, *MONITORED)
     whole = trained("no-dropout-whole", 1, "model.dropout=0", "train.micro_batch=8")
     for one, other in zip(metrics(split), metrics(whole), strict=True):
         assert one["loss_nats"] == pytest.approx(other["loss_nats"], rel=2**-17)
@@ -151,3 +161,11 @@ def test_hanging_rank_ends_the_others_within_the_timeout(config_file: Path) -> N
     assert ended.codes[0] not in (0, None)
     assert "imed out" in ended.stderr[0]
     assert time.monotonic() - start < 50  # the other rank sleeps for 60 seconds
+
+
+def test_monitors_of_deepspeed_get_our_numbers(trained: Trained) -> None:
+    run = trained("no-dropout", 1, *MONITORED)
+    lines = (run.parent / "csv/train_bits_per_byte.csv").read_text().splitlines()
+    recorded = [line["bits_per_byte"] for line in metrics(run) if line["split"] == "train"]
+    assert [float(line.split(",")[1]) for line in lines[1:]] == pytest.approx(recorded)
+    assert (run.parent / "csv/validation_bits_per_byte.csv").exists()
