@@ -100,14 +100,20 @@ def load(backend: str) -> ModuleType:
     """The backend's module, imported when it is asked for: triton need not be there."""
     # torch.compile traces import statements and nothing else that imports.
     if backend == "triton":
-        from kernels.backends import triton as module  # type: ignore[attr-defined,unused-ignore]
-    elif backend == "cpu":
-        from kernels.backends import cpu as module
-    elif backend == "flex":
-        from kernels.backends import flex as module
-    else:
-        from kernels.backends import reference as module
-    return module
+        from kernels.backends import triton
+
+        return triton
+    if backend == "cpu":
+        from kernels.backends import cpu
+
+        return cpu
+    if backend == "flex":
+        from kernels.backends import flex
+
+        return flex
+    from kernels.backends import reference
+
+    return reference
 
 
 def _encode(patterns: tuple[Pattern, ...]) -> str:

@@ -81,15 +81,18 @@ def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bo
     return Inputs(q, k, v, grad_out, normal(*lead).to(accumulator_dtype(dtype)) if grad_lse else None)
 
 
-def attention_and_gradients(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)``."""
+def attention_and_gradients(
+    attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)`` on a device; results are on the CPU."""
+    inputs = Inputs(*(t if t is None else t.to(device) for t in inputs))
     leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     out, lse = attend(*leaves)
     outputs, grads = [out], [inputs.grad_out.to(out.dtype)]
     if inputs.grad_lse is not None:
         outputs, grads = [out, lse], [*grads, inputs.grad_lse.to(lse.dtype)]
     found = torch.autograd.grad(outputs, leaves, grads)
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *found), strict=True))
+    return {name: t.cpu() for name, t in zip(RESULTS, (out.detach(), lse.detach(), *found), strict=True)}
 
 
 def exact(inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None) -> dict[str, Tensor]:
@@ -123,11 +126,14 @@ def check_against_reference(
     seed: int = 0,
     grad_lse: bool = False,
     inputs: Inputs | None = None,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Assert that a backend's forward, logsumexp and gradients pass; their mean errors over the same-precision ones."""
     inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
     found = attention_and_gradients(
-        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True), inputs
+        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True),
+        inputs,
+        device,
     )
     return assert_within_precision(found, inputs, pattern, scale)
 

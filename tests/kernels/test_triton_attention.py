@@ -26,8 +26,12 @@ from tests.kernels.oracles import (
 
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="fp64 runs in the interpreter alone")
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +44,24 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
 def test_triton_is_within_precision(pattern: Pattern, dtype: torch.dtype) -> None:
-    check_against_reference("triton", pattern, dtype, Shape(1, 2, 53, 24, 16))
+    check_against_reference("triton", pattern, dtype, Shape(1, 2, 53, 24, 16), device=DEVICE)
 
 
 @pytest.mark.parametrize("width, value_width", [(16, 24), (64, 64), (96, 40), (128, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_triton_serves_every_width(width: int, value_width: int, dtype: torch.dtype) -> None:
-    check_against_reference("triton", Strided(8), dtype, Shape(1, 1, 37, width, value_width), grad_lse=True)
+    check_against_reference(
+        "triton", Strided(8), dtype, Shape(1, 1, 37, width, value_width), grad_lse=True, device=DEVICE
+    )
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 64])
 @pytest.mark.parametrize("pattern", [Dense(), Column(4), Fixed(4, 1)], ids=str)
 def test_triton_serves_ragged_contexts(pattern: Pattern, context: int) -> None:
     batch = 2 if context > 2 else 24  # enough rows for a mean error
-    check_against_reference("triton", pattern, torch.float16, Shape(batch, 1, context, 16, 16), seed=context)
+    check_against_reference(
+        "triton", pattern, torch.float16, Shape(batch, 1, context, 16, 16), seed=context, device=DEVICE
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,15 +75,16 @@ def test_triton_serves_ragged_contexts(pattern: Pattern, context: int) -> None:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_triton_heads_may_differ(patterns: list[Pattern], dtype: torch.dtype) -> None:
-    check_against_reference("triton", patterns, dtype, Shape(2, 3, 45, 16, 16), grad_lse=True)
+    check_against_reference("triton", patterns, dtype, Shape(2, 3, 45, 16, 16), grad_lse=True, device=DEVICE)
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, -0.3, 0.0])
 def test_triton_takes_any_scale(scale: float) -> None:
-    check_against_reference("triton", Fixed(8, 2), torch.float16, Shape(1, 2, 33, 16, 16), scale=scale)
+    check_against_reference("triton", Fixed(8, 2), torch.float16, Shape(1, 2, 33, 16, 16), scale=scale, device=DEVICE)
 
 
 @pytest.mark.parametrize("pattern", [Strided(4), Fixed(4, 1), Summary(4, 1)], ids=str)
+@in_the_interpreter
 def test_triton_gradient_passes_gradcheck(pattern: Pattern) -> None:
     inputs = make_inputs(Shape(1, 1, 17, 3, 2), torch.float64)
     leaves = [t.clone().requires_grad_() for t in inputs[:3]]
@@ -88,6 +97,7 @@ def test_triton_gradient_passes_gradcheck(pattern: Pattern) -> None:
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
+@in_the_interpreter
 def test_triton_agrees_with_fp64_in_fp64() -> None:
     inputs = make_inputs(Shape(1, 2, 40, 24, 16), torch.float64, grad_lse=True)
     found = _run(inputs, Strided(8))
@@ -122,7 +132,7 @@ def test_triton_reads_any_strides() -> None:
 
 
 def test_triton_takes_an_expanded_gradient() -> None:
-    leaves = [t.requires_grad_() for t in make_inputs(Shape(1, 1, 20, 16, 16), torch.float32)[:3]]
+    leaves = [t.to(DEVICE).requires_grad_() for t in make_inputs(Shape(1, 1, 20, 16, 16), torch.float32)[:3]]
     found = torch.autograd.grad(sparse_attention(*leaves, Local(4), backend="triton").sum(), leaves)
     wanted = torch.autograd.grad(sparse_attention(*leaves, Local(4), backend="reference").sum(), leaves)
     for f, w in zip(found, wanted, strict=True):
@@ -152,21 +162,21 @@ def test_triton_lets_overflow_through(which: int, value: float) -> None:
 def test_triton_gradients_survive_a_loss_scale(exponent: int) -> None:
     plain = make_inputs(Shape(1, 1, 40, 64, 64), torch.float16)
     scaled = plain._replace(grad_out=plain.grad_out * 2.0**-16 * 2.0**exponent)
-    check_against_reference("triton", Local(16), torch.float16, Shape(1, 1, 40, 64, 64), inputs=scaled)
+    check_against_reference("triton", Local(16), torch.float16, Shape(1, 1, 40, 64, 64), inputs=scaled, device=DEVICE)
 
 
 def test_triton_future_keys_change_nothing() -> None:
-    inputs = make_inputs(Shape(1, 3, 40, 16, 16), torch.float32)
+    inputs = [t.to(DEVICE) for t in make_inputs(Shape(1, 3, 40, 16, 16), torch.float32)[:3]]
     patterns = [Dense(), Strided(8), Fixed(8, 2)]
-    before, _ = backend.forward(*inputs[:3], tuple(patterns), 0.25)
-    for tensor in inputs[:3]:
+    before, _ = backend.forward(*inputs, tuple(patterns), 0.25)
+    for tensor in inputs:
         tensor[:, :, 23:] += 1
-    after, _ = backend.forward(*inputs[:3], tuple(patterns), 0.25)
+    after, _ = backend.forward(*inputs, tuple(patterns), 0.25)
     assert torch.equal(before[:, :, :23], after[:, :, :23])
 
 
 def test_triton_serves_no_heads_at_all() -> None:
-    out, lse = backend.forward(*(torch.empty(0, 2, 8, 16) for _ in range(3)), (Dense(), Dense()), 1.0)
+    out, lse = backend.forward(*(torch.empty(0, 2, 8, 16, device=DEVICE) for _ in range(3)), (Dense(), Dense()), 1.0)
     assert out.shape == (0, 2, 8, 16) and lse.shape == (0, 2, 8)
 
 
@@ -195,7 +205,7 @@ def test_triton_is_not_imported_where_it_is_missing(monkeypatch: pytest.MonkeyPa
 
 def _run(inputs: Inputs, pattern: Pattern) -> dict[str, torch.Tensor]:
     return attention_and_gradients(
-        lambda q, k, v: sparse_attention(q, k, v, pattern, backend="triton", return_lse=True), inputs
+        lambda q, k, v: sparse_attention(q, k, v, pattern, backend="triton", return_lse=True), inputs, DEVICE
     )
 
 

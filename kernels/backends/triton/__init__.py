@@ -26,10 +26,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {q.device.type}"
-    from kernels.backends.triton.launch import INTERPRETED
+    from kernels.backends.triton.launch import INTERPRETED, interpreter_trouble
 
     if INTERPRETED:
-        return None
+        return interpreter_trouble()
     if q.device.type == "cpu":
         return "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before the program starts"
     if q.dtype == torch.float64:

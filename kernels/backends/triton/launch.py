@@ -6,6 +6,7 @@ Letters: B batch, H heads, N positions, D width of q and k, Dv width of v.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,18 @@ def backward(
     (dq,) = sums.result()
     dq = dq if sign == 1 else dq * sign
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
+
+
+def interpreter_trouble() -> str | None:
+    """Why this triton cannot interpret kernels with this numpy, or None."""
+    if _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4):
+        return f"the interpreter of triton {triton.__version__} needs numpy below 2.4, not {np.__version__}"
+    return None
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -233,7 +246,12 @@ class _Call:
     @contextlib.contextmanager
     def _ready(self) -> Any:
         """On the tensors' own card; in the interpreter, as silent about inf and nan as a card is."""
-        with np.errstate(all="ignore") if INTERPRETED else torch.cuda.device(self.device):
+        if not INTERPRETED:
+            with torch.cuda.device(self.device):
+                yield
+            return
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the interpreter's own, from numpy
             yield
 
 
