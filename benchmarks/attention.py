@@ -97,6 +97,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention too")
     parser.add_argument("--output", type=Path, default=None, help="the JSON file; the plot lies beside it")
     options = parser.parse_args()
+    if options.output and (options.output.suffix != ".json" or not options.output.parent.is_dir()):
+        parser.error(f"--output={options.output}: must be a .json in a folder that exists")
     kind = torch.device(options.device).type
     options.dtypes = options.dtypes or (["float32"] if kind == "cpu" else ["bfloat16"])
     return options

@@ -21,6 +21,7 @@ from kernels.chunks import Batch, Chunks, chunked
 from kernels.patterns.base import Part, Pattern
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
+VALUES_IN_WORK = 1 << 20  # of q (or v) at once, likewise
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -99,39 +100,50 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
 
 
-def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
-    """Rows of (G, N, D) in this order."""
-    return x if order is None else x.index_select(1, order)
-
-
 def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
     chunks = chunked(part, q.shape[1])
-    q, k, v = _ordered(q, chunks.query_order), _ordered(k, chunks.key_order), _ordered(v, chunks.key_order)
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
-    if not chunks.has_all_rows:
-        out.zero_()
-        lse.fill_(-math.inf)
 
     def work(groups: range) -> None:
         scratch = Scratch(q)
-        for slab in _slabs(chunks, groups):
-            batch = slab.batch
-            scores = scratch.take("scores", slab.num_chunks(), batch.rows, batch.width)
-            _scores(scores, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
-            peak = scores.amax(-1, keepdim=True)
-            if batch.has_blind_rows:
-                peak.masked_fill_(peak == -math.inf, 0.0)
-            weights = scores.sub_(peak).exp_()
-            total = weights.sum(-1, keepdim=True)
-            slab.write_rows(lse, peak.add_(total.log()))  # log 0 is the -inf of a row without keys
-            if batch.has_blind_rows:
-                total.masked_fill_(total == 0, 1.0)
-            found = torch.bmm(weights, slab.keys_of(v), out=scratch.take("out", len(weights), batch.rows, v.shape[2]))
-            slab.write_rows(out, found.div_(total))
+        for piece in _pieces(groups, q, v):
+            rows = scratch.ordered("q", q[piece], chunks.query_order)
+            keys = scratch.ordered("k", k[piece], chunks.key_order)
+            values = scratch.ordered("v", v[piece], chunks.key_order)
+            found = [
+                scratch.target(name, x[piece], x.shape[1], chunks.query_order)
+                for name, x in (("out", out), ("lse", lse))
+            ]
+            if not chunks.has_all_rows:
+                found[0].zero_()
+                found[1].fill_(-math.inf)
+            for slab in _slabs(chunks, len(rows)):
+                _slab_forward(slab, scratch, rows, keys, values, found[0], found[1], scale)
+            for whole, x in zip((out, lse), found, strict=True):
+                _put_rows(whole[piece], x, chunks)
 
     _shared(work, len(q))
-    return _ordered(out, chunks.query_inverse), _ordered(lse, chunks.query_inverse)
+    return out, lse
+
+
+def _slab_forward(
+    slab: Slab, scratch: Scratch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> None:
+    """The softmax of a slab's scores times its values; all tensors in the part's orders."""
+    batch = slab.batch
+    scores = scratch.take("scores", slab.num_chunks(), batch.rows, batch.width)
+    _scores(scores, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
+    peak = scores.amax(-1, keepdim=True)
+    if batch.has_blind_rows:
+        peak.masked_fill_(peak == -math.inf, 0.0)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    slab.write_rows(lse, peak.add_(total.log()))  # log 0 is the -inf of a row without keys
+    if batch.has_blind_rows:
+        total.masked_fill_(total == 0, 1.0)
+    found = torch.bmm(weights, slab.keys_of(v), out=scratch.take("slab", len(weights), batch.rows, v.shape[2]))
+    slab.write_rows(out, found.div_(total))
 
 
 def _part_backward(
@@ -146,44 +158,74 @@ def _part_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
     chunks = chunked(part, q.shape[1])
-    q, grad_out, minus_lse, minus_delta = (
-        _ordered(x, chunks.query_order) for x in (q, grad_out, minus_lse, minus_delta)
-    )
-    k, v = _ordered(k, chunks.key_order), _ordered(v, chunks.key_order)
-    grad_q = torch.empty_like(q) if chunks.has_all_rows else torch.zeros_like(q)
-    grad_k, grad_v = (torch.empty_like(x) if chunks.has_all_keys_once else torch.zeros_like(x) for x in (k, v))
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
 
     def work(groups: range) -> None:
         scratch = Scratch(q)
-        for slab in _slabs(chunks, groups):
-            batch = slab.batch
-            b, shape = slab.num_chunks(), (batch.rows, batch.width)
-            q_, k_, v_, grad_ = slab.rows_of(q), slab.keys_of(k), slab.keys_of(v), slab.rows_of(grad_out)
-            weights = scratch.take("scores", b, *shape)
-            _scores(weights, q_, k_, batch, scale, slab.rows_of(minus_lse))
-            weights.exp_()
-            found = torch.bmm(weights.transpose(1, 2), grad_, out=scratch.take("keys", b, batch.width, v.shape[2]))
-            slab.add_keys(grad_v, found, chunks.has_all_keys_once)
-            grad_scores = scratch.take("grad_scores", b, *shape).copy_(slab.rows_of(minus_delta).expand(b, *shape))
-            grad_scores.baddbmm_(grad_, v_.transpose(1, 2)).mul_(weights)
-            found = scratch.take("rows", b, batch.rows, q.shape[2])
-            slab.write_rows(grad_q, found.baddbmm_(grad_scores, k_, beta=0, alpha=scale))
-            found = scratch.take("keys", b, batch.width, q.shape[2])
-            found.baddbmm_(grad_scores.transpose(1, 2), q_, beta=0, alpha=scale)
-            slab.add_keys(grad_k, found, chunks.has_all_keys_once)
+        for piece in _pieces(groups, q, v):
+            by_row = [
+                scratch.ordered(name, x[piece], chunks.query_order)
+                for name, x in (("q", q), ("grad_out", grad_out), ("lse", minus_lse), ("delta", minus_delta))
+            ]
+            by_key = [scratch.ordered(name, x[piece], chunks.key_order) for name, x in (("k", k), ("v", v))]
+            grad_q = scratch.target("grad_q", grads[0][piece], q.shape[1], chunks.query_order)
+            grad_k = scratch.target("grad_k", grads[1][piece], chunks.num_keys, chunks.key_order)
+            grad_v = scratch.target("grad_v", grads[2][piece], chunks.num_keys, chunks.key_order)
+            if not chunks.has_all_rows:
+                grad_q.zero_()
+            if not chunks.has_all_keys_once:
+                grad_k.zero_()
+                grad_v.zero_()
+            for slab in _slabs(chunks, len(by_row[0])):
+                _slab_backward(slab, scratch, by_row, by_key, (grad_q, grad_k, grad_v), chunks, scale)
+            _put_rows(grads[0][piece], grad_q, chunks)
+            for whole, x in zip(grads[1:], (grad_k, grad_v), strict=True):
+                _put_keys(whole[piece], x, chunks)
 
     _shared(work, len(q))
-    grad_k, grad_v = (_keys_in_place(x, chunks, q.shape[1]) for x in (grad_k, grad_v))
-    return _ordered(grad_q, chunks.query_inverse), grad_k, grad_v
+    return grads
 
 
-def _keys_in_place(x: Tensor, chunks: Chunks, context: int) -> Tensor:
+def _slab_backward(
+    slab: Slab,
+    scratch: Scratch,
+    by_row: list[Tensor],
+    by_key: list[Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    chunks: Chunks,
+    scale: float,
+) -> None:
+    """Put a slab's gradients of q, and add those of k and v; all tensors in the part's orders."""
+    q, grad_out, minus_lse, minus_delta = (slab.rows_of(x) for x in by_row)
+    k, v = (slab.keys_of(x) for x in by_key)
+    batch, b = slab.batch, slab.num_chunks()
+    shape = (b, batch.rows, batch.width)
+    weights = scratch.take("scores", *shape)
+    _scores(weights, q, k, batch, scale, minus_lse)
+    weights.exp_()
+    found = torch.bmm(weights.transpose(1, 2), grad_out, out=scratch.take("slab", b, batch.width, v.shape[2]))
+    slab.add_keys(grads[2], found, chunks.has_all_keys_once)
+    grad_scores = scratch.take("grad_scores", *shape).copy_(minus_delta.expand(shape))
+    grad_scores.baddbmm_(grad_out, v.transpose(1, 2)).mul_(weights)
+    found = scratch.take("slab", b, batch.rows, q.shape[2])
+    slab.write_rows(grads[0], found.baddbmm_(grad_scores, k, beta=0, alpha=scale))
+    found = scratch.take("slab", b, batch.width, q.shape[2])
+    found.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
+    slab.add_keys(grads[1], found, chunks.has_all_keys_once)
+
+
+def _put_rows(whole: Tensor, found: Tensor, chunks: Chunks) -> None:
+    """(G, N, D) in the order of a part's queries to the natural one; nothing to do where it is that already."""
+    if chunks.query_inverse is not None:
+        torch.index_select(found, 1, chunks.query_inverse, out=whole)
+
+
+def _put_keys(whole: Tensor, found: Tensor, chunks: Chunks) -> None:
     """(G, M, D) in the order of a part's keys to (G, N, D); keys that the part does not read get 0."""
-    if chunks.key_order is None:
-        return x
-    if chunks.key_order is chunks.query_order:  # a permutation, whose inverse is known
-        return _ordered(x, chunks.query_inverse)
-    return x.new_zeros(len(x), context, x.shape[2]).index_copy_(1, chunks.key_order, x)
+    if chunks.key_order is not None and chunks.key_order is chunks.query_order:
+        _put_rows(whole, found, chunks)  # a permutation, whose inverse is known
+    elif chunks.key_order is not None:
+        whole.zero_().index_copy_(1, chunks.key_order, found)
 
 
 def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, shift: Tensor | None) -> None:
@@ -215,6 +257,16 @@ class Scratch:
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = self.like.new_empty(size)
         return self.buffers[name][:size].view(shape)
+
+    def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
+        """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself in the natural one."""
+        if order is None:
+            return x
+        return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2]))
+
+    def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
+        """Where to put what will be brought from this order into ``x``: ``x`` itself in the natural one."""
+        return x if order is None else self.take(name, len(x), rows, x.shape[2])
 
 
 class Slab(NamedTuple):
@@ -263,18 +315,25 @@ class Slab(NamedTuple):
         _, rows, width = x.shape
         offset = self.first_group * rows + first + self.first_chunk * step
         strides = (rows * width, step * width, width, 1)
-        return x.as_strided((self.groups, self.chunks, length, width), strides, offset * width)
+        return x.as_strided((self.groups, self.chunks, length, width), strides, x.storage_offset() + offset * width)
 
 
-def _slabs(chunks: Chunks, groups: range) -> Iterator[Slab]:
+def _pieces(groups: range, q: Tensor, v: Tensor) -> Iterator[slice]:
+    """The groups, so many at once that their rows are about VALUES_IN_WORK: what is brought into order is used soon."""
+    size = max(1, VALUES_IN_WORK // (q.shape[1] * max(q.shape[2], v.shape[2])))
+    for start in range(groups.start, groups.stop, size):
+        yield slice(start, min(start + size, groups.stop))
+
+
+def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
     """The batches in pieces of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
     for batch in chunks.batches:
         size = batch.rows * batch.width
         groups_at_once = max(1, SCORES_IN_WORK // (size * batch.count))
         chunks_at_once = max(1, SCORES_IN_WORK // size)
-        for group in range(groups.start, groups.stop, groups_at_once):
+        for group in range(0, groups, groups_at_once):
             for chunk in range(0, batch.count, chunks_at_once):
-                here = min(groups_at_once, groups.stop - group), min(chunks_at_once, batch.count - chunk)
+                here = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
                 yield Slab(batch, group, here[0], chunk, here[1])
 
 
