@@ -1,0 +1,56 @@
+"""The README's tables of measurements, made from the files in benchmarks/results/.
+
+`python benchmarks/readme_table.py` writes them into README.md; a test holds that they agree.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
+SHOWN_CONTEXT = 12_288
+
+
+def main() -> int:
+    """Rewrites the README where it differs."""
+    README.write_text(with_tables(README.read_text()))
+    return 0
+
+
+def with_tables(readme: str) -> str:
+    """The README's text with its tables as the result files have them."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    tables = [table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("attention-*.json"))]
+    return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """One device's attention at the shown context, against torch's dense causal attention in the same run."""
+    rows = [row for row in found["timings"] if row["context"] == SHOWN_CONTEXT]
+    first = rows[0]
+    lines = [
+        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: n = {SHOWN_CONTEXT:,}, "
+        f"l = {first['stride']}, c = {first['summary']}, {first['heads']} heads of {first['head_width']}, "
+        f"{first['dtype']}; how many times faster than torch's dense causal attention in the same run.",
+        "",
+        "| pattern | density | forward | backward | both | plan for 1,048,576 positions |",
+        "|---|---|---|---|---|---|",
+    ]
+    plans = {row["pattern"]: row for row in found["plans"] if row["context"] == 1_048_576}
+    for row in rows:
+        ratios = " | ".join(f"{row['ratio_to_dense'][phase]:.1f}×" for phase in ("forward", "backward", "both"))
+        plan = plans[row["pattern"]]
+        cost = f"{plan['plan_seconds']:.2f} s, {plan['plan_bytes'] / 2**20:.1f} MiB"
+        lines.append(f"| {row['pattern']} | {row['density']:.1%} | {ratios} | {cost} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
