@@ -36,9 +36,9 @@ def table(found: dict[str, Any]) -> str:
     rows = [row for row in found["timings"] if row["context"] == SHOWN_CONTEXT]
     first = rows[0]
     lines = [
-        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: n = {SHOWN_CONTEXT:,}, "
-        f"l = {first['stride']}, c = {first['summary']}, {first['heads']} heads of {first['head_width']}, "
-        f"{first['dtype']}; how many times faster than torch's dense causal attention in the same run.",
+        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: "
+        f"n = {SHOWN_CONTEXT:,}, l = {first['stride']}, c = {first['summary']}, {first['heads']} heads of "
+        f"{first['head_width']}, {first['dtype']}; how many times faster than torch's dense causal attention in the same run.",
         "",
         "| pattern | density | forward | backward | both | plan for 1,048,576 positions |",
         "|---|---|---|---|---|---|",

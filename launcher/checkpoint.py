@@ -16,9 +16,9 @@ from kernels.errors import ConfigError, Problem
 from launcher.config import RunConfig
 from launcher.deepspeed_keys import zero_stage
 from launcher.engine import parameter_groups, precision
+from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.json_file import flattened
 from launcher.manifest import (
-    CONFIG,
     FORMAT_VERSION,
     MANIFEST,
     Manifest,
@@ -45,13 +45,13 @@ class Checkpoint:
 
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run / "checkpoints" / f"step-{step:08d}"
+    return run / CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run: Path) -> tuple[list[Checkpoint], list[str]]:
     """The checkpoints of a run, newest first, and one line for each folder that is none."""
     found, refused = [], []
-    folders = [path for path in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(path.name)]
+    folders = [path for path in (run / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         try:
             found.append(Checkpoint(folder, read_manifest(folder)))

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kernels.errors import ConfigError
 from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint, open_checkpoint
-from launcher.manifest import CONFIG, find_damage, flush_folder, read_checkpoint_config, write_json
+from launcher.folders import CONFIG, WEIGHTS
+from launcher.manifest import find_damage, flush_folder, read_checkpoint_config, write_json
 
-WEIGHTS = "model.safetensors"
 EXPORT_FORMAT = 1
 
 

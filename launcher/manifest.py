@@ -21,12 +21,12 @@ from pydantic import Field
 
 from kernels.errors import ConfigError
 from launcher.config import RunConfig
+from launcher.folders import CONFIG
 from launcher.json_file import load_json_object
 from sparse_model.strict import StrictModel
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-CONFIG = "config.json"
 _READ_BYTES = 1 << 20
 
 

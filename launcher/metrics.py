@@ -15,7 +15,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
-METRICS = "metrics.jsonl"
+from launcher.folders import METRICS
+
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 
 

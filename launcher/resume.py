@@ -18,12 +18,13 @@ from launcher.checkpoint import (
     verify_together,
 )
 from launcher.config import RunConfig
+from launcher.folders import CHECKPOINTS, CONFIG, METRICS
 from launcher.loop import make_stream
-from launcher.manifest import CONFIG, write_json
-from launcher.metrics import METRICS, cut_metrics
+from launcher.manifest import write_json
+from launcher.metrics import cut_metrics
 from launcher.processes import Ranks, barrier
 
-_MARKS = (CONFIG, METRICS, "checkpoints")  # what a run folder holds
+_MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
 def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:
     """Writes config.json, and moves aside whatever lies beyond the step that the run goes on from."""
     step = chosen.manifest.step if chosen else 0
-    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     moved = [cut_metrics(run, step)]
     later, _ = list_checkpoints(run)
     moved += [set_aside(checkpoint_folder(run, each.manifest.step)) for each in later if each.manifest.step > step]

@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kernels.errors import ConfigError
+from launcher.folders import CONFIG, WEIGHTS
 from sparse_model import ModelConfig, SparseTransformer
 from sparse_model.generation import generate
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+DEFAULT_BYTES = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: nothing)")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the same from a file, as its bytes stand")
-    parser.add_argument("--bytes", type=int, default=256, metavar="N", help="how many to sample (default: 256)")
+    parser.add_argument("--bytes", type=int, default=None, metavar="N", help="to sample (default: 256, or what fits)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely byte (default: 1)")
     parser.add_argument("--top-k", type=int, default=None, metavar="K", help="sample among the K most likely bytes")
     parser.add_argument("--top-p", type=float, default=None, metavar="P", help="among the fewest that hold P")
@@ -35,28 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
+    try:
+        torch.empty(0, device=arguments.device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device={arguments.device}: cannot be used: {str(error).splitlines()[0]}") from None
     model = load_model(arguments.model, arguments.device)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=arguments.device)
     generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
-    sampled = generate(
-        model,
-        tokens,
-        arguments.bytes,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        generator=generator,
-    )
+    fitting = max(1, min(DEFAULT_BYTES, model.config.context - len(prompt)))
+    try:
+        sampled = generate(
+            model,
+            tokens,
+            fitting if arguments.bytes is None else arguments.bytes,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            generator=generator,
+        )
+    except ValueError as error:
+        raise ConfigError(f"sample: {error}") from None
     # A character of several bytes is written once it is whole; what is no UTF-8 shows as the replacement character.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     sys.stdout.write(decoder.decode(prompt))
-    try:
-        for token in sampled:
-            sys.stdout.write(decoder.decode(bytes([int(token)])))
-            sys.stdout.flush()
-    except ValueError as error:
-        raise ConfigError(f"--bytes={arguments.bytes}, --prompt: {error}") from None
+    for token in sampled:
+        sys.stdout.write(decoder.decode(bytes([int(token)])))
+        sys.stdout.flush()
     sys.stdout.write(decoder.decode(b"", final=True) + "\n")
     return 0
 

@@ -18,8 +18,8 @@ from matplotlib.colors import ListedColormap
 
 from kernels.errors import ConfigError
 from kernels.patterns.base import Pattern
+from launcher.folders import METRICS
 from launcher.json_file import load_json_object
-from launcher.metrics import METRICS
 from sparse_model import ModelConfig
 
 SHOWN_POSITIONS = 192  # of a pattern; more would not be told apart

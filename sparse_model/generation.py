@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Continue a prompt, token by token.
+    """Continue a prompt, token by token. What cannot be sampled is refused at once, before the first is asked for.
 
     Args:
         model: in evaluation mode.
@@ -32,14 +32,20 @@ def generate(
         top_k, top_p: sample among the k most likely, or the fewest that hold the probability p.
         generator: makes the sample reproducible.
 
-    Yields:
-        (B,) int64, as soon as it is known.
+    Returns:
+        An iterator over (B,) int64, each as soon as it is known.
 
     Raises:
         ValueError: the sample does not fit, or a setting is out of range.
     """
+    _check(prompt.shape[1] + num_tokens, model.config.context, temperature, top_k, top_p)
+    return _sample(model, prompt, num_tokens, lambda logits: choose(logits, temperature, top_k, top_p, generator))
+
+
+def _sample(
+    model: SparseTransformer, prompt: Tensor, num_tokens: int, choice: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
     length = prompt.shape[1]
-    _check(length + num_tokens, model.config.context, temperature, top_k, top_p)
     padded = min(model.config.context, -(-(length + num_tokens) // LENGTH_STEP) * LENGTH_STEP)
     tokens = prompt.new_zeros(prompt.shape[0], padded)
     tokens[:, :length] = prompt
@@ -47,8 +53,7 @@ def generate(
         # Row i reads tokens before i alone, so what stands behind the known ones does not matter.
         end = min(padded, -(-(position + 1) // LENGTH_STEP) * LENGTH_STEP)
         with torch.no_grad():
-            logits = model(tokens[:, :end])[:, position].float()
-        chosen = choose(logits, temperature, top_k, top_p, generator)
+            chosen = choice(model(tokens[:, :end])[:, position].float())
         tokens[:, position] = chosen
         yield chosen
 

@@ -59,4 +59,4 @@ def test_choices_follow_the_truncated_distribution(settings: dict, kept: int) ->
 )
 def test_what_cannot_be_sampled_is_refused(prompt: int, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        list(generate(awake(), torch.zeros(1, prompt, dtype=torch.int64), **settings))
+        generate(awake(), torch.zeros(1, prompt, dtype=torch.int64), **settings)

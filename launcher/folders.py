@@ -1,0 +1,6 @@
+"""Names of what a run folder and an exported model hold; both are documented in docs/training.md."""
+
+CONFIG = "config.json"  # of the run, of each checkpoint and of an exported model
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "model.safetensors"

@@ -1,0 +1,123 @@
+"""Sampling from an exported folder: what is written, that it needs no deepspeed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launcher import cli
+from launcher.sample import load_model
+from sparse_model import ModelConfig, SparseTransformer
+from tests.launcher.runs import ROOT
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """An exported model whose every parameter is random: its bytes are anything."""
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate(
+        {
+            "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
+            "embedding": {"type": "text", "row_width": 8},
+        }
+    )  # fmt: skip
+    model = SparseTransformer(config)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"format": 1, "model": config.model_dump(mode="json")}))
+    return folder
+
+
+def test_sample_begins_with_its_prompt_and_is_reproducible(exported: Path, capsysbinary) -> None:
+    written = []
+    for seed in ("1", "1", "2"):
+        assert cli.main(["sample", str(exported), "--prompt", "häl", "--bytes", "40", "--seed", seed]) == 0
+        written.append(capsysbinary.readouterr().out)
+    assert written[0] == written[1] != written[2]
+    assert written[0].startswith("häl".encode())
+    written[0].decode()  # bytes that are no UTF-8 show as the replacement character
+
+
+def test_sample_reads_a_prompt_as_its_bytes_stand(exported: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "prompt").write_bytes(b"ab\xff")
+    assert cli.main(["sample", str(exported), "--prompt-file", str(tmp_path / "prompt"), "--bytes", "1"]) == 0
+    assert capsys.readouterr().out.startswith("ab�")
+
+
+def test_sample_needs_no_deepspeed(exported: Path) -> None:
+    program = (
+        "import sys\n"
+        "for name in ('deepspeed', 'triton', 'mpi4py', 'webdataset'): sys.modules[name] = None\n"
+        f"from launcher.cli import main; sys.exit(main(['sample', {str(exported)!r}, '--bytes', '3']))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_loaded_model_has_the_exported_weights(exported: Path) -> None:
+    model, weights = load_model(exported), load_file(exported / "model.safetensors")
+    assert not model.training
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def damage_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no weights")
+
+
+def damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def change_model(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    content["model"]["width"] = 64
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (damage_weights, "cannot be read as an export"),
+        (damage_config, "cannot be read as an export"),
+        (remove_weights, "has no model.safetensors; name a folder written by `longstride export RUN --output DIR`"),
+        (change_model, "model.safetensors is not the model of config.json"),
+    ],
+)
+def test_sample_refuses_what_is_no_export(
+    exported: Path, damage: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(exported)
+    assert cli.main(["sample", str(exported)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"longstride: error: {exported}: ") and message in line
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--bytes", "65"], "prompt and sample are 65 tokens: they must fit in the model's context of 64"),
+        (["--temperature", "-1"], "temperature=-1.0: must be 0 or more"),
+        (["--top-k", "0"], "top_k=0: must be at least 1"),
+        (["--prompt-file", "nowhere"], "--prompt-file=nowhere: No such file or directory"),
+        (["--device", "tpu"], "--device=tpu: "),
+    ],
+)
+def test_sample_refuses_options_before_it_writes(
+    exported: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sample", str(exported), *options]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("longstride: error: ") and message in error
+    assert len(error.splitlines()) == 1

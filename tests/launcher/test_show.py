@@ -1,0 +1,75 @@
+"""Pictures: what they show, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels.patterns import Fixed
+from launcher import cli
+from launcher.show import connectivity, draw_loss, draw_pattern
+from tests.launcher.runs import ROOT
+
+DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
+
+
+def test_connectivity_marks_self_first_part_and_later_parts() -> None:
+    found = connectivity(Fixed(stride=4, summary=1), 8)
+    assert found.tolist() == [
+        [3, 0, 0, 0, 0, 0, 0, 0],
+        [1, 3, 0, 0, 0, 0, 0, 0],
+        [1, 1, 3, 0, 0, 0, 0, 0],
+        [1, 1, 1, 3, 0, 0, 0, 0],
+        [0, 0, 0, 2, 3, 0, 0, 0],
+        [0, 0, 0, 2, 1, 3, 0, 0],
+        [0, 0, 0, 2, 1, 1, 3, 0],
+        [0, 0, 0, 2, 1, 1, 1, 3],
+    ]
+
+
+def test_pattern_picture_has_a_panel_for_each_distinct_pattern(tmp_path: Path) -> None:
+    content = json.loads(DEMO.read_text())
+    content["model"]["attention"] = {"type": "strided", "stride": 32, "combine": "interleaved"}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    panels = [axis for axis in draw_pattern(tmp_path / "run.json").axes if axis.axison]
+    assert [axis.get_title().splitlines()[0] for axis in panels] == ["Local(window=32)", "Column(stride=32)"]
+
+
+def test_loss_picture_has_a_line_for_each_split(tmp_path: Path) -> None:
+    lines = [{"step": s, "split": "train", "bits_per_byte": 8.0 - s} for s in range(4)]
+    lines.append({"step": 3, "split": "validation", "bits_per_byte": 5.5})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    train, validation = draw_loss(tmp_path).axes[0].lines
+    assert np.array_equal(train.get_ydata(), [8.0, 7.0, 6.0, 5.0])
+    assert (validation.get_label(), list(validation.get_xdata())) == ("validation", [3])
+
+
+def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "pattern.png"
+    assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    made = output.stat()
+    assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 2
+    assert "exists already; nothing is overwritten" in capsys.readouterr().err
+    assert output.stat().st_mtime_ns == made.st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    "what, source, output, message",
+    [
+        ("pattern", "nowhere.json", "a.png", "nowhere.json: "),
+        ("loss", "nowhere", "a.png", "nowhere/metrics.jsonl: cannot be read"),
+        ("loss", "nowhere", "a.pdf", "a.pdf: must be a .png in a folder that exists"),
+        ("loss", "nowhere", "no/where/a.png", "a.png: must be a .png in a folder that exists"),
+    ],
+)
+def test_show_refuses_in_one_line(
+    tmp_path: Path, what: str, source: str, output: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", what, str(tmp_path / source), "--output", str(tmp_path / output)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("longstride: error: ") and message in line
+    assert not list(tmp_path.iterdir())
