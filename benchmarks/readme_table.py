@@ -38,7 +38,8 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: "
         f"n = {SHOWN_CONTEXT:,}, l = {first['stride']}, c = {first['summary']}, {first['heads']} heads of "
-        f"{first['head_width']}, {first['dtype']}; how many times faster than torch's dense causal attention in the same run.",
+        f"{first['head_width']}, {first['dtype']}; "
+        "how many times faster than torch's dense causal attention in the same run.",
         "",
         "| pattern | density | forward | backward | both | plan for 1,048,576 positions |",
         "|---|---|---|---|---|---|",
