@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import itertools
 import json
+import os
 import sys
+import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 import torch
 from safetensors import SafetensorError
@@ -35,36 +40,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code."""
-    try:
-        torch.empty(0, device=arguments.device)
-    except RuntimeError as error:
-        raise ConfigError(f"--device={arguments.device}: cannot be used: {str(error).splitlines()[0]}") from None
+    """Runs the verb; returns its exit code. Everything is checked before the first byte is written."""
+    check_device(arguments.device)
     model = load_model(arguments.model, arguments.device)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file)
-    tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=arguments.device)
-    generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
+    if not 0 <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed={arguments.seed}: must be from 0 to 2**63 - 1")
     fitting = max(1, min(DEFAULT_BYTES, model.config.context - len(prompt)))
     try:
         sampled = generate(
             model,
-            tokens,
+            torch.tensor([list(prompt)], dtype=torch.int64, device=arguments.device),
             fitting if arguments.bytes is None else arguments.bytes,
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             top_p=arguments.top_p,
-            generator=generator,
+            generator=torch.Generator(arguments.device).manual_seed(arguments.seed),
         )
     except ValueError as error:
         raise ConfigError(f"sample: {error}") from None
-    # A character of several bytes is written once it is whole; what is no UTF-8 shows as the replacement character.
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    sys.stdout.write(decoder.decode(prompt))
-    for token in sampled:
-        sys.stdout.write(decoder.decode(bytes([int(token)])))
-        sys.stdout.flush()
-    sys.stdout.write(decoder.decode(b"", final=True) + "\n")
+    pieces = itertools.chain([prompt], (bytes([int(token)]) for token in sampled))
+    try:
+        if sys.stdout.isatty():
+            write_text(pieces, sys.stdout)
+        else:
+            write_bytes(pieces, sys.stdout.buffer)
+    except BrokenPipeError:
+        # The reader has what it wanted; what Python still holds back must not meet the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def write_bytes(pieces: Iterable[bytes], stream: BinaryIO) -> None:
+    """Every byte as it is, as soon as it is there: for files and pipes."""
+    for piece in pieces:
+        stream.write(piece)
+        stream.flush()
+
+
+def write_text(pieces: Iterable[bytes], stream: TextIO) -> None:
+    """Text as it comes, for a terminal: a character once it is whole, what is no UTF-8 as the replacement character.
+
+    Control characters but for line ends and tabs are left out: they could do anything to a terminal.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    encoding = stream.encoding or "utf-8"
+    for piece in itertools.chain(pieces, [b""]):
+        text = decoder.decode(piece, final=not piece)
+        shown = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+        stream.write(shown.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    stream.write("\n")
+
+
+def check_device(name: str) -> None:
+    """Raise ConfigError where torch cannot use a device of this name."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def load_model(folder: Path, device: str = "cpu") -> SparseTransformer:
@@ -81,8 +115,12 @@ def load_model(folder: Path, device: str = "cpu") -> SparseTransformer:
         weights = load_file(folder / WEIGHTS, device=device)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{folder}: cannot be read as an export: {error}") from None
+    try:
+        model_config = ModelConfig.model_validate(config)
+    except ConfigError as error:
+        raise ConfigError(*(f"{folder / CONFIG}: {problem}" for problem in error.under("model").problems)) from None
     with torch.device(device):
-        model = SparseTransformer(ModelConfig.model_validate(config))
+        model = SparseTransformer(model_config)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -42,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     if output.suffix != ".png" or not output.parent.is_dir():
         raise ConfigError(f"--output={output}: must be a .png in a folder that exists")
     figure = draw_pattern(arguments.source) if arguments.what == "pattern" else draw_loss(arguments.source)
-    figure.savefig(output, dpi=120)
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--output={output}: cannot be written: {error.strerror}") from None
     plt.close(figure)
     print(output)
     return 0
@@ -95,11 +98,7 @@ def connectivity(pattern: Pattern, size: int) -> np.ndarray:
 
 def draw_loss(run_folder: Path) -> Any:
     """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
-    path = run_folder / METRICS
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    lines = read_metrics(run_folder / METRICS)
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for split in dict.fromkeys(line["split"] for line in lines):
         own = [line for line in lines if line["split"] == split]
@@ -112,6 +111,29 @@ def draw_loss(run_folder: Path) -> Any:
     axis.legend()
     figure.tight_layout()
     return figure
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last one that a killed run left torn is passed over.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no line yet, or one that is no measurement.
+    """
+    try:
+        texts = path.read_text(errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    whole = [text for text in texts if text.endswith("\n")]
+    lines = []
+    for number, text in enumerate(whole, start=1):
+        try:
+            line = json.loads(text)
+            lines.append({key: line[key] for key in ("step", "split", "bits_per_byte")})
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}: line {number}: must be an object with step, split, bits_per_byte") from None
+    if not lines:
+        raise ConfigError(f"{path}: holds no line yet; wait for the first step")
+    return lines
 
 
 def _wrapped(pattern: Pattern) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launcher import cli
-from launcher.sample import load_model
+from launcher.sample import load_model, write_text
 from sparse_model import ModelConfig, SparseTransformer
 from tests.launcher.runs import ROOT
 
@@ -37,20 +38,45 @@ def exported(tmp_path: Path) -> Path:
     return folder
 
 
-def test_sample_begins_with_its_prompt_and_is_reproducible(exported: Path, capsysbinary) -> None:
-    written = []
-    for seed in ("1", "1", "2"):
-        assert cli.main(["sample", str(exported), "--prompt", "häl", "--bytes", "40", "--seed", seed]) == 0
-        written.append(capsysbinary.readouterr().out)
-    assert written[0] == written[1] != written[2]
-    assert written[0].startswith("häl".encode())
-    written[0].decode()  # bytes that are no UTF-8 show as the replacement character
+def sampled(exported: Path, *options: str) -> bytes:
+    command = [sys.executable, "-m", "launcher.cli", "sample", str(exported), *options]
+    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
 
 
-def test_sample_reads_a_prompt_as_its_bytes_stand(exported: Path, tmp_path: Path, capsys) -> None:
+def test_sample_writes_prompt_and_bytes_as_they_are(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_bytes(b"ab\xff")
-    assert cli.main(["sample", str(exported), "--prompt-file", str(tmp_path / "prompt"), "--bytes", "1"]) == 0
-    assert capsys.readouterr().out.startswith("ab�")
+    first, again, other = (
+        sampled(exported, "--prompt-file", str(tmp_path / "prompt"), "--bytes", "40", "--seed", seed)
+        for seed in ("1", "1", "2")
+    )
+    assert first == again != other
+    assert first.startswith(b"ab\xff") and len(first) == 43
+
+
+def test_sample_fills_the_context_unless_told(exported: Path) -> None:
+    assert len(sampled(exported, "--prompt", "häl")) == 64
+
+
+def test_sample_stops_quietly_where_nobody_reads(exported: Path) -> None:
+    command = [sys.executable, "-m", "launcher.cli", "sample", str(exported)]
+    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.close()
+    assert (writer.stderr.read(), writer.wait()) == (b"", 0)
+    writer.stderr.close()
+
+
+def test_terminal_shows_whole_characters_and_no_controls() -> None:
+    shown = io.StringIO()
+    write_text([b"h\xc3", b"\xa4l\t\n", b"\x1b[2J\xff", b"\xe2\x82"], shown)
+    assert shown.getvalue() == "häl\t\n[2J\ufffd\ufffd\n"
+
+
+def test_terminal_of_another_encoding_shows_what_it_can() -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    write_text(["häl".encode()], shown)
+    shown.seek(0)
+    assert shown.read() == "h?l\n"
 
 
 def test_sample_needs_no_deepspeed(exported: Path) -> None:
@@ -86,6 +112,12 @@ def change_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content))
 
 
+def misspell_model(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    content["model"]["widht"] = 64
+    (folder / "config.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -93,6 +125,7 @@ def change_model(folder: Path) -> None:
         (damage_config, "cannot be read as an export"),
         (remove_weights, "has no model.safetensors; name a folder written by `longstride export RUN --output DIR`"),
         (change_model, "model.safetensors is not the model of config.json"),
+        (misspell_model, "/config.json: model.widht: unknown key; nearest width"),
     ],
 )
 def test_sample_refuses_what_is_no_export(
@@ -101,7 +134,7 @@ def test_sample_refuses_what_is_no_export(
     damage(exported)
     assert cli.main(["sample", str(exported)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"longstride: error: {exported}: ") and message in line
+    assert line.startswith(f"longstride: error: {exported}") and message in line
 
 
 @pytest.mark.parametrize(
@@ -111,7 +144,9 @@ def test_sample_refuses_what_is_no_export(
         (["--temperature", "-1"], "temperature=-1.0: must be 0 or more"),
         (["--top-k", "0"], "top_k=0: must be at least 1"),
         (["--prompt-file", "nowhere"], "--prompt-file=nowhere: No such file or directory"),
-        (["--device", "tpu"], "--device=tpu: "),
+        (["--device", "tpu"], "--device=tpu: cannot be used"),
+        (["--device", "cuda:99"], "--device=cuda:99: cannot be used"),
+        (["--seed", "99999999999999999999999"], "--seed=99999999999999999999999: must be from 0"),
     ],
 )
 def test_sample_refuses_options_before_it_writes(

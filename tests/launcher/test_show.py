@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kernels.errors import ConfigError
 from kernels.patterns import Fixed
 from launcher import cli
-from launcher.show import connectivity, draw_loss, draw_pattern
+from launcher.show import connectivity, draw_loss, draw_pattern, read_metrics
 from tests.launcher.runs import ROOT
 
 DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
@@ -45,6 +46,22 @@ def test_loss_picture_has_a_line_for_each_split(tmp_path: Path) -> None:
     train, validation = draw_loss(tmp_path).axes[0].lines
     assert np.array_equal(train.get_ydata(), [8.0, 7.0, 6.0, 5.0])
     assert (validation.get_label(), list(validation.get_xdata())) == ("validation", [3])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [("", "holds no line yet"), ("{}\n", "line 1: must be an object with step"), ("7\n", "line 1: must be an object")],
+)
+def test_loss_of_no_metrics_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_loss_passes_over_a_torn_last_line(tmp_path: Path) -> None:
+    line = json.dumps({"step": 1, "split": "train", "bits_per_byte": 7.0, "epoch": 0})
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:9]}")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "split": "train", "bits_per_byte": 7.0}]
 
 
 def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
