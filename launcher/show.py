@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sparse_model import ModelConfig
 
 SHOWN_POSITIONS = 192  # of a pattern; more would not be told apart
 SHOWN_PATTERNS = 8
+MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57"])  # nothing, first part, later parts, self
 
 
@@ -67,20 +69,21 @@ def draw_pattern(path: Path) -> Any:
     shown = list(users.items())[:SHOWN_PATTERNS]
     columns = min(4, len(shown))
     rows = -(-len(shown) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 4.1 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(max(4.8, 3.6 * columns), 0.6 + 4.1 * rows), squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
     size = min(config.context, SHOWN_POSITIONS)
     for axis, (pattern, places) in zip(axes.flat, shown, strict=False):
         axis.set_axis_on()
         axis.imshow(connectivity(pattern, size), cmap=COLOURS, vmin=0, vmax=3, interpolation="nearest")
-        axis.set_title(f"{_wrapped(pattern)}\n{_places(places)}", fontsize=8)
+        axis.set_title(f"{textwrap.fill(str(pattern), 36)}\n{_places(places)}", fontsize=8)
         axis.set_xlabel("key position", fontsize=8)
         axis.set_ylabel("query position", fontsize=8)
         axis.tick_params(labelsize=7)
     left = len(users) - len(shown)
-    more = f"; {left} more patterns not shown" if left else ""
-    figure.suptitle(f"{path.name}: who reads whom, the first {size} of {config.context} positions{more}", fontsize=10)
+    more = f"\n{left} more patterns are not shown" if left else ""
+    what = "dark: self; blue: first part; orange: later parts"
+    figure.suptitle(f"{path.name}: the first {size} of {config.context} positions\n{what}{more}", fontsize=9)
     figure.tight_layout()
     return figure
 
@@ -102,8 +105,12 @@ def draw_loss(run_folder: Path) -> Any:
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for split in dict.fromkeys(line["split"] for line in lines):
         own = [line for line in lines if line["split"] == split]
-        style = {"linewidth": 0.8, "alpha": 0.7} if split == "train" else {"marker": "o", "markersize": 4}
-        axis.plot([line["step"] for line in own], [line["bits_per_byte"] for line in own], label=split, **style)
+        steps, bits = [line["step"] for line in own], [line["bits_per_byte"] for line in own]
+        if split == "train":  # every step is a small batch: the curve is its mean, the batches stand behind it
+            axis.plot(steps, bits, linewidth=0.6, alpha=0.3, color="C0")
+            axis.plot(steps, running_mean(bits, len(bits) // MEAN_SHARE), color="C0", label="train, running mean")
+        else:
+            axis.plot(steps, bits, marker="o", markersize=4, color="C1", label=split)
     axis.set_xlabel("step")
     axis.set_ylabel("bits per byte")
     axis.set_title(f"{run_folder.name}: loss", fontsize=10)
@@ -136,9 +143,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _wrapped(pattern: Pattern) -> str:
-    text = str(pattern).replace(", index=None", "")
-    return text if len(text) < 48 else text.replace(", ", ",\n", 1) if len(text) < 90 else text.replace(", ", ",\n")
+def running_mean(values: list[float], window: int) -> list[float]:
+    """The mean of each value and up to ``window - 1`` before it."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    last = np.arange(1, len(values) + 1)
+    first = np.maximum(0, last - max(1, window))
+    return ((total[last] - total[first]) / (last - first)).tolist()
 
 
 def _places(places: list[str]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from kernels.errors import ConfigError
 from kernels.patterns import Fixed
 from launcher import cli
-from launcher.show import connectivity, draw_loss, draw_pattern, read_metrics
+from launcher.show import connectivity, draw_loss, draw_pattern, read_metrics, running_mean
 from tests.launcher.runs import ROOT
 
 DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
@@ -43,9 +43,15 @@ def test_loss_picture_has_a_line_for_each_split(tmp_path: Path) -> None:
     lines = [{"step": s, "split": "train", "bits_per_byte": 8.0 - s} for s in range(4)]
     lines.append({"step": 3, "split": "validation", "bits_per_byte": 5.5})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    train, validation = draw_loss(tmp_path).axes[0].lines
+    train, mean, validation = draw_loss(tmp_path).axes[0].lines
     assert np.array_equal(train.get_ydata(), [8.0, 7.0, 6.0, 5.0])
+    assert mean.get_label() == "train, running mean"
     assert (validation.get_label(), list(validation.get_xdata())) == ("validation", [3])
+
+
+def test_running_mean_covers_what_there_is() -> None:
+    assert running_mean([4.0, 2.0, 0.0, 2.0], 2) == [4.0, 3.0, 1.0, 1.0]
+    assert running_mean([4.0, 2.0], 0) == [4.0, 2.0]
 
 
 @pytest.mark.parametrize(
