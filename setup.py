@@ -17,7 +17,7 @@ setup(
         "triton>=3.5,<3.8; platform_system == 'Linux'",
         "deepspeed>=0.19.8,<0.20",
         "webdataset>=1.0,<2",
-        "mpi4py>=4.0,<5",
+        "mpi4py>=4.0,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
         "numpy>=1.26,<3",
         "pydantic>=2.7,<3",
         "safetensors>=0.4.3,<1",
