@@ -13,7 +13,7 @@ from kernels.attention import BACKENDS
 from kernels.errors import ConfigError
 from kernels.patterns import PATTERNS
 from kernels.patterns.base import Pattern
-from sparse_model.schedule import COMBINATIONS, layer_patterns
+from sparse_model.schedule import COMBINATIONS, RESOLVED_BY_HEAD, layer_patterns
 from sparse_model.strict import StrictModel
 
 POSITIVE = Field(gt=0)
@@ -52,6 +52,8 @@ def _attention_schema() -> dict[str, Any]:
         properties: dict[str, Any] = {"type": {"const": kind}, "combine": {"enum": list(COMBINATIONS)}}
         required = ["type"]
         for field in dataclasses.fields(cls):
+            if field.name in RESOLVED_BY_HEAD:
+                continue
             options = [t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)]
             literal = isinstance(options[0], str)
             properties[field.name] = {"enum": options} if literal else kinds[options[0]]

@@ -52,6 +52,15 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
          "attention.stride=12: must divide context 40; nearest 10, 20"),
         ({"attention": [{"type": "dense"}, {"type": "column", "stride": 12}]},
          "attention[1].stride=12: must divide context 40; nearest 10, 20"),
+        ({"attention": {"type": "dense", "combin": "merged"}},
+         "attention.combin: unknown key for dense; nearest combine"),
+        ({"attention": {"typ": "dense"}}, "attention.typ: unknown key; nearest type"),
+        ({"attention": {"type": ["fixed"], "combine": {}}},
+         "attention.combine={}: must be one of merged, interleaved, multihead"),
+        ({"attention": [{"type": "column", "stride": 3}, {"type": "dense"}, {"typ": "dense"}]},
+         "attention[0].stride=3: must divide context 40; nearest 2, 4\nattention[2].typ: unknown key; nearest type"),
+        ({"attention": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2, "index": 1}},
+         "attention.index=1: must be left out: heads take the sub-blocks in turn"),
         ({"attention": []}, "attention: the list needs at least one pattern"),
         ({"attention": "dense"}, "attention: must be a pattern object, or a list of them"),
         ({"attention": {"type": "dense", "combine": "mixed"}},
@@ -83,4 +92,5 @@ def test_the_schema_lists_every_pattern() -> None:
     choices = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
     assert [c["properties"]["type"]["const"] for c in choices[:-1]] == list(PATTERNS)
     assert choices[-1]["type"] == "array"
+    assert not any("index" in c["properties"] for c in choices[:-1])
     assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()
