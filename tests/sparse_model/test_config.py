@@ -70,10 +70,22 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
         ({"attention": {"type": "strided", "stride": 8, "combine": "multihead"}, "heads": 1},
          'attention.combine="multihead": strided splits over 2 factors: heads=1 must be a multiple of that'),
         ({"heads": 5}, "width=64: 64 channels must divide into heads=5; nearest heads 4"),
-        ({"query_key_ratio": 0.3}, "query_key_ratio=0.3: times width 64 must be a whole number of channels"),
+        ({"heads": 7}, "width=64: 64 channels must divide into heads=7; nearest heads 8"),
+        ({"query_key_ratio": 0.3},
+         "query_key_ratio=0.3: times width 64 must be a whole number of channels; nearest 0.3125"),
+        ({"query_key_ratio": 1e-9},
+         "query_key_ratio=1e-09: times width 64 must be a whole number of channels; nearest 0.0625"),
+        ({"query_key_ratio": 1.7e308}, "query_key_ratio=1.7e+308: times width 64 is beyond every number"),
         ({"query_key_ratio": 0.28125},
-         "query_key_ratio=0.28125: 18 channels must divide into heads=4; nearest heads 3"),
-        ({"feed_forward_ratio": 2.01}, "feed_forward_ratio=2.01: times width 64 must be a whole number of channels"),
+         "query_key_ratio=0.28125: 18 channels must divide into heads=4; nearest 0.25, or heads 2"),
+        ({"feed_forward_ratio": 2.01},
+         "feed_forward_ratio=2.01: times width 64 must be a whole number of channels; nearest 2.015625"),
+        ({"heads": 5, "feed_forward_ratio": 2.01, "embedding": {"type": "text", "row_width": 41},
+          "attention": {"type": "block", "stride": 3}},
+         "width=64: 64 channels must divide into heads=5; nearest heads 4\n"
+         "feed_forward_ratio=2.01: times width 64 must be a whole number of channels; nearest 2.015625\n"
+         "embedding.row_width=41: must not exceed context 40\n"
+         "attention.stride=3: must divide context 40; nearest 2, 4"),
         ({"embedding": {"type": "image", "height": 3, "width": 4}},
          "context=40: must be height x width x channels = 36"),
         ({"embedding": {"type": "text", "row_width": 41}}, "embedding.row_width=41: must not exceed context 40"),
@@ -86,6 +98,16 @@ def test_a_wrong_configuration_is_named(changes: dict[str, Any], message: str) -
     with pytest.raises(ConfigError) as error:
         small(**changes)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("width, channels", [(100, 230), (96, 29), (1000, 1), (7, 3)])
+def test_ratios_that_binary_floats_miss_are_exact(width: int, channels: int) -> None:
+    config = small(width=width, heads=1, feed_forward_ratio=channels / width, query_key_ratio=channels / width)
+    assert config.feed_forward_width == config.query_key_width == channels
+
+
+def test_a_decimal_ratio_is_exact() -> None:
+    assert small(width=100, heads=1, feed_forward_ratio=2.3).feed_forward_width == 230
 
 
 def test_the_schema_lists_every_pattern() -> None:
