@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -27,10 +28,12 @@ from torch import Tensor
 from kernels import sparse_attention
 from kernels.attention import head_patterns
 from kernels.backends.reference import pattern_mask
+from kernels.backends.triton.packing import passes
 from kernels.chunks import chunked
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from kernels.plan import ordered, plan
 
+RESULTS = Path(__file__).parent / "results"
 GATE_CONTEXT = 192  # a multiple of the gate's stride and of nothing larger
 GATE_STRIDE = 16
 PLAN_TILES = (128, 64)
@@ -75,7 +78,7 @@ def main() -> int:
                 rows = measure(context, width, dtype, device, options)
                 print_timings(rows)
                 timings += rows
-    write(options, {**about(device, options), "plans": plans, "timings": timings})
+    write(options.output, {**about(device, options), "plans": plans, "timings": timings})
     return 0
 
 
@@ -96,11 +99,16 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="as torch has them")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention too")
     parser.add_argument("--output", type=Path, default=None, help="the JSON file; the plot lies beside it")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where there is one")
     options = parser.parse_args()
-    if options.output and (options.output.suffix != ".json" or not options.output.parent.is_dir()):
+    device = torch.device(options.device)
+    name = "-".join(re.findall(r"[a-z0-9]+", device_name(device).lower()))
+    options.output = options.output or RESULTS / f"attention-{name}.json"
+    if options.output.suffix != ".json" or not options.output.parent.is_dir():
         parser.error(f"--output={options.output}: must be a .json in a folder that exists")
-    kind = torch.device(options.device).type
-    options.dtypes = options.dtypes or (["float32"] if kind == "cpu" else ["bfloat16"])
+    if options.output.exists() and not options.overwrite:
+        parser.error(f"{options.output}: exists already; --overwrite replaces it, --output names another")
+    options.dtypes = options.dtypes or (["float32"] if device.type == "cpu" else ["bfloat16"])
     return options
 
 
@@ -267,18 +275,17 @@ def pairs(pattern: Pattern, context: int) -> int:
 
 
 def measure_plans(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a pattern: seconds and bytes of its plan, and seconds of the CPU's chunks, built afresh."""
+    """A row a pattern: seconds and bytes of its plans as kernels read them, and seconds of the CPU's chunks."""
     stride, rows = stride_of(context, options), []
     for name, pattern in patterns_of(stride, options.summary).items():
-        parts = pattern.parts()
-        ordered.cache_clear()
-        plan.cache_clear()
+        for cached in (ordered, plan, passes):
+            cached.cache_clear()
         start = time.perf_counter()
-        plans = [plan(part, context, *PLAN_TILES, torch.device("cpu")) for part in parts]
+        both = [passes((pattern,), context, *PLAN_TILES, side, torch.device("cpu")) for side in ("queries", "keys")]
         middle = time.perf_counter()
         ordered.cache_clear()
         chunked.cache_clear()
-        for part in parts:
+        for part in pattern.parts():
             chunked(part, context)
         rows.append(
             {
@@ -287,7 +294,7 @@ def measure_plans(context: int, options: argparse.Namespace) -> list[dict[str, A
                 "stride": stride,
                 "tiles": list(PLAN_TILES),
                 "plan_seconds": rounded(middle - start),
-                "plan_bytes": sum(p.num_bytes() for p in plans),
+                "plan_bytes": sum(one.num_bytes() for side in both for one in side),
                 "cpu_chunks_seconds": rounded(time.perf_counter() - middle),
             }
         )
@@ -299,16 +306,12 @@ def measure_plans(context: int, options: argparse.Namespace) -> list[dict[str, A
 
 def about(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """The machine and the versions."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "triton": triton,
+        "triton": next((d.version for d in importlib.metadata.distributions(name="triton")), None),
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "backend": options.backend,
@@ -316,12 +319,14 @@ def about(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cpu_name() -> str:
-    """The processor's model."""
+def device_name(device: torch.device) -> str:
+    """The model of the card or the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def rounded(x: float) -> float:
@@ -347,9 +352,7 @@ def print_timings(rows: list[dict[str, Any]]) -> None:
         f"H = {first['heads']}, D = {first['head_width']}, {first['dtype']}; dense attention of torch: "
         + ", ".join(f"{phase} {first['dense_seconds'][phase] * 1e3:.1f} ms" for phase in PHASES)
     )
-    titles = (
-        [f"{phase}, ms" for phase in PHASES] + [f"x dense, {phase}" for phase in PHASES] + ["of ideal", "x flex fwd"]
-    )
+    titles = [form.format(phase) for form in ("{}, ms", "x dense, {}") for phase in PHASES] + ["of ideal", "x flex fwd"]
     print(f"{'pattern':<16}{'density':>9}" + "".join(f"{title:>18}" for title in titles))
     for row in rows:
         flex = row["ratio_to_flex_forward"]
@@ -359,11 +362,8 @@ def print_timings(rows: list[dict[str, Any]]) -> None:
         print(f"{row['pattern']:<16}{row['density']:>9.2%}" + "".join(f"{cell:>18}" for cell in cells))
 
 
-def write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def write(output: Path, found: dict[str, Any]) -> None:
     """JSON and the plot beside it."""
-    slug = "-".join("".join(c if c.isalnum() else " " for c in found["device"].lower()).split())
-    output = options.output or Path(__file__).parent / "results" / f"attention-{slug}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1) + "\n")
     print(f"\nwrote {output}")
     if found["timings"]:

@@ -27,13 +27,22 @@ def with_tables(readme: str) -> str:
     """The README's text with its tables as the result files have them."""
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
-    tables = [table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("attention-*.json"))]
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("attention-*.json"))]
+    tables = [one for found in files for one in tables_of(found)]
     return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
 
 
-def table(found: dict[str, Any]) -> str:
-    """One device's attention at the shown context, against torch's dense causal attention in the same run."""
-    rows = [row for row in found["timings"] if row["context"] == SHOWN_CONTEXT]
+def tables_of(found: dict[str, Any]) -> list[str]:
+    """One device's tables at the shown context, one for each head width and dtype; none where it was not measured."""
+    cases: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in found["timings"]:
+        if row["context"] == SHOWN_CONTEXT:
+            cases.setdefault((row["head_width"], row["dtype"]), []).append(row)
+    return [table(found, rows) for rows in cases.values()]
+
+
+def table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """One device's attention in one head width and dtype, against torch's dense causal attention in the same run."""
     first = rows[0]
     lines = [
         f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: "
@@ -47,8 +56,8 @@ def table(found: dict[str, Any]) -> str:
     plans = {row["pattern"]: row for row in found["plans"] if row["context"] == 1_048_576}
     for row in rows:
         ratios = " | ".join(f"{row['ratio_to_dense'][phase]:.1f}×" for phase in ("forward", "backward", "both"))
-        plan = plans[row["pattern"]]
-        cost = f"{plan['plan_seconds']:.2f} s, {plan['plan_bytes'] / 2**20:.1f} MiB"
+        plan = plans.get(row["pattern"])
+        cost = f"{plan['plan_seconds']:.2f} s, {plan['plan_bytes'] / 2**20:.1f} MiB" if plan else "–"
         lines.append(f"| {row['pattern']} | {row['density']:.1%} | {ratios} | {cost} |")
     return "\n".join(lines) + "\n"
 

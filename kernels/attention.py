@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kernels.autograd import attend, load
 from kernels.errors import ConfigError
+from kernels.patterns import PATTERNS
 from kernels.patterns.base import Pattern
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
@@ -68,28 +70,68 @@ def sparse_attention(
         (B, H, N, Dv) in q's dtype, and the logsumexp where it was asked for.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit, something is no pattern, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
     _check(q, k, v)
     patterns = head_patterns(pattern, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be a finite number")
     out, lse = attend(q, k, v, patterns, scale, _choose(backend, q, k, v))
     return (out, lse) if return_lse else out
 
 
+def check_backend(
+    name: str, *, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int, training: bool
+) -> None:
+    """Whether ``sparse_attention`` could run a backend on such tensors; none is computed with.
+
+    Args:
+        name: auto, triton, cpu, reference or flex.
+        device, dtype: of q, k and v.
+        head_width, value_width: D of q and k, and Dv.
+        training: whether a backward pass will follow.
+
+    Raises:
+        ConfigError: the backend is unknown or cannot run there; the path is ``backend``.
+    """
+    with torch.set_grad_enabled(training):
+        q, k, v = (
+            torch.empty(0, 1, 1, width, device=device, dtype=dtype, requires_grad=training)
+            for width in (head_width, head_width, value_width)
+        )
+        _choose(name, q, k, v)
+
+
 def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pattern, ...]:
-    """One resolved pattern per head; ValueError where a list has another length."""
-    given = [pattern] * heads if isinstance(pattern, Pattern) else list(pattern)
+    """One resolved pattern per head; ValueError where something is no pattern or a list has another length."""
+    if isinstance(pattern, Sequence) and not isinstance(pattern, str):
+        given = list(pattern)
+        for number, one in enumerate(given):
+            _require_pattern(f"pattern[{number}]", one)
+    else:
+        _require_pattern("pattern", pattern)
+        given = [pattern] * heads
     if len(given) != heads:
         raise ValueError(f"{len(given)} patterns for {heads} heads: give one pattern, or one per head")
     return tuple(p.for_head(head) for head, p in enumerate(given))
+
+
+def _require_pattern(name: str, value: object) -> None:
+    if type(value) in PATTERNS.values():  # the usual case, and quicker than to ask for every method
+        return
+    if isinstance(value, type) or not isinstance(value, Pattern):
+        found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name} must be a Pattern (pattern_from_json makes one), not {found}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be (B, H, N, D), not {tuple(tensor.shape)}")
+        if 0 in tensor.shape[1:]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have at least one head, position and channel")
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
             raise ValueError(f"{name} is {tensor.dtype}: q, k and v must share one of fp16, bf16, fp32, fp64")
         if tensor.device != q.device:
@@ -101,13 +143,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend to run: the named one if it can, or the fastest that can."""
-    if name == "auto":
-        fastest = ("triton", "reference") if q.is_cuda else ("cpu", "reference")
-        return next(candidate for candidate in fastest if load(candidate).why_not(q, k, v) is None)
-    if name not in BACKENDS:
+    """The backend to run: the named one, or the fast one of the device; never a slower one in its place."""
+    if name != "auto" and name not in BACKENDS:
         raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(BACKENDS)}")
-    reason = load(name).why_not(q, k, v)
-    if reason is not None:
+    chosen = name if name != "auto" else "triton" if q.is_cuda else "cpu"
+    reason = load(chosen).why_not(q, k, v)
+    if reason is None:
+        return chosen
+    if name != "auto":
         raise ConfigError.at("backend", name, f"cannot run here: {reason}")
-    return name
+    advice = 'backend="reference" runs everywhere, with memory that grows with N^2'
+    raise ConfigError.at("backend", name, f"{chosen} cannot run here: {reason}; {advice}")

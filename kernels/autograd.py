@@ -7,15 +7,13 @@ A backend that has ``forward`` and ``backward`` runs behind the op; one that has
 from __future__ import annotations
 
 import ast
-import dataclasses
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from kernels.errors import ConfigError
-from kernels.patterns import PATTERNS, pattern_from_json
+from kernels.patterns import pattern_from_json, pattern_to_json
 from kernels.patterns.base import Pattern
 
 
@@ -118,17 +116,8 @@ def load(backend: str) -> ModuleType:
 
 def _encode(patterns: tuple[Pattern, ...]) -> str:
     """Patterns as text, the only form in which an op takes them: what ``pattern_from_json`` reads, all fields given."""
-    # torch.compile traces this, also for patterns made while it traces: hence repr and names, not json and defaults.
-    values = []
-    for pattern in patterns:
-        kinds = [name for name, cls in PATTERNS.items() if type(pattern) is cls]
-        if not kinds:
-            raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
-        value: dict[str, object] = {"type": kinds[0]}
-        for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
-            value[field.name] = getattr(pattern, field.name)
-        values.append(value)
-    return repr(values)
+    # torch.compile traces this: hence repr, not json.
+    return repr([pattern_to_json(pattern) for pattern in patterns])
 
 
 @lru_cache(maxsize=256)

@@ -7,9 +7,9 @@ full, partial or absent by the smallest and largest bounds of its rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.patterns.base import Intervals, Part
 
 WORD = 32  # bits of a bitset's word
+Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,6 @@ class Tiles:
         """Tiles visited, full and partial."""
         return int((self.full_last - self.full_first).sum()) + self.partial_tile.numel()
 
-    def num_bytes(self) -> int:
-        """Memory of all tensors."""
-        tensors = [t for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def to(self, device: torch.device) -> Tiles:
-        """The same tiles on another device."""
-        moved: dict[str, Any] = {
-            f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)
-        }
-        return replace(self, **moved)
-
 
 @dataclass(frozen=True)
 class Ordered:
@@ -74,21 +63,13 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel needs to know of one part of a pattern at one context and one pair of tile edges."""
+    """What a kernel needs to know of one part at one context, whose row tiles are tiles of one side. On the CPU."""
 
-    query_order: Tensor | None  # (N,) int32, original position of each row; None is natural
-    key_order: Tensor | None  # (M,) int32
-    num_queries: int
-    num_keys: int
-    by_query: Tiles  # rows are queries: forward and dQ
-    by_key: Tiles  # rows are keys: dK and dV
-
-    def num_bytes(self) -> int:
-        """Memory of all tensors; an order that queries and keys share counts once."""
-        orders = {
-            o.data_ptr(): o.numel() * o.element_size() for o in (self.query_order, self.key_order) if o is not None
-        }
-        return sum(orders.values()) + self.by_query.num_bytes() + self.by_key.num_bytes()
+    tiles: Tiles
+    num_rows: int
+    num_columns: int
+    row_order: Tensor | None  # (num_rows,) int64, original position of each row; None is natural
+    column_order: Tensor | None  # (num_columns,) int64
 
 
 @lru_cache(maxsize=32)
@@ -112,17 +93,12 @@ def transposed(intervals: Intervals, num_columns: int) -> Intervals:
 
 
 @lru_cache(maxsize=64)
-def plan(part: Part, context: int, tile_q: int, tile_k: int, device: torch.device) -> Plan:
-    """The plan of a part for N = ``context`` positions and (tile_q, tile_k) tiles; cached."""
+def plan(part: Part, context: int, tile_q: int, tile_k: int, rows: Side) -> Plan:
+    """A part for N = ``context`` positions in (tile_q, tile_k) tiles, seen from its queries or its keys; cached."""
     o = ordered(part, context)
-    query_order = None if o.query_order is None else o.query_order.int().to(device)
-    if o.key_order is o.query_order:
-        key_order = query_order
-    else:
-        key_order = None if o.key_order is None else o.key_order.int().to(device)
-    by_query = tiles(o.by_query, tile_q, tile_k).to(device)
-    by_key = tiles(o.by_key, tile_k, tile_q).to(device)
-    return Plan(query_order, key_order, o.num_queries, o.num_keys, by_query, by_key)
+    if rows == "queries":
+        return Plan(tiles(o.by_query, tile_q, tile_k), o.num_queries, o.num_keys, o.query_order, o.key_order)
+    return Plan(tiles(o.by_key, tile_k, tile_q), o.num_keys, o.num_queries, o.key_order, o.query_order)
 
 
 def tiles(intervals: Intervals, tile_rows: int, tile_columns: int) -> Tiles:

@@ -65,6 +65,7 @@ def _run(config: RunConfig, resume: str) -> int:
     ours.quieten(config)
     ours.check_environment()
     ours.check_section(config, ranks.world_size, on_cpu)
+    _check_attention(config, ranks.local_rank)
     start = choose_start(config, resume, ranks)
     with process_group(ranks, config.train.timeout_seconds):
         checkpoint = begin(start, config, ranks)
@@ -76,6 +77,29 @@ def _run(config: RunConfig, resume: str) -> int:
         train(engine, config, ranks, state)
         engine.destroy()
     return 0
+
+
+def _check_attention(config: RunConfig, local_rank: int) -> None:
+    """Whether the model's backend can run where and as training will; ConfigError if not."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from kernels import ConfigError, check_backend
+    from launcher.engine import precision
+
+    model = config.model
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    try:
+        check_backend(
+            model.backend,
+            device=torch.device(get_accelerator().device_name(local_rank)),
+            dtype=dtypes[precision(config.deepspeed)],
+            head_width=model.query_key_width // model.heads,
+            value_width=model.width // model.heads,
+            training=True,
+        )
+    except ConfigError as error:
+        raise error.under("model") from None
 
 
 if __name__ == "__main__":

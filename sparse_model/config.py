@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
 from kernels.attention import BACKENDS
-from kernels.errors import ConfigError
+from kernels.errors import ConfigError, Problem
 from kernels.patterns import PATTERNS
 from kernels.patterns.base import Pattern
-from sparse_model.schedule import COMBINATIONS, layer_patterns
+from sparse_model.schedule import COMBINATIONS, RESOLVED_BY_HEAD, layer_patterns
 from sparse_model.strict import StrictModel
 
 POSITIVE = Field(gt=0)
+WHOLE = 1e-6  # channels that a ratio may miss a whole number by: 2.3 x 100 is no 230 in binary
 
 
 class TextEmbedding(StrictModel):
@@ -52,6 +55,8 @@ def _attention_schema() -> dict[str, Any]:
         properties: dict[str, Any] = {"type": {"const": kind}, "combine": {"enum": list(COMBINATIONS)}}
         required = ["type"]
         for field in dataclasses.fields(cls):
+            if field.name in RESOLVED_BY_HEAD:
+                continue
             options = [t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)]
             literal = isinstance(options[0], str)
             properties[field.name] = {"enum": options} if literal else kinds[options[0]]
@@ -90,38 +95,63 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for name in ("feed_forward_ratio", "query_key_ratio"):
-            if (getattr(self, name) * self.width) % 1:
-                rule = f"times width {self.width} must be a whole number of channels"
-                raise ConfigError.at(name, getattr(self, name), rule)
-        for name, size in (("width", self.width), ("query_key_ratio", self.query_key_width)):
-            if size % self.heads:
-                fitting = max(heads for heads in range(1, self.heads) if size % heads == 0)
-                rule = f"{size} channels must divide into heads={self.heads}; nearest heads {fitting}"
-                raise ConfigError.at(name, getattr(self, name), rule)
+        problems = [*self._width_problems(), *self._embedding_problems()]
+        try:
+            self.layer_patterns()
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    def _width_problems(self) -> Iterator[Problem]:
+        """Ratios that give no whole number of channels, and channels that do not divide into the heads."""
+        heads, width = self.heads, self.width
+        if width % heads:
+            rule = f"{width} channels must divide into heads={heads}; nearest heads {_nearest_divisor(width, heads)}"
+            yield Problem("width", rule, width)
+        ratios = {"feed_forward_ratio": 1, "query_key_ratio": heads}  # and what their channels must be a multiple of
+        for name, multiple in ratios.items():
+            ratio = getattr(self, name)
+            channels = ratio * width
+            if not math.isfinite(channels):
+                yield Problem(name, f"times width {width} is beyond every number", ratio)
+                continue
+            good = max(1, round(channels / multiple)) * multiple / width
+            if round(channels) < 1 or abs(channels - round(channels)) > WHOLE:
+                yield Problem(name, f"times width {width} must be a whole number of channels; nearest {good}", ratio)
+            elif round(channels) % multiple and round(channels) != width:  # the width's own problem is told above
+                fitting = _nearest_divisor(math.gcd(width, round(channels)), heads)
+                rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
+                yield Problem(name, rule, ratio)
+
+    def _embedding_problems(self) -> Iterator[Problem]:
+        """Position tables that do not fit the context."""
         if isinstance(self.embedding, ImageEmbedding):
             size = self.embedding.height * self.embedding.width * self.embedding.channels
             if size != self.context:
-                raise ConfigError.at("context", self.context, f"must be height x width x channels = {size}")
+                yield Problem("context", f"must be height x width x channels = {size}", self.context)
         elif self.embedding.row_width > self.context:
-            rule = f"must not exceed context {self.context}"
-            raise ConfigError.at("embedding.row_width", self.embedding.row_width, rule)
-        self.layer_patterns()
-        return self
+            yield Problem("embedding.row_width", f"must not exceed context {self.context}", self.embedding.row_width)
 
     @property
     def query_key_width(self) -> int:
         """Channels of all heads' queries, and of their keys."""
-        return int(self.query_key_ratio * self.width)
+        return round(self.query_key_ratio * self.width)
 
     @property
     def feed_forward_width(self) -> int:
         """Channels inside the feed-forward part."""
-        return int(self.feed_forward_ratio * self.width)
+        return round(self.feed_forward_ratio * self.width)
 
     def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
         """One pattern for each head of each layer."""
         return layer_patterns(self.attention, self.layers, self.heads, self.context)
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    """The divisor of ``size`` nearest to ``wanted``; the smaller of two."""
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
 
 
 assert set(typing.get_args(ModelConfig.model_fields["backend"].annotation)) == {"auto", *BACKENDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,6 +39,8 @@ def generate(
     Raises:
         ValueError: the sample does not fit, or a setting is out of range.
     """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens={num_tokens}: must be 0 or more")
     _check(prompt.shape[1] + num_tokens, model.config.context, temperature, top_k, top_p)
     return _sample(model, prompt, num_tokens, lambda logits: choose(logits, temperature, top_k, top_p, generator))
 
@@ -81,8 +84,8 @@ def choose(
 def _check(length: int, context: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if length > context:
         raise ValueError(f"prompt and sample are {length} tokens: they must fit in the model's context of {context}")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}: must be 0 or more")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: must be 0 or more, and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:

@@ -9,6 +9,7 @@ from kernels.patterns import pattern_from_json
 from kernels.patterns.base import Pattern
 
 COMBINATIONS = ("merged", "interleaved", "multihead")
+RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that the schedule sets: given, they would hold for all heads alike
 
 
 def layer_patterns(attention: Any, layers: int, heads: int, context: int) -> tuple[tuple[Pattern, ...], ...]:
@@ -31,13 +32,15 @@ def _listed(entries: list[Any], heads: int, context: int) -> list[tuple[Pattern,
     """The explicit cycle: one entry a layer."""
     if not entries:
         raise ConfigError(Problem("attention", "the list needs at least one pattern"))
-    cycle = []
+    cycle, errors = [], []
     for number, entry in enumerate(entries):
         try:
             (patterns,) = _cycle(entry, heads, context, listed=True)
+            cycle.append(patterns)
         except ConfigError as error:
-            raise error.under(f"attention[{number}]") from None
-        cycle.append(patterns)
+            errors.append(error.under(f"attention[{number}]"))
+    if errors:
+        raise ConfigError.joined(errors)
     return cycle
 
 
@@ -48,7 +51,10 @@ def _cycle(entry: Any, heads: int, context: int, listed: bool = False) -> list[t
     combine = entry.get("combine", "merged")
     if combine not in COMBINATIONS:
         raise ConfigError.at("combine", combine, f"must be one of {', '.join(COMBINATIONS)}")
-    pattern = pattern_from_json({key: value for key, value in entry.items() if key != "combine"})
+    pattern = pattern_from_json({key: value for key, value in entry.items() if key != "combine"}, beside=["combine"])
+    for key in RESOLVED_BY_HEAD:
+        if key in entry:
+            raise ConfigError.at(key, entry[key], "must be left out: heads take the sub-blocks in turn")
     pattern.check(context)
     factors = pattern.factors()
     if combine == "merged":

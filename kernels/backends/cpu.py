@@ -6,6 +6,7 @@ b chunks in work at once, R rows and W columns of a chunk. Everything is compute
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -352,14 +353,25 @@ def _shared(work: Callable[[range], None], groups: int) -> None:
     inference = torch.is_inference_mode_enabled()  # which a new thread does not know, and its writes must
 
     def alone(groups: range) -> None:
-        torch.set_num_threads(1)  # of this thread
+        try:
+            torch.set_num_threads(1)  # of this thread
+        except BaseException:
+            started.abort()  # or the others would wait for it for ever
+            raise
         started.wait()
         with torch.inference_mode(inference), torch.no_grad():
             work(groups)
 
     with ThreadPoolExecutor(threads) as pool:
-        jobs = [pool.submit(alone, range(*ends)) for ends in itertools.pairwise(bounds)]
-        started.wait()
-        torch.set_num_threads(threads)  # of threads that begin later, which take the number set last
-        for job in jobs:
-            job.result()
+        try:
+            jobs = [pool.submit(alone, range(*ends)) for ends in itertools.pairwise(bounds)]
+            with contextlib.suppress(threading.BrokenBarrierError):  # the thread that broke it says why
+                started.wait()
+        except BaseException:
+            started.abort()
+            raise
+        finally:
+            torch.set_num_threads(threads)  # of threads that begin later, which take the number set last
+    errors = [error for job in jobs if (error := job.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # one of the work's own before those of the threads that were let go

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
     wide = accumulator_dtype(q.dtype)
     allowed = pattern_mask(patterns, q.shape[2], q.device)
     blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then cut off
-    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
-    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
-    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
-    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-    return (weights @ v.to(wide)).to(q.dtype), lse
+    with _as_written(q.device.type):
+        scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
+        scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+        weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+        lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+        return (weights @ v.to(wide)).to(q.dtype), lse
+
+
+def _as_written(device_type: str) -> AbstractContextManager:
+    """Autocast would take the products down to 16 bits; not every device type has it."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def pattern_mask(patterns: tuple[Pattern, ...], context: int, device: torch.device) -> Tensor:

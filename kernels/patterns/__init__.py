@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Iterable, Sequence
 
 from kernels.errors import ConfigError, Problem
 from kernels.patterns.base import Intervals, Part, Pattern
@@ -29,47 +30,68 @@ PATTERNS: dict[str, type] = {
 }
 
 
-def pattern_from_json(value: object) -> Pattern:
+def pattern_from_json(value: object, *, beside: Sequence[str] = ()) -> Pattern:
     """The pattern that a JSON object names, e.g. ``{"type": "fixed", "stride": 128, "summary": 32}``.
+
+    Args:
+        value: the object.
+        beside: keys that the caller reads and has taken out: a misspelt one is told as such.
 
     Raises:
         ConfigError: a type or a key is unknown or missing, or a value breaks the pattern's rule.
     """
     if not isinstance(value, dict):
         raise ConfigError(Problem("type", f"a pattern is an object with a type: {', '.join(PATTERNS)}"))
-    kind = value.get("type")
-    if kind not in PATTERNS:
-        near = difflib.get_close_matches(str(kind), PATTERNS, 1)
-        raise ConfigError.at("type", kind, f"must be one of {', '.join(PATTERNS)}" + _nearest(near))
-    fields = {field.name: field for field in dataclasses.fields(PATTERNS[kind])}
+    cls = _class_of(value)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {key: entry for key, entry in value.items() if key != "type"}
+    known = [*fields, "type", *beside]
     problems = [
-        Problem(key, f"unknown key for {kind}" + _nearest(difflib.get_close_matches(key, fields, 1)))
+        Problem(str(key), f"unknown key for {value['type']}{_nearest(key, known)}")
         for key in given
         if key not in fields
     ]
     problems += [
-        Problem(name, f"missing; {kind} needs it")
+        Problem(name, f"missing; {value['type']} needs it")
         for name, field in fields.items()
         if field.default is dataclasses.MISSING and name not in given
     ]
     if problems:
         raise ConfigError(*problems)
-    return PATTERNS[kind](**given)
+    return cls(**given)
 
 
 def pattern_to_json(pattern: Pattern) -> dict[str, object]:
-    """The JSON object that ``pattern_from_json`` turns back into an equal pattern; defaults are left out."""
-    kind = next(name for name, cls in PATTERNS.items() if type(pattern) is cls)
-    given = {
-        field.name: getattr(pattern, field.name)
-        for field in dataclasses.fields(pattern)  # type: ignore[arg-type]
-        if getattr(pattern, field.name) != field.default
-    }
-    return {"type": kind, **given}
+    """The JSON object that ``pattern_from_json`` turns back into an equal pattern, all fields given.
+
+    Raises:
+        ConfigError: the pattern's class is not registered.
+    """
+    # torch.compile traces this, also for patterns made while it traces: hence a name at a time, and no defaults.
+    kinds = [name for name, cls in PATTERNS.items() if type(pattern) is cls]
+    if not kinds:
+        raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
+    value: dict[str, object] = {"type": kinds[0]}
+    for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
+        value[field.name] = getattr(pattern, field.name)
+    return value
 
 
-def _nearest(matches: list[str]) -> str:
+def _class_of(value: dict) -> type:
+    """The class that the object's type names."""
+    if "type" not in value:
+        misspelt = [key for key in value if _nearest(key, ["type"])]
+        problems = [Problem(str(key), "unknown key; nearest type") for key in misspelt]
+        raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
+    kind = value["type"]
+    if not isinstance(kind, str) or kind not in PATTERNS:
+        raise ConfigError.at("type", kind, f"must be one of {', '.join(PATTERNS)}{_nearest(kind, PATTERNS)}")
+    return PATTERNS[kind]
+
+
+def _nearest(key: object, known: Iterable[str]) -> str:
+    """Advice where a known word is near."""
+    matches = difflib.get_close_matches(key, list(known), 1) if isinstance(key, str) else []
     return f"; nearest {matches[0]}" if matches else ""
 
 

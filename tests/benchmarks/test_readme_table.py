@@ -1,7 +1,39 @@
 """The README says what the result files say."""
 
-from benchmarks.readme_table import README, with_tables
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.readme_table import README, SHOWN_CONTEXT, tables_of, with_tables
+
+
+def timing(context: int = SHOWN_CONTEXT, head_width: int = 64, dtype: str = "float32") -> dict[str, Any]:
+    ratios = {"forward": 2.0, "backward": 3.0, "both": 2.5}
+    sizes = {"context": context, "head_width": head_width, "dtype": dtype, "stride": 128, "summary": 8, "heads": 4}
+    return {"pattern": "local", "density": 0.01, "ratio_to_dense": ratios, **sizes}
+
+
+def results(*timings: dict[str, Any], plans: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    about = {"device": "A card", "threads": 1, "torch": "2", "date": "2026-01-01"}
+    return {**about, "timings": list(timings), "plans": list(plans)}
 
 
 def test_the_readme_agrees_with_the_measurements() -> None:
     assert with_tables(README.read_text()) == README.read_text(), "run python benchmarks/readme_table.py"
+
+
+def test_each_head_width_and_dtype_has_its_own_table() -> None:
+    found = tables_of(results(timing(), timing(head_width=128), timing(dtype="bfloat16"), timing(context=64)))
+    assert [sum(line.startswith("| local") for line in one.splitlines()) for one in found] == [1, 1, 1]
+    assert ["of 64, float32" in found[0], "of 128, float32" in found[1], "of 64, bfloat16" in found[2]] == [True] * 3
+
+
+def test_a_file_without_the_shown_context_has_no_table() -> None:
+    assert tables_of(results(timing(context=64))) == tables_of(results()) == []
+
+
+def test_a_plan_that_was_not_measured_is_a_dash() -> None:
+    plan = {"pattern": "local", "context": 1_048_576, "plan_seconds": 0.25, "plan_bytes": 2**20}
+    (without,) = tables_of(results(timing()))
+    (with_plan,) = tables_of(results(timing(), plans=(plan,)))
+    assert without.endswith("| – |\n") and with_plan.endswith("| 0.25 s, 1.0 MiB |\n")

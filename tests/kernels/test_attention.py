@@ -1,14 +1,23 @@
 """The public call: what it refuses, and its two dense oracles against each other."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from kernels import ConfigError, sparse_attention
-from kernels.patterns import Dense, Local, Pattern, Summary
-from tests.kernels.oracles import Shape, check_against_reference, example_patterns, make_inputs
+from kernels import ConfigError, check_backend, sparse_attention
+from kernels.patterns import Dense, Fixed, Local, Pattern, Summary
+from tests.kernels.oracles import (
+    RESULTS,
+    Shape,
+    attention_and_gradients,
+    check_against_reference,
+    example_patterns,
+    make_inputs,
+)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,6 +68,10 @@ def test_the_scale_is_one_over_the_root_of_the_width() -> None:
         (((2, 9, 16),) * 3, "fff", r"q must be \(B, H, N, D\), not \(2, 9, 16\)"),
         (((1, 2, 9, 16), (1, 2, 8, 16), (1, 2, 9, 16)), "fff", r"k \(1, 2, 8, 16\) must have the shape of q"),
         (((1, 2, 9, 16), (1, 2, 9, 16), (1, 2, 8, 16)), "fff", r"v \(1, 2, 8, 16\) must have the batch"),
+        (((1, 2, 0, 16),) * 3, "fff", r"q \(1, 2, 0, 16\) must have at least one head, position and channel"),
+        (((1, 0, 9, 16),) * 3, "fff", r"q \(1, 0, 9, 16\) must have at least one head"),
+        (((1, 2, 9, 0),) * 3, "fff", r"q \(1, 2, 9, 0\) must have at least one head"),
+        (((1, 2, 9, 16), (1, 2, 9, 16), (1, 2, 9, 0)), "fff", r"v \(1, 2, 9, 0\) must have at least one head"),
         (((1, 2, 9, 16),) * 3, "fhf", "k is torch.float16: q, k and v must share one of"),
         (((1, 2, 9, 16),) * 3, "iii", "q is torch.int64: q, k and v must share one of"),
     ],
@@ -75,6 +88,47 @@ def test_a_list_of_patterns_must_fit_the_heads() -> None:
         sparse_attention(q, k, v, [Dense()] * 3)
 
 
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ({"type": "dense"}, r"pattern must be a Pattern \(pattern_from_json makes one\), not dict"),
+        (None, "pattern must be a Pattern .* not NoneType"),
+        (Dense, "pattern must be a Pattern .* not the class Dense"),
+        ("dense", "pattern must be a Pattern .* not str"),
+        ([Dense(), {"type": "dense"}], r"pattern\[1\] must be a Pattern .* not dict"),
+        ([Dense, Dense], r"pattern\[0\] must be a Pattern .* not the class Dense"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(pattern: Any, message: str) -> None:
+    q, k, v = (normal(1, 2, 9, 16) for _ in range(3))
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        sparse_attention(q, k, v, pattern)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
+    q, k, v = (normal(1, 2, 9, 16) for _ in range(3))
+    with pytest.raises(ValueError, match=f"scale={scale}: must be a finite number"):
+        sparse_attention(q, k, v, Dense(), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_autocast_changes_nothing_inside(backend: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(Shape(2, 2, 33, 16, 16), dtype, grad_lse=True)
+
+    def results(autocast: bool) -> dict[str, Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                return sparse_attention(q, k, v, Fixed(8, 2), backend=backend, return_lse=True)
+
+        return attention_and_gradients(attend, inputs)
+
+    found, wanted = results(True), results(False)
+    for name in RESULTS:
+        assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
+
+
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     q, k, v = (normal(1, 2, 9, 16) for _ in range(3))
     with pytest.raises(ConfigError, match='backend="cuda": must be one of auto, triton, cpu, reference, flex'):
@@ -85,6 +139,43 @@ def test_a_named_backend_that_cannot_run_raises_instead_of_falling_back() -> Non
     q, k, v = (normal(1, 2, 9, 16).requires_grad_() for _ in range(3))
     with pytest.raises(ConfigError, match='backend="flex": cannot run here: FlexAttention has no backward on the CPU'):
         sparse_attention(q, k, v, Dense(), backend="flex")
+
+
+@pytest.mark.parametrize("device, fast", [("cuda", "triton"), ("meta", "cpu")])
+def test_auto_says_why_instead_of_falling_back_to_dense(device: str, fast: str) -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 9, 300, device=device) for _ in range(3))
+        with pytest.raises(ConfigError, match=f'backend="auto": {fast} cannot run here: .*; backend="reference" runs'):
+            sparse_attention(q, k, v, Dense())
+
+
+@pytest.mark.parametrize(
+    "name, training, message",
+    [
+        ("auto", True, None),
+        ("cpu", True, None),
+        ("flex", False, None),
+        ("flex", True, 'backend="flex": cannot run here: FlexAttention has no backward on the CPU'),
+        ("triton", True, 'backend="triton": cannot run here: .*a head width of 300 exceeds 256'),
+        ("cuda", False, 'backend="cuda": must be one of auto'),
+    ],
+)
+def test_a_backend_is_checked_without_computing(name: str, training: bool, message: str | None) -> None:
+    def check() -> None:
+        check_backend(
+            name,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            head_width=16,
+            value_width=300,
+            training=training,
+        )
+
+    if message is None:
+        check()
+        return
+    with pytest.raises(ConfigError, match=message):
+        check()
 
 
 def test_a_pattern_that_is_not_registered_is_refused_behind_the_op() -> None:

@@ -195,6 +195,23 @@ def test_cpu_shares_work_among_threads(pattern: Pattern, batch: int) -> None:
         assert torch.equal(_attend(q, k, v, pattern)[0], wanted)
 
 
+@pytest.mark.usefixtures("three_threads")
+def test_cpu_ends_when_a_thread_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_num_threads = torch.set_num_threads
+
+    def fails_once(number: int) -> None:
+        if number == 1:
+            monkeypatch.undo()
+            raise RuntimeError("no thread")
+        set_num_threads(number)
+
+    monkeypatch.setattr(torch, "set_num_threads", fails_once)
+    q, k, v = make_inputs(Shape(2, 2, 40, 16, 16), torch.float32)[:3]
+    with pytest.raises(RuntimeError, match=r"^no thread$"):
+        _attend(q, k, v, Local(8))
+    assert torch.get_num_threads() == 3
+
+
 @pytest.mark.parametrize("context", [1, 40, 96, 101])
 @pytest.mark.parametrize("part", _parts(), ids=str)
 def test_chunks_cover_every_pair_once(part: Part, context: int) -> None:

@@ -111,7 +111,14 @@ def test_json_round_trips(pattern: Pattern) -> None:
     "value, message",
     [
         ("dense", "type: a pattern is an object with a type: dense, local, column, strided, block, summary, fixed"),
-        ({"stride": 4}, "type=null: must be one of dense, local, column, strided, block, summary, fixed"),
+        ({"stride": 4}, "type: missing; one of dense, local, column, strided, block, summary, fixed"),
+        ({"typ": "local", "window": 4}, "typ: unknown key; nearest type"),
+        ({"type": None}, "type=null: must be one of dense, local, column, strided, block, summary, fixed"),
+        ({"type": ["fixed"]}, "type=[\"fixed\"]: must be one of dense, local, column, strided, block, summary, fixed"),
+        ({"type": {}}, "type={}: must be one of dense, local, column, strided, block, summary, fixed"),
+        ({1: "fixed"}, "type: missing; one of dense, local, column, strided, block, summary, fixed"),
+        ({"type": "local", "window": 4, 7: 4}, "7: unknown key for local"),
+        ({"type": "local", "window": 4, None: 4}, "None: unknown key for local"),
         ({"type": "fixd"}, "type=\"fixd\": must be one of dense, local, column, strided, block, summary, fixed; "
          "nearest fixed"),
         ({"type": "local"}, "window: missing; local needs it"),

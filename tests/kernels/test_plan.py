@@ -1,16 +1,20 @@
 """Plans against the masks they are made from, and what they cost."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.backends.triton.packing import passes
 from kernels.patterns import Column, Dense, Fixed, Pattern, Strided
-from kernels.plan import Tiles, ordered, plan, tiles
+from kernels.plan import Side, Tiles, ordered, plan, tiles
 from tests.kernels.oracles import example_patterns
 
 CPU = torch.device("cpu")
+SIDES: tuple[Side, Side] = ("queries", "keys")
+LONG = {"window": 1024, "stride": 1024, "summary": 8}
 TILES = [(16, 16), (32, 64), (64, 32), (128, 64)]
 
 
@@ -40,9 +44,11 @@ def test_tiles_visit_exactly_the_mask(pattern: Pattern, context: int, tile_q: in
         num_keys = ordered(part, context).num_keys
         column = torch.arange(num_keys)
         wanted = (column >= low[:, None]) & (column < high[:, None])
-        found = plan(part, context, tile_q, tile_k, CPU)
-        assert torch.equal(unpacked(found.by_query, context, num_keys), wanted)
-        assert torch.equal(unpacked(found.by_key, num_keys, context), wanted.T)
+        by_query, by_key = (plan(part, context, tile_q, tile_k, side) for side in SIDES)
+        assert torch.equal(unpacked(by_query.tiles, context, num_keys), wanted)
+        assert torch.equal(unpacked(by_key.tiles, num_keys, context), wanted.T)
+        assert (by_query.num_rows, by_query.num_columns) == (by_key.num_columns, by_key.num_rows) == (context, num_keys)
+        assert by_query.row_order is by_key.column_order and by_query.column_order is by_key.row_order
 
 
 def test_equal_partial_tiles_share_a_bitset() -> None:
@@ -55,24 +61,25 @@ def test_tiles_of_a_column_fall_with_the_stride() -> None:
     """Natural order would touch every second tile; grouped by residue, a 64th."""
     context, stride = 64 * 128, 64
     (part,) = Column(stride).parts()
-    found = plan(part, context, 64, 64, CPU).by_query.num_visited()
-    dense = plan(Dense(), context, 64, 64, CPU).by_query.num_visited()
+    found = plan(part, context, 64, 64, "queries").tiles.num_visited()
+    dense = plan(Dense(), context, 64, 64, "queries").tiles.num_visited()
     assert dense == 128 * 129 // 2
     assert found == 64 * 3  # 64 columns of two tiles: two on the diagonal, one below
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [p for p in example_patterns() if "stride" in dir(p) or "window" in dir(p)] + [Dense()],
-    ids=str,
-)
+def _in_a_million(pattern: Pattern) -> Pattern:
+    """The same variant of the pattern, with sizes that suit a million positions."""
+    sizes = {name: size for name, size in LONG.items() if hasattr(pattern, name)}
+    return replace(pattern, **sizes).for_head(1)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("pattern", [_in_a_million(p) for p in example_patterns()], ids=str)
 def test_a_plan_for_a_million_positions_is_small_and_quick(pattern: Pattern) -> None:
-    values = {"window": 1024, "stride": 1024, "summary": 8}
-    pattern = type(pattern)(**{name: value for name, value in values.items() if name in dir(pattern)})
-    ordered.cache_clear()
-    plan.cache_clear()
+    """Both sides as the kernels read them: what forward and backward pass cost together."""
+    for cached in (ordered, plan, passes):
+        cached.cache_clear()
     start = time.process_time()
-    plans = [plan(part, 1 << 20, 128, 64, CPU) for part in pattern.parts()]
+    packed = [one for side in SIDES for one in passes((pattern,), 1 << 20, 128, 64, side, CPU)]
     seconds = time.process_time() - start
-    assert sum(p.num_bytes() for p in plans) <= 16 * 2**20
+    assert sum(one.num_bytes() for one in packed) <= 16 * 2**20
     assert seconds < 1.0

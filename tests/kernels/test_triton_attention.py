@@ -165,14 +165,17 @@ def test_triton_gradients_survive_a_loss_scale(exponent: int) -> None:
     check_against_reference("triton", Local(16), torch.float16, Shape(1, 1, 40, 64, 64), inputs=scaled, device=DEVICE)
 
 
-def test_triton_future_keys_change_nothing() -> None:
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_triton_later_positions_change_nothing_earlier(pattern: Pattern) -> None:
+    changed = 23  # inside a tile, a block and a window
     inputs = [t.to(DEVICE) for t in make_inputs(Shape(1, 3, 40, 16, 16), torch.float32)[:3]]
-    patterns = [Dense(), Strided(8), Fixed(8, 2)]
-    before, _ = backend.forward(*inputs, tuple(patterns), 0.25)
+    before = sparse_attention(*inputs, pattern, backend="triton", return_lse=True)
     for tensor in inputs:
-        tensor[:, :, 23:] += 1
-    after, _ = backend.forward(*inputs, tuple(patterns), 0.25)
-    assert torch.equal(before[:, :, :23], after[:, :, :23])
+        tensor[:, :, changed:] += 1
+    after = sparse_attention(*inputs, pattern, backend="triton", return_lse=True)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one[:, :, :changed], other[:, :, :changed])
+        assert not torch.equal(one[:, :, changed:], other[:, :, changed:])
 
 
 def test_triton_serves_no_heads_at_all() -> None:

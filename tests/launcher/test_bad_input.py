@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher import cli, train
 from launcher.reporting import EXIT_WRONG_INPUT
@@ -60,6 +61,19 @@ def test_misspelt_key(refused: Callable[..., list[str]], config_file: Path) -> N
 def test_stride_that_does_not_divide_the_context(refused: Callable[..., list[str]], config_file: Path) -> None:
     (line,) = refused("--config", str(config_file), "model.attention.stride=7", "model.attention.summary=1")
     assert line.startswith("model.attention.stride=7: must divide context 64; nearest 4, 8")
+
+
+@pytest.mark.parametrize(
+    ("backend", "width", "reason"),
+    [("flex", 32, "FlexAttention has no backward on the CPU"), ("triton", 1024, "a head width of 512 exceeds 256")],
+)
+def test_backend_that_cannot_run(
+    refused: Callable[..., list[str]], config_file: Path, backend: str, width: int, reason: str
+) -> None:
+    if torch.cuda.is_available() and backend == "flex":
+        pytest.skip("it has one on a GPU")
+    (line,) = refused("--config", str(config_file), f"model.backend={backend}", f"model.width={width}")
+    assert line.startswith(f'model.backend="{backend}": cannot run here: {reason}')
 
 
 def test_missing_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:

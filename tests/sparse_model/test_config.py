@@ -52,6 +52,15 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
          "attention.stride=12: must divide context 40; nearest 10, 20"),
         ({"attention": [{"type": "dense"}, {"type": "column", "stride": 12}]},
          "attention[1].stride=12: must divide context 40; nearest 10, 20"),
+        ({"attention": {"type": "dense", "combin": "merged"}},
+         "attention.combin: unknown key for dense; nearest combine"),
+        ({"attention": {"typ": "dense"}}, "attention.typ: unknown key; nearest type"),
+        ({"attention": {"type": ["fixed"], "combine": {}}},
+         "attention.combine={}: must be one of merged, interleaved, multihead"),
+        ({"attention": [{"type": "column", "stride": 3}, {"type": "dense"}, {"typ": "dense"}]},
+         "attention[0].stride=3: must divide context 40; nearest 2, 4\nattention[2].typ: unknown key; nearest type"),
+        ({"attention": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2, "index": 1}},
+         "attention.index=1: must be left out: heads take the sub-blocks in turn"),
         ({"attention": []}, "attention: the list needs at least one pattern"),
         ({"attention": "dense"}, "attention: must be a pattern object, or a list of them"),
         ({"attention": {"type": "dense", "combine": "mixed"}},
@@ -61,10 +70,22 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
         ({"attention": {"type": "strided", "stride": 8, "combine": "multihead"}, "heads": 1},
          'attention.combine="multihead": strided splits over 2 factors: heads=1 must be a multiple of that'),
         ({"heads": 5}, "width=64: 64 channels must divide into heads=5; nearest heads 4"),
-        ({"query_key_ratio": 0.3}, "query_key_ratio=0.3: times width 64 must be a whole number of channels"),
+        ({"heads": 7}, "width=64: 64 channels must divide into heads=7; nearest heads 8"),
+        ({"query_key_ratio": 0.3},
+         "query_key_ratio=0.3: times width 64 must be a whole number of channels; nearest 0.3125"),
+        ({"query_key_ratio": 1e-9},
+         "query_key_ratio=1e-09: times width 64 must be a whole number of channels; nearest 0.0625"),
+        ({"query_key_ratio": 1.7e308}, "query_key_ratio=1.7e+308: times width 64 is beyond every number"),
         ({"query_key_ratio": 0.28125},
-         "query_key_ratio=0.28125: 18 channels must divide into heads=4; nearest heads 3"),
-        ({"feed_forward_ratio": 2.01}, "feed_forward_ratio=2.01: times width 64 must be a whole number of channels"),
+         "query_key_ratio=0.28125: 18 channels must divide into heads=4; nearest 0.25, or heads 2"),
+        ({"feed_forward_ratio": 2.01},
+         "feed_forward_ratio=2.01: times width 64 must be a whole number of channels; nearest 2.015625"),
+        ({"heads": 5, "feed_forward_ratio": 2.01, "embedding": {"type": "text", "row_width": 41},
+          "attention": {"type": "block", "stride": 3}},
+         "width=64: 64 channels must divide into heads=5; nearest heads 4\n"
+         "feed_forward_ratio=2.01: times width 64 must be a whole number of channels; nearest 2.015625\n"
+         "embedding.row_width=41: must not exceed context 40\n"
+         "attention.stride=3: must divide context 40; nearest 2, 4"),
         ({"embedding": {"type": "image", "height": 3, "width": 4}},
          "context=40: must be height x width x channels = 36"),
         ({"embedding": {"type": "text", "row_width": 41}}, "embedding.row_width=41: must not exceed context 40"),
@@ -79,8 +100,19 @@ def test_a_wrong_configuration_is_named(changes: dict[str, Any], message: str) -
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("width, channels", [(100, 230), (96, 29), (1000, 1), (7, 3)])
+def test_ratios_that_binary_floats_miss_are_exact(width: int, channels: int) -> None:
+    config = small(width=width, heads=1, feed_forward_ratio=channels / width, query_key_ratio=channels / width)
+    assert config.feed_forward_width == config.query_key_width == channels
+
+
+def test_a_decimal_ratio_is_exact() -> None:
+    assert small(width=100, heads=1, feed_forward_ratio=2.3).feed_forward_width == 230
+
+
 def test_the_schema_lists_every_pattern() -> None:
     choices = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
     assert [c["properties"]["type"]["const"] for c in choices[:-1]] == list(PATTERNS)
     assert choices[-1]["type"] == "array"
+    assert not any("index" in c["properties"] for c in choices[:-1])
     assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()

@@ -52,7 +52,11 @@ def test_choices_follow_the_truncated_distribution(settings: dict, kept: int) ->
     "prompt, settings, message",
     [
         (39, {"num_tokens": 2}, "prompt and sample are 41 tokens: they must fit in the model's context of 40"),
-        (1, {"num_tokens": 1, "temperature": -1.0}, "temperature=-1.0: must be 0 or more"),
+        (1, {"num_tokens": 1, "temperature": -1.0}, "temperature=-1.0: must be 0 or more, and finite"),
+        (1, {"num_tokens": 1, "temperature": float("nan")}, "temperature=nan: must be 0 or more, and finite"),
+        (1, {"num_tokens": 1, "temperature": float("inf")}, "temperature=inf: must be 0 or more, and finite"),
+        (1, {"num_tokens": -1}, "num_tokens=-1: must be 0 or more"),
+        (1, {"num_tokens": 1, "top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
         (1, {"num_tokens": 1, "top_k": 0}, "top_k=0: must be at least 1"),
         (1, {"num_tokens": 1, "top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
     ],

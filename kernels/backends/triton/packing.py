@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.patterns.base import Intervals, Part, Pattern
-from kernels.plan import Tiles, ordered, tiles
+from kernels.plan import Plan, Side, ordered, plan, tiles
 
 FIELDS = (
     "num_rows",
@@ -34,7 +33,6 @@ FIELDS = (
     "partial_bitset",  # P
     "bitsets",  # (U, tile_rows, words)
 )
-Rows = Literal["queries", "keys"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Pass:
 
 @lru_cache(maxsize=64)
 def passes(
-    patterns: tuple[Pattern, ...], context: int, tile_q: int, tile_k: int, rows: Rows, device: torch.device
+    patterns: tuple[Pattern, ...], context: int, tile_q: int, tile_k: int, rows: Side, device: torch.device
 ) -> tuple[Pass, ...]:
     """The passes of heads with these patterns, whose row tiles are tiles of queries or of keys; cached."""
     parts = {pattern: _sorted_parts(pattern, context) for pattern in set(patterns)}
@@ -72,32 +70,16 @@ def _sorted_parts(pattern: Pattern, context: int) -> tuple[Part | None, ...]:
     return tuple(sorted(pattern.parts(), key=lambda part: ordered(part, context).num_keys))
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """One part seen from its rows."""
-
-    tiles: Tiles
-    num_rows: int
-    num_columns: int
-    row_order: Tensor | None
-    column_order: Tensor | None
+def _layout(part: Part | None, context: int, tile_q: int, tile_k: int, rows: Side) -> Plan:
+    """The part's plan, or rows without tiles where a head has no part."""
+    if part is not None:
+        return plan(part, context, tile_q, tile_k, rows)
+    num_rows, tile_rows, tile_columns = (context, tile_q, tile_k) if rows == "queries" else (0, tile_k, tile_q)
+    nothing = torch.zeros(num_rows, dtype=torch.int64)
+    return Plan(tiles(Intervals(nothing, nothing), tile_rows, tile_columns), num_rows, 0, None, None)
 
 
-def _layout(part: Part | None, context: int, tile_q: int, tile_k: int, rows: Rows) -> _Layout:
-    by_query = rows == "queries"
-    tile_rows, tile_columns = (tile_q, tile_k) if by_query else (tile_k, tile_q)
-    if part is None:
-        num_rows = context if by_query else 0
-        nothing = torch.zeros(num_rows, dtype=torch.int64)
-        return _Layout(tiles(Intervals(nothing, nothing), tile_rows, tile_columns), num_rows, 0, None, None)
-    o = ordered(part, context)
-    if by_query:
-        visited = tiles(o.by_query, tile_rows, tile_columns)
-        return _Layout(visited, o.num_queries, o.num_keys, o.query_order, o.key_order)
-    return _Layout(tiles(o.by_key, tile_rows, tile_columns), o.num_keys, o.num_queries, o.key_order, o.query_order)
-
-
-def _pack(parts: list[Part | None], context: int, tile_q: int, tile_k: int, rows: Rows, device: torch.device) -> Pass:
+def _pack(parts: list[Part | None], context: int, tile_q: int, tile_k: int, rows: Side, device: torch.device) -> Pass:
     distinct = list(dict.fromkeys(parts))
     layouts = [_layout(part, context, tile_q, tile_k, rows) for part in distinct]
     rows_ordered = any(layout.row_order is not None for layout in layouts)
