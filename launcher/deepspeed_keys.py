@@ -46,7 +46,7 @@ class _Aio(StrictModel):
 class _CommsLogger(StrictModel):
     enabled: bool = False
     prof_all: bool = False
-    prof_ops: list[str] = []
+    prof_ops: list[str] = Field(default_factory=list)
     verbose: bool = False
     debug: bool = False
 
@@ -84,29 +84,29 @@ class _Section(StrictModel):
 
     activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()
     aio: _Aio = _Aio()
-    bf16: dict[str, Any] = {}
-    comet: dict[str, Any] = {}
+    bf16: dict[str, Any] = Field(default_factory=dict)
+    comet: dict[str, Any] = Field(default_factory=dict)
     comms_logger: _CommsLogger = _CommsLogger()
     communication_data_type: Dtype | None = None
-    compile: dict[str, Any] = {}
-    csv_monitor: dict[str, Any] = {}
+    compile: dict[str, Any] = Field(default_factory=dict)
+    csv_monitor: dict[str, Any] = Field(default_factory=dict)
     data_types: _DataTypes = _DataTypes()
     disable_allgather: bool = False
     dump_state: bool = False
     flops_profiler: _FlopsProfiler = _FlopsProfiler()
-    fp16: dict[str, Any] = {}
+    fp16: dict[str, Any] = Field(default_factory=dict)
     gradient_clipping: float = Field(default=0.0, ge=0)
     gradient_predivide_factor: float = Field(default=1.0, gt=0)
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
     memory_breakdown: bool = False
     prescale_gradients: bool = False
     steps_per_print: int | None = Field(default=None, gt=0)
-    tensorboard: dict[str, Any] = {}
+    tensorboard: dict[str, Any] = Field(default_factory=dict)
     timers: _Timers = _Timers()
     wall_clock_breakdown: bool = False
-    wandb: dict[str, Any] = {}
+    wandb: dict[str, Any] = Field(default_factory=dict)
     zero_allow_untested_optimizer: bool = False
-    zero_optimization: dict[str, Any] = {}
+    zero_optimization: dict[str, Any] = Field(default_factory=dict)
 
 
 KNOWN = tuple(_Section.model_fields)

@@ -28,7 +28,7 @@ def configuration(data: Path, output: Path) -> dict[str, Any]:
             "dropout": 0.1,
             "backend": "reference",
         },
-        "data": {"path": str(data)},
+        "data": {"path": str(data), "shuffle_bytes": 256},  # four contexts a block: a resume lands inside one
         "train": {
             "output": str(output),
             "steps": 8,

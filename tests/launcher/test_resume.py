@@ -53,6 +53,25 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
     assert after[6]["loss_nats"] != before[6]["loss_nats"]
 
 
+def test_failed_evaluation_costs_no_checkpoint_and_is_made_up_for(
+    trained: Trained, config_file: Path, tmp_path: Path
+) -> None:
+    ended = spawn(["--config", str(config_file)], 1, {"FAIL_EVALUATION_AT_STEP": "4"})
+    assert ended.codes == [1]
+    assert "the evaluation fails" in ended.stderr[0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert metrics(tmp_path / "run") == metrics(trained("alone", 1))
+
+
+def test_failed_last_evaluation_is_made_up_for(trained: Trained, config_file: Path, tmp_path: Path) -> None:
+    assert spawn(["--config", str(config_file)], 1, {"FAIL_EVALUATION_AT_STEP": "8"}).codes == [1]
+    for _ in range(2):  # the second has nothing left to do
+        assert spawn(["--config", str(config_file), "--resume", "auto"], 1).codes == [0]
+        assert metrics(tmp_path / "run") == metrics(trained("alone", 1))
+
+
 def test_loss_that_is_no_number_ends_the_run_before_the_step(config_file: Path, tmp_path: Path) -> None:
     ended = spawn(["--config", str(config_file), "train.learning_rate=1e30"], 1)
     assert ended.codes == [1]
@@ -120,6 +139,15 @@ def test_cut_metrics_keeps_what_it_takes_out(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
     assert cut_metrics(tmp_path, 3) is None
     assert cut_metrics(tmp_path, 2) == tmp_path / "metrics.before-resume-2.jsonl"
+
+
+def test_cut_metrics_takes_out_what_is_no_text(tmp_path: Path) -> None:
+    content = b'{"step": 1}\n{"step": 2, "split": "\xff"}\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    copy = cut_metrics(tmp_path, 3)
+    assert copy is not None
+    assert copy.read_bytes() == content
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 def test_cut_metrics_of_a_new_run_is_nothing(tmp_path: Path) -> None:
