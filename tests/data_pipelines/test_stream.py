@@ -154,6 +154,11 @@ def assert_resumes(corpus, uninterrupted, data):
         state = StreamState.from_json(part[-1][2].to_json())
 
 
+def test_stream_resumes_within_a_later_block(corpus, uninterrupted):
+    step = SHORT_BLOCKS // 64 + 3
+    assert_same(global_batches(corpus, 4, state=uninterrupted[step - 1][2]), uninterrupted[step : step + 4])
+
+
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_stream_resumes_anywhere_with_any_world_size(corpus, uninterrupted, data):
