@@ -58,7 +58,8 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 def list_checkpoints(run: Path) -> tuple[list[Checkpoint], list[Refusal]]:
     """The checkpoints of a run whose manifest and configuration are whole, newest first, and what else lies there."""
-    found, refused = [], []
+    found: list[Checkpoint] = []
+    refused: list[Refusal] = []
     folders = [path for path in (run / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         try:

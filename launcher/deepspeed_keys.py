@@ -111,6 +111,11 @@ class _Section(StrictModel):
 
 KNOWN = tuple(_Section.model_fields)
 _SWITCHED = ("bf16", "comet", "csv_monitor", "fp16", "tensorboard", "wandb")  # plain objects with a key `enabled`
+_OFFLOAD: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("device", ("none", "cpu"), "must be none or cpu"),
+    ("ratio", (1.0,), "must be 1: a part alone needs DeepSpeed's own optimiser"),
+    ("super_offload", (False,), "must be false: it needs DeepSpeed's own optimiser"),
+)
 _KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
     (bool, (bool,), "must be true or false"),
     (int, (int, float), "must be a number"),
@@ -213,11 +218,16 @@ def _stage_problems(section: dict[str, Any]) -> list[Problem]:
 
 
 def _offload_problems(section: dict[str, Any]) -> list[Problem]:
-    """States moved to where a checkpoint would not find them."""
+    """States moved to where a checkpoint would not find them, or kinds of offloading that need DeepSpeed's own Adam."""
     problems = []
+    zero = section.get("zero_optimization", {})
+    if zero.get("zenflow") is not None:
+        problems.append(Problem("zero_optimization.zenflow", "needs DeepSpeed's own optimiser; leave it out"))
     for name in ("offload_optimizer", "offload_param"):
-        part = section.get("zero_optimization", {}).get(name)
-        device = part.get("device", "none") if isinstance(part, dict) else "none"
-        if device not in ("none", "cpu"):
-            problems.append(Problem(f"zero_optimization.{name}.device", "must be none or cpu", device))
+        part = zero.get(name)
+        if not isinstance(part, dict):
+            continue  # none, or refused by DeepSpeed's class
+        for key, accepted, rule in _OFFLOAD:
+            if key in part and part[key] not in accepted:
+                problems.append(Problem(f"zero_optimization.{name}.{key}", rule, part[key]))
     return problems

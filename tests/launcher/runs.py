@@ -101,6 +101,15 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def files_under(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and time of change."""
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, without what differs between equal runs."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

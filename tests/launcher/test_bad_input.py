@@ -11,41 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, train
+from launcher import cli
 from launcher.manifest import sealed
 from launcher.reporting import EXIT_WRONG_INPUT
-from tests.launcher.runs import ROOT, plain_environment
-
-Files = dict[str, tuple[int, int]]
-
-
-def files_under(folder: Path) -> Files:
-    """Every file with its size and time of change."""
-    return {
-        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-@pytest.fixture
-def refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[str]]:
-    """A function of train.py's arguments -> the lines of its refusal; it checks code, form and files."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str) -> list[str]:
-        before = files_under(tmp_path)
-        capsys.readouterr()
-        assert train.main(list(arguments)) == EXIT_WRONG_INPUT
-        assert files_under(tmp_path) == before
-        lines = capsys.readouterr().err.splitlines()
-        assert all(line.startswith("longstride: error: ") for line in lines), lines
-        return [line.removeprefix("longstride: error: ") for line in lines]
-
-    return run
+from tests.launcher.runs import ROOT, files_under, plain_environment
 
 
 def test_missing_configuration(refused: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -101,63 +70,6 @@ def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], con
         "deepspeed.zero_optimization.reduce_bucket: unknown key; nearest reduce_bucket_size",
         "deepspeed.fp16.loss_scale=-1: fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)",
     ]
-
-
-@pytest.mark.parametrize(
-    ("override", "lines"),
-    [
-        ('fp16.enabled="false"', ['fp16.enabled="false": must be true or false']),
-        ("bf16.enabled=1", ["bf16.enabled=1: must be true or false"]),
-        ("wandb.enabled=auto", ['wandb.enabled="auto": must be true or false']),
-        ("gradient_clipping=-1", ["gradient_clipping=-1: must be greater than or equal to 0"]),
-        ("gradient_clipping=true", ["gradient_clipping=true: must be a valid number"]),
-        ("steps_per_print=0", ["steps_per_print=0: must be greater than 0"]),
-        ("log_level=loud", ["log_level=\"loud\": must be 'debug', 'info', 'warning', 'error' or 'critical'"]),
-        ("data_types.grad_accum_dtype=fp8", ["data_types.grad_accum_dtype=\"fp8\": must be 'fp32', 'fp16' or 'bf16'"]),
-        ("aio=3", ["aio=3: must be an object"]),
-        ("comet=true", ["comet=true: must be an object"]),
-        ("activation_checkpointing.profil=true", ["activation_checkpointing.profil: unknown key; nearest profile"]),
-        ("flops_profiler.profile_stp=2", ["flops_profiler.profile_stp: unknown key; nearest profile_step"]),
-        ("data_types.grad_accum=fp32", ["data_types.grad_accum: unknown key; nearest grad_accum_dtype"]),
-        ("comms_logger.verbos=true", ["comms_logger.verbos: unknown key; nearest verbose"]),
-        ("timers.throughput.enabled=1", ["timers.throughput.enabled=1: must be a valid boolean"]),
-        ("zero_optimization.stage=1.0", ["zero_optimization.stage=1.0: must be 0, 1, 2 or 3"]),
-        ("zero_optimization.overlap_comm=1", ["zero_optimization.overlap_comm=1: must be true or false"]),
-        (
-            'zero_optimization.offload_optimizer={"device": "cpu", "pin_memory": "no"}',
-            ['zero_optimization.offload_optimizer.pin_memory="no": must be true or false'],
-        ),
-        (
-            "zero_optimization.offload_optimizer.device=nvme",
-            ['zero_optimization.offload_optimizer.device="nvme": must be none or cpu'],
-        ),
-        ('fp16.loss_scale_window="9"', ['fp16.loss_scale_window="9": must be a number']),
-        (
-            "bf16.bf16_master_weights_and_grads=true",
-            ["bf16.bf16_master_weights_and_grads=true: must be false: master weights are fp32"],
-        ),
-        (
-            "zero_force_ds_cpu_optimizer=true",
-            ["zero_force_ds_cpu_optimizer: is always false: the optimiser is torch's, offloaded or not"],
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_wrong_value_in_the_deepspeed_section(
-    refused: Callable[..., list[str]], config_file: Path, override: str, lines: list[str]
-) -> None:
-    assert refused("--config", str(config_file), f"deepspeed.{override}") == [f"deepspeed.{line}" for line in lines]
-
-
-@pytest.mark.parametrize(
-    ("name", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboard"), ("comet", "comet_ml")]
-)
-def test_monitor_without_its_package(
-    refused: Callable[..., list[str]], config_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    monkeypatch.setattr("launcher.deepspeed_keys.importlib.util.find_spec", lambda name: None)
-    (line,) = refused("--config", str(config_file), f"deepspeed.{name}.enabled=true")
-    assert line.startswith(f"deepspeed.{name}.enabled=true: needs the package {package}, which is not installed")
 
 
 @pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing"])
