@@ -28,6 +28,11 @@ from launcher.processes import Ranks
 from sparse_model import SparseTransformer
 from sparse_model.strict import config_error
 
+_ONLY_ON_GPUS = {
+    "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+    "zero_optimization": ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+}
+
 
 def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     """The engine around a freshly initialised model; the process group must stand.
@@ -164,11 +169,12 @@ def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
     missing = check_packages(config.deepspeed)
     if missing:
         errors.append(ConfigError(*missing).under("deepspeed"))
-    recompute = config.deepspeed.get("activation_checkpointing", {})
-    for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
-        if on_cpu and recompute.get(key):
-            path = f"deepspeed.activation_checkpointing.{key}"
-            errors.append(ConfigError.at(path, recompute[key], "needs a GPU; leave it out on a CPU"))
+    for name, keys in _ONLY_ON_GPUS.items():
+        part = config.deepspeed.get(name, {})
+        for key in keys:
+            if on_cpu and part.get(key):
+                rule = "needs a GPU; leave it out on a CPU"
+                errors.append(ConfigError.at(f"deepspeed.{name}.{key}", part[key], rule))
     if errors:
         raise ConfigError.joined(errors)
     try:

@@ -72,12 +72,19 @@ def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], con
     ]
 
 
-@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing"])
-def test_activation_checkpointing_that_needs_a_gpu(
+@pytest.mark.parametrize(
+    "key",
+    [
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.cpu_checkpointing",
+        "zero_optimization.zero_quantized_weights",
+    ],
+)
+def test_setting_that_needs_a_gpu(
     refused: Callable[..., list[str]], config_file: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.cpu_accelerator.prepare_accelerator", lambda: True)
-    path = f"deepspeed.activation_checkpointing.{key}"
+    path = f"deepspeed.{key}"
     assert refused("--config", str(config_file), f"{path}=true") == [f"{path}=true: needs a GPU; leave it out on a CPU"]
 
 
