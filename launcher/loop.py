@@ -22,7 +22,7 @@ from launcher import engine as ours
 from launcher.checkpoint import save_checkpoint
 from launcher.config import RunConfig
 from launcher.metrics import Recorder, bits_per_byte, device_seconds, holds_line
-from launcher.processes import Ranks, gather_int64, gather_objects
+from launcher.processes import Ranks, barrier, gather_int64, gather_objects
 
 
 class NonFiniteLossError(RuntimeError):
@@ -67,6 +67,7 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, state: Strea
                 save_checkpoint(engine, config, batch.state, ranks)
             if is_due(step, settings.evaluate_every, settings.steps):
                 record_evaluation(engine, config, ranks, recorder)
+        barrier(ranks)  # a rank that leaves while another still collects can abort it
     finally:
         recorder.close()
 
