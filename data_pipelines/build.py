@@ -89,10 +89,9 @@ def build(
     _check_output(output, settings)
     documents, counts = find_documents([Path(path) for path in inputs], settings.suffixes, settings.exclude)
     splits = _split(documents, settings)
-    output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.parent / f".{output.name}.unfinished-{secrets.token_hex(4)}"
-    unfinished.mkdir()
     try:
+        unfinished.mkdir(parents=True)
         manifest = _write_folder(unfinished, splits, counts, settings, progress)
         if _occupied(output):
             _check_identical(output, manifest)

@@ -17,7 +17,15 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from data_pipelines.errors import DataError
 from data_pipelines.lanes import shard_order
 from data_pipelines.modalities import modality_named
-from data_pipelines.shards import MANIFEST_NAME, ShardRecord, check_shard_file, load_index, load_manifest, member_bytes
+from data_pipelines.shards import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    ShardRecord,
+    check_shard_file,
+    load_index,
+    load_manifest,
+    member_bytes,
+)
 
 READ_AHEAD_BYTES = 25 * 10_240  # whole records of tarfile's own reads
 _KEPT_LAYOUTS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
@@ -118,6 +126,26 @@ class SplitReader:
                 sample = self._modality.decode(payload)
                 yield sample[max(visit.start - before, 0) : visit.end - before]
                 before += len(sample)
+
+
+def check_split(folder: Path, split: str) -> None:
+    """Raises DataError unless every index of a split is whole and every shard begins with its own first sample.
+
+    It reads the indexes and 512 bytes a shard: enough to tell a file that is no shard before a run begins.
+    """
+    reader = SplitReader(folder, split)
+    extension = modality_named(reader.manifest.modality).extension
+    for shard in reader.shards:
+        load_index(reader.folder, shard)
+        path = reader.folder / shard.name
+        try:
+            with path.open("rb") as file:
+                header = file.read(BLOCK_BYTES)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({_reason(error)}); {_REPAIR}") from error
+        name = f"{shard.key(0)}.{extension}"
+        if header[257:262] != b"ustar" or header[:100].rstrip(b"\0") != name.encode():
+            raise DataError(f"{path}: is not this shard: it does not begin with sample {name}; {_REPAIR}")
 
 
 def _read_payloads(

@@ -25,7 +25,7 @@ from data_pipelines.shards import (
 )
 from data_pipelines.walk import Document
 
-SAMPLE_BYTES = 2**20  # a longer file becomes several samples: no lane ever holds more than one of them
+SAMPLE_BYTES = 2**20  # a longer file becomes several samples, each checked whole before a byte of it is used
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,16 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def check_data_folder(folder: Path) -> None:
+    """Raises DataError for a folder that is missing or holds no manifest."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; build one with `longstride data build`")
+    if not (folder / MANIFEST_NAME).is_file():
+        what = "lacks" if any(folder.iterdir()) else "the folder is empty: it lacks"
+        raise DataError(f"{folder}: {what} {MANIFEST_NAME}, so it is no data folder; `longstride data build` makes one")
+
+
 def check_shard_file(folder: Path, shard: ShardRecord) -> None:
     """Raises DataError unless the shard and its index are there and the shard has its size."""
     for name in (shard.name, shard.index_name):
@@ -236,15 +246,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _read_manifest_json(path: Path) -> dict[str, Any]:
-    folder = path.parent
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; build one with `longstride data build`")
-    if not path.is_file():
-        what = "lacks" if any(folder.iterdir()) else "the folder is empty: it lacks"
-        raise DataError(f"{folder}: {what} {MANIFEST_NAME}, so it is no data folder; `longstride data build` makes one")
+    check_data_folder(path.parent)
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error}); {_REBUILD}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{FORMAT}"); {_REBUILD}')

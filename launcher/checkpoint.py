@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -20,7 +21,6 @@ from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.json_file import flattened
 from launcher.manifest import (
     FORMAT_VERSION,
-    MANIFEST,
     Manifest,
     find_damage,
     flush_folder,
@@ -28,6 +28,7 @@ from launcher.manifest import (
     read_manifest,
     record_files,
     write_json,
+    write_manifest,
 )
 from launcher.processes import Ranks, barrier, gather_objects
 
@@ -43,21 +44,35 @@ class Checkpoint:
     manifest: Manifest
 
 
+class Refusal(NamedTuple):
+    """A folder that is named like a checkpoint and is none."""
+
+    step: int
+    line: str  # what is wrong with it
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
-def list_checkpoints(run: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoints of a run, newest first, and one line for each folder that is none."""
-    found, refused = [], []
+def list_checkpoints(run: Path) -> tuple[list[Checkpoint], list[Refusal]]:
+    """The checkpoints of a run whose manifest and configuration are whole, newest first, and what else lies there."""
+    found: list[Checkpoint] = []
+    refused: list[Refusal] = []
     folders = [path for path in (run / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         try:
-            found.append(Checkpoint(folder, read_manifest(folder)))
+            found.append(_checked(folder))
         except ConfigError as error:
-            refused.extend(str(error).splitlines())
+            refused.extend(Refusal(int(folder.name[5:]), line) for line in str(error).splitlines())
     return found, refused
+
+
+def newer_refusals(run: Path, checkpoint: Checkpoint) -> list[str]:
+    """One line for each newer folder of a run that was passed over for a checkpoint."""
+    _, refused = list_checkpoints(run)
+    return [refusal.line for refusal in refused if refusal.step > checkpoint.manifest.step]
 
 
 def open_checkpoint(run: Path, step: int | None) -> Checkpoint:
@@ -75,10 +90,10 @@ def open_checkpoint(run: Path, step: int | None) -> Checkpoint:
         if checkpoint.manifest.step == step:
             return checkpoint
     if step is not None and checkpoint_folder(run, step).is_dir():
-        read_manifest(checkpoint_folder(run, step))  # says what is wrong with it
+        _checked(checkpoint_folder(run, step))  # says what is wrong with it
     held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(found)) or "none"
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise ConfigError(f"{run / 'checkpoints'}: {wanted}; whole ones: {held}", *refused)
+    raise ConfigError(f"{run / 'checkpoints'}: {wanted}; whole ones: {held}", *(each.line for each in refused))
 
 
 def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str, world_size: int) -> None:
@@ -157,7 +172,7 @@ def save_checkpoint(engine: DeepSpeedEngine, config: RunConfig, stream: StreamSt
             versions={name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
             files={name: record for share in shares for name, record in share.items()},
         )
-        write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
+        write_manifest(partial, manifest)
         for folder in (partial / DEEPSPEED_TAG, partial):
             flush_folder(folder)
         set_aside(final)
@@ -192,6 +207,19 @@ def set_aside(path: Path) -> Path | None:
         number += 1
     path.rename(aside)
     return aside
+
+
+def _checked(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; its configuration is held against the manifest, as it is read before all the rest.
+
+    Raises:
+        ConfigError: manifest or configuration is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    damage = find_damage(folder, [CONFIG], manifest)
+    if damage:
+        raise ConfigError(*damage)
+    return Checkpoint(folder, manifest)
 
 
 def _random_name(rank: int) -> str:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(words[len(verb.words.split()) :])
     try:
         return getattr(module, verb.run)(options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         if not is_wrong_input(error):
             raise
         return report(error)

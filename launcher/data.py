@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_pipelines import MODALITIES, Manifest, build, verify
+from data_pipelines import MODALITIES, Manifest, build, check_data_folder, verify
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,12 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Runs `data verify`: exit code 1 where damage is found, a line for each."""
+    """Runs `data verify`: exit code 1 where damage is found, a line for each.
+
+    Raises:
+        DataError: there is no data folder.
+    """
+    check_data_folder(arguments.folder)
     findings = verify(arguments.folder)
     for finding in findings:
         print(finding)

@@ -23,10 +23,15 @@ from torch import Tensor, nn
 import kernels
 from kernels.errors import ConfigError
 from launcher.config import RunConfig, TrainConfig
-from launcher.deepspeed_keys import enabled, zero_stage
+from launcher.deepspeed_keys import check_packages, enabled, type_problems, zero_stage
 from launcher.processes import Ranks
 from sparse_model import SparseTransformer
 from sparse_model.strict import config_error
+
+_ONLY_ON_GPUS = {
+    "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+    "zero_optimization": ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+}
 
 
 def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
@@ -75,6 +80,7 @@ def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     accumulation = train.global_batch // (train.micro_batch * world_size)
     return {
         "steps_per_print": None,  # its progress lines would cut through ours
+        "zero_force_ds_cpu_optimizer": False,  # it would refuse torch's AdamW where the optimiser is offloaded
         **config.deepspeed,
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
@@ -138,7 +144,7 @@ def rate_factor(train: TrainConfig, step: int) -> float:
     if train.schedule == "constant":
         return 1.0
     floor = train.final_learning_rate / train.learning_rate
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    done = (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps)  # 1 at the last step
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
@@ -146,19 +152,29 @@ def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
     """Whether DeepSpeed takes its section, asked before a process group is made.
 
     Raises:
-        ConfigError: every wrong field that DeepSpeed's own classes find, or what cannot run on a CPU.
+        ConfigError: every wrong field that DeepSpeed's own classes find or would convert, a monitor whose package is
+            missing, or what cannot run on a CPU.
     """
     errors = []
     for name, model in _section_models().items():
+        content = config.deepspeed.get(name, {})
+        wrong_types = type_problems(model, content, f"deepspeed.{name}")
+        if wrong_types:
+            errors.append(ConfigError(*wrong_types))
+            continue
         try:
-            model.model_validate(config.deepspeed.get(name, {}))
+            model.model_validate(content)
         except ValidationError as error:
-            errors.append(config_error(model, config.deepspeed[name], error).under(f"deepspeed.{name}"))
-    recompute = config.deepspeed.get("activation_checkpointing", {})
-    for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
-        if on_cpu and recompute.get(key):
-            path = f"deepspeed.activation_checkpointing.{key}"
-            errors.append(ConfigError.at(path, recompute[key], "needs a GPU; leave it out on a CPU"))
+            errors.append(config_error(model, content, error).under(f"deepspeed.{name}"))
+    missing = check_packages(config.deepspeed)
+    if missing:
+        errors.append(ConfigError(*missing).under("deepspeed"))
+    for name, keys in _ONLY_ON_GPUS.items():
+        part = config.deepspeed.get(name, {})
+        for key in keys:
+            if on_cpu and part.get(key):
+                rule = "needs a GPU; leave it out on a CPU"
+                errors.append(ConfigError.at(f"deepspeed.{name}.{key}", part[key], rule))
     if errors:
         raise ConfigError.joined(errors)
     try:
@@ -235,7 +251,8 @@ def _make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torc
 
 def _section_models() -> dict[str, type[BaseModel]]:
     """DeepSpeed's own classes of the sections that it checks strictly."""
-    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -246,4 +263,6 @@ def _section_models() -> dict[str, type[BaseModel]]:
         "tensorboard": TensorBoardConfig,
         "csv_monitor": CSVConfig,
         "wandb": WandbConfig,
+        "comet": CometConfig,
+        "compile": CompileConfig,
     }

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from data_pipelines import evaluation_contexts
-from launcher.checkpoint import Checkpoint, open_checkpoint
+from kernels.errors import ConfigError
+from launcher.checkpoint import Checkpoint, newer_refusals, open_checkpoint
 from launcher.config import RunConfig
 from launcher.cpu_accelerator import prepare_accelerator
 from launcher.engine import quieten
@@ -22,6 +23,7 @@ from launcher.loop import score
 from launcher.manifest import read_checkpoint_config
 from launcher.metrics import bits_per_byte
 from launcher.processes import Ranks, process_group, ranks_from_environment
+from launcher.reporting import tell_passed_over, told_at_once
 from sparse_model import SparseTransformer
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -39,8 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb, alone or as one rank under a launcher; prints one JSON line on rank 0."""
+    if arguments.batch is not None and arguments.batch < 1:
+        raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     ranks = ranks_from_environment(os.environ)
     checkpoint = open_checkpoint(arguments.run, arguments.step)
+    if arguments.step is None and ranks.is_first:
+        tell_passed_over(newer_refusals(arguments.run, checkpoint))
     config = read_checkpoint_config(checkpoint.folder)
     prepare_accelerator()
     quieten(config)
@@ -55,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     with process_group(ranks, config.train.timeout_seconds):
         model = load_model(checkpoint, config, arguments.precision or checkpoint.manifest.precision, ranks)
-        nats, tokens = score(model, contexts, ranks, next(model.parameters()).device)
+        with told_at_once():
+            nats, tokens = score(model, contexts, ranks, next(model.parameters()).device)
     line: dict[str, Any] = {
         "step": checkpoint.manifest.step,
         "split": arguments.split or config.data.validation_split,

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kernels.errors import ConfigError
-from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint, open_checkpoint
+from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint, newer_refusals, open_checkpoint
 from launcher.folders import CONFIG, WEIGHTS
 from launcher.manifest import find_damage, flush_folder, read_checkpoint_config, write_json
+from launcher.reporting import tell_passed_over
 
 EXPORT_FORMAT = 1
 
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
     checkpoint = export(arguments.run, arguments.step, arguments.output)
+    if arguments.step is None:
+        tell_passed_over(newer_refusals(arguments.run, checkpoint))
     print(f"{arguments.output}: step {checkpoint.manifest.step} of {arguments.run}", file=sys.stderr)
     return 0
 

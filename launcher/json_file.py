@@ -11,6 +11,7 @@ from typing import Any
 from kernels.errors import ConfigError, join_paths
 
 # A string, or a mark of structure; numbers and words never matter to the search for keys.
+_DEEPEST = 64  # objects and lists within each other
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 
@@ -27,11 +28,13 @@ def load_json_object(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: must be UTF-8; byte {error.start} is not") from None
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = _parse(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except _ConstantError as error:
         raise ConfigError(f"{path}: {error} is not JSON; give a finite number") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: objects and lists nested more than {_DEEPEST} deep") from None
     twice = _repeated_keys(text)
     if twice:
         raise ConfigError(*(f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in twice))
@@ -51,9 +54,11 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     if not equals or not all(parts):
         raise ConfigError(f"{text}: must be path.to.key=value, such as train.steps=100")
     try:
-        return parts, json.loads(value, parse_constant=_refuse_constant)
+        return parts, _parse(value)
     except (json.JSONDecodeError, _ConstantError):
         return parts, value
+    except RecursionError:
+        raise ConfigError(f"{path}: objects and lists nested more than {_DEEPEST} deep") from None
 
 
 def put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
@@ -87,6 +92,17 @@ class _ConstantError(Exception):
 
 def _refuse_constant(name: str) -> None:
     raise _ConstantError(name)
+
+
+def _parse(text: str) -> Any:
+    """The value of a JSON text. Raises RecursionError beyond a depth that whatever reads the value can follow."""
+    content = json.loads(text, parse_constant=_refuse_constant)
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        depth += (token.group() in "{[") - (token.group() in "}]")
+        if depth > _DEEPEST:
+            raise RecursionError
+    return content
 
 
 def _repeated_keys(text: str) -> list[tuple[int, int, str]]:

@@ -21,8 +21,8 @@ from data_pipelines import Batch, ByteStream, EvaluationBatch, StreamState, eval
 from launcher import engine as ours
 from launcher.checkpoint import save_checkpoint
 from launcher.config import RunConfig
-from launcher.metrics import Recorder, bits_per_byte, device_seconds
-from launcher.processes import Ranks, gather_int64
+from launcher.metrics import Recorder, bits_per_byte, device_seconds, holds_line
+from launcher.processes import Ranks, barrier, gather_int64, gather_objects
 
 
 class NonFiniteLossError(RuntimeError):
@@ -44,11 +44,14 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, state: Strea
         NonFiniteLossError: on every rank, before the step that would have spoilt the weights.
     """
     settings = config.train
+    unevaluated = lacks_evaluation(engine.global_steps, config, ranks)
     recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.steps)
     recorder.say(ours.describe(config, engine, ranks))
     engine.train()
     batches = iter(make_stream(config, ranks, state))
     try:
+        if unevaluated:
+            record_evaluation(engine, config, ranks, recorder)
         while engine.global_steps < settings.steps:
             start = time.perf_counter()
             batch = next(batches)
@@ -59,12 +62,12 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, state: Strea
             if is_due(step, settings.log_every, settings.steps):
                 recorder.write(line)
             recorder.advance(step, f"{line['bits_per_byte']:.3f} bits per byte")
-            if is_due(step, settings.evaluate_every, settings.steps):
-                line = evaluate_split(engine, config, ranks)
-                recorder.write(line)
-                recorder.say(f"step {step}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
+            # Saved first: an evaluation that fails must not cost the checkpoint.
             if is_due(step, settings.checkpoint_every, settings.steps):
                 save_checkpoint(engine, config, batch.state, ranks)
+            if is_due(step, settings.evaluate_every, settings.steps):
+                record_evaluation(engine, config, ranks, recorder)
+        barrier(ranks)  # a rank that leaves while another still collects can abort it
     finally:
         recorder.close()
 
@@ -113,6 +116,22 @@ def gather_global_batch(nats: Tensor, sample_ids: Tensor, ranks: Ranks, device: 
     loss_nats = everyone[:, 0].contiguous().view(torch.float64).mean().item()
     ids = everyone[:, 1:].contiguous().numpy().astype("<i8")
     return GlobalBatch(loss_nats, zlib.crc32(ids.tobytes()))
+
+
+def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:
+    """Whether a run goes on from a step whose evaluation was due and never recorded. All ranks must call."""
+    settings = config.train
+    if step == 0 or not is_due(step, settings.evaluate_every, settings.steps):
+        return False
+    lacks = ranks.is_first and not holds_line(Path(settings.output), step, config.data.validation_split)
+    return bool(gather_objects(lacks, ranks)[0])
+
+
+def record_evaluation(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, recorder: Recorder) -> None:
+    """Evaluates after the engine's step, and records and tells the result. All ranks must call."""
+    line = evaluate_split(engine, config, ranks)
+    recorder.write(line)
+    recorder.say(f"step {line['step']}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
 
 
 def evaluate_split(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> dict[str, Any]:

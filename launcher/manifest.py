@@ -2,7 +2,7 @@
 
 Format 1, `checkpoints/step-00001000/`:
 
-    manifest.json     this
+    manifest.json     this, with a SHA-256 over its own content
     config.json       the resolved configuration of the run
     deepspeed/        as DeepSpeed wrote it: weights, fp32 master weights, optimiser, schedule, loss scale
     random-00000.pt   one a rank: the states of its random generators
@@ -27,6 +27,7 @@ from sparse_model.strict import StrictModel
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+_OWN_HASH = "sha256"  # over the canonical JSON of all other keys
 _READ_BYTES = 1 << 20
 
 
@@ -55,12 +56,14 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        ConfigError: none, not readable, of a newer format, or naming a file outside its folder.
+        ConfigError: none, not readable, of a newer format, damaged, or naming a file outside its folder.
     """
     content = load_json_object(folder / MANIFEST)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise ConfigError(f"{folder / MANIFEST}: format_version={version}: this Longstride reads {FORMAT_VERSION}")
+    if content.pop(_OWN_HASH, None) != _content_sha256(content):
+        raise ConfigError(f"{folder / MANIFEST}: damaged, its SHA-256 is not its content's")
     try:
         manifest = Manifest.model_validate(content)
     except ConfigError as error:
@@ -70,6 +73,17 @@ def read_manifest(folder: Path) -> Manifest:
         if path.is_absolute() or ".." in path.parts or "\\" in name:
             raise ConfigError(f"{folder / MANIFEST}: names {name}, which is outside its folder")
     return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a checkpoint folder, its own hash included."""
+    write_json(folder / MANIFEST, sealed(manifest.model_dump(mode="json")))
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's content with the hash of all the rest."""
+    rest = {key: value for key, value in content.items() if key != _OWN_HASH}
+    return rest | {_OWN_HASH: _content_sha256(rest)}
 
 
 def read_checkpoint_config(folder: Path) -> RunConfig:
@@ -100,7 +114,10 @@ def find_damage(folder: Path, names: Sequence[str], manifest: Manifest) -> list[
     """One line for each of these files that is not as it was written."""
     damage = []
     for name in names:
-        path, expected = folder / name, manifest.files[name]
+        path, expected = folder / name, manifest.files.get(name)
+        if expected is None:
+            damage.append(f"{path}: the manifest does not name it")
+            continue
         try:
             size = path.stat().st_size
             if size != expected.bytes:
@@ -130,6 +147,11 @@ def flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _content_sha256(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _files_of(folder: Path) -> list[Path]:

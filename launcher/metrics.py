@@ -124,13 +124,13 @@ def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LinePr
 def cut_metrics(run: Path, step: int) -> Path | None:
     """Takes the lines after a step out of metrics.jsonl, so that no step will stand there twice.
 
-    Returns the copy that keeps them; None where there was nothing to take out. A last line that was cut off in writing
-    counts as one to take out.
+    Returns the copy that keeps them; None where there was nothing to take out. A line that was cut off in writing, or
+    is damaged, counts as one to take out.
     """
     path = run / METRICS
     if not path.exists():
         return None
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = _read_lines(path)
     kept = [line for line in lines if _is_until(line, step)]
     if kept == lines:
         return None
@@ -147,8 +147,27 @@ def cut_metrics(run: Path, step: int) -> Path | None:
     return copy
 
 
-def _is_until(line: str, step: int) -> bool:
+def holds_line(run: Path, step: int, split: str) -> bool:
+    """Whether metrics.jsonl has a split's line of a step."""
+    path = run / METRICS
+    found = [_parsed(line) for line in _read_lines(path)] if path.exists() else []
+    return any(line.get("step") == step and line.get("split") == split for line in found)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Lines with their ends; what is no UTF-8 becomes U+FFFD, which no line of ours holds."""
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """What a whole line holds; nothing for one that is torn or damaged."""
     try:
-        return line.endswith("\n") and json.loads(line)["step"] <= step
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return False
+        content = json.loads(line) if line.endswith("\n") and "\ufffd" not in line else None
+    except (json.JSONDecodeError, RecursionError):
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def _is_until(line: str, step: int) -> bool:
+    own = _parsed(line).get("step")
+    return isinstance(own, int) and own <= step

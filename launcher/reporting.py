@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 EXIT_WRONG_INPUT = 2
 _FIRST_REPORTS_SECONDS = 30.0  # long enough for a slow start; the launcher ends all ranks once the first has ended
+_FULL_OR_FORBIDDEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # told by a write, which knows no name
 
 
-def is_wrong_input(error: ValueError) -> bool:
-    """Whether a person can mend it: a ConfigError or a DataError, looked up only where its room is loaded already."""
+def is_wrong_input(error: Exception) -> bool:
+    """Whether a person can mend it: a ConfigError, a DataError, or a file that cannot be read or written.
+
+    The families are looked up only where their room is loaded already.
+    """
+    if isinstance(error, OSError):
+        return error.strerror is not None and (error.filename is not None or error.errno in _FULL_OR_FORBIDDEN)
     families = (("kernels.errors", "ConfigError"), ("data_pipelines.errors", "DataError"))
     return any(isinstance(error, getattr(sys.modules[room], name)) for room, name in families if room in sys.modules)
 
 
-def report(error: ValueError) -> int:
+def report(error: Exception) -> int:
     """Tells the problems on standard error; returns the exit code.
 
     The ranks find the same problems at the same time. Those after the first wait until the launcher ends them, and
@@ -24,6 +33,32 @@ def report(error: ValueError) -> int:
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_FIRST_REPORTS_SECONDS)
-    for line in str(error).splitlines():
-        print(f"longstride: error: {line}", file=sys.stderr, flush=True)
+    _tell(error)
     return EXIT_WRONG_INPUT
+
+
+@contextmanager
+def told_at_once() -> Iterator[None]:
+    """Ends this rank by exit code 2 for a mistake found inside, which may meet one rank alone, such as a bad sample.
+
+    It is told before the other ranks, left alone in a collective, can bring the run down.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if not is_wrong_input(error):
+            raise
+        _tell(error)
+        sys.exit(EXIT_WRONG_INPUT)
+
+
+def tell_passed_over(lines: Sequence[str]) -> None:
+    """Tells which checkpoints were passed over for an older one, and why: a line each."""
+    for line in lines:
+        print(f"longstride: passed over: {line}", file=sys.stderr)
+
+
+def _tell(error: Exception) -> None:
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    for line in text.splitlines():
+        print(f"longstride: error: {line}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipelines import evaluation_contexts
+from data_pipelines import DataError, StreamState, check_split, evaluation_contexts
 from kernels.errors import ConfigError
 from launcher.checkpoint import (
     Checkpoint,
@@ -18,13 +18,12 @@ from launcher.checkpoint import (
     verify_together,
 )
 from launcher.config import RunConfig
-from launcher.folders import CHECKPOINTS, CONFIG, METRICS
+from launcher.folders import CHECKPOINTS, CONFIG, check_output
 from launcher.loop import make_stream
 from launcher.manifest import write_json
 from launcher.metrics import cut_metrics
 from launcher.processes import Ranks, barrier
-
-_MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
+from launcher.reporting import tell_passed_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +43,21 @@ def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
         DataError: the data cannot be trained on.
     """
     settings, run = config.train, Path(config.train.output)
-    if resume not in ("auto", "never") and not resume.isdecimal():
-        raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
+    check_output(settings.output, resume)
     fingerprint = make_stream(config, ranks).fingerprint
     # The generator checks the split as soon as it is called, and reads nothing until it is asked to.
     evaluation_contexts(
         Path(config.data.path), config.data.validation_split, context=config.model.context, batch_size=1
     )
-    if run.exists() and not run.is_dir():
-        raise ConfigError.at("train.output", settings.output, "must be a folder, and is a file")
-    taken = [name for name in _MARKS if (run / name).exists()]
+    if ranks.local_rank == 0:  # once a host
+        for split in (config.data.train_split, config.data.validation_split):
+            check_split(Path(config.data.path), split)
     if resume == "never":
-        if taken:
-            rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
-            raise ConfigError.at("train.output", settings.output, rule)
         return Start()
     if resume == "auto":
         found, refused = list_checkpoints(run)
-        start = Start(tuple(found), tuple(refused), may_begin=not found and not refused)
+        lines = tuple(refusal.line for refusal in refused)
+        start = Start(tuple(found), lines, may_begin=not found and not refused)
     else:
         start = Start((open_checkpoint(run, int(resume)),), may_begin=False)
     for checkpoint in start.candidates[:1]:
@@ -69,6 +65,10 @@ def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
         if checkpoint.manifest.step > settings.steps:
             rule = f"the checkpoint {checkpoint.folder} is already beyond it"
             raise ConfigError.at("train.steps", settings.steps, rule)
+        try:
+            make_stream(config, ranks, StreamState.from_json(checkpoint.manifest.stream))
+        except DataError as error:
+            raise ConfigError(f"{checkpoint.folder}: {error}") from None
     if not start.candidates and start.refused:
         raise ConfigError("no checkpoint can be read:", *start.refused)
     return start
@@ -91,8 +91,7 @@ def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
     if chosen is None and not start.may_begin:
         raise ConfigError("no checkpoint is whole:", *damaged)
     if ranks.is_first:
-        for line in damaged:
-            print(f"longstride: passed over: {line}", file=sys.stderr)
+        tell_passed_over(damaged)
         _prepare_folder(Path(config.train.output), config, chosen)
     barrier(ranks)
     return chosen

@@ -8,9 +8,14 @@ import socket
 import sys
 from pathlib import Path
 
+import torch
+
 from kernels.errors import ConfigError
 from launcher import train
 from launcher.config import check_world_size, load_config
+from launcher.folders import check_output
+
+HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,25 +30,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Becomes the launcher, so that signals and the exit code are its own.
 
     Raises:
-        ConfigError: the configuration is wrong, told here once instead of by every rank.
+        ConfigError: the configuration or the run folder is wrong, told here once instead of by every rank.
     """
     config = load_config(arguments.config, arguments.overrides)
-    if arguments.processes is not None:
-        if arguments.processes < 1:
-            raise ConfigError(f"--processes={arguments.processes}: must be at least 1")
-        check_world_size(config, arguments.processes)
-    command = launcher_command(arguments)
+    check_output(config.train.output, arguments.resume)
+    processes = arguments.processes
+    if processes is None and not torch.cuda.is_available() and not HOSTFILE.exists():
+        processes = 1  # the launcher would start one a NUMA node
+    if processes is not None:
+        if processes < 1:
+            raise ConfigError(f"--processes={processes}: must be at least 1")
+        check_world_size(config, processes)
+    command = launcher_command(arguments, processes)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
 
 
-def launcher_command(arguments: argparse.Namespace) -> list[str]:
-    """The command line of `deepspeed launcher/train.py …`."""
+def launcher_command(arguments: argparse.Namespace, processes: int | None) -> list[str]:
+    """The command line of `deepspeed launcher/train.py …`; None leaves the number of processes to the launcher."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
     command += ["--log_level", "error"]  # how it starts each rank would fill the screen
-    if arguments.processes is not None:
-        command += ["--num_gpus", str(arguments.processes)]  # on a CPU too this is the number of processes
+    if processes is not None:
+        command += ["--num_gpus", str(processes)]  # on a CPU too this is the number of processes
     command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
     return command + arguments.overrides
 

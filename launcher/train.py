@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path = [str(_here.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
 from launcher.config import RunConfig, check_world_size, load_config
-from launcher.reporting import is_wrong_input, report
+from launcher.reporting import is_wrong_input, report, told_at_once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +39,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher's own
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
         return _run(config, options.resume)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         if not is_wrong_input(error):
             raise
         return report(error)
@@ -69,13 +69,14 @@ def _run(config: RunConfig, resume: str) -> int:
     start = choose_start(config, resume, ranks)
     with process_group(ranks, config.train.timeout_seconds):
         checkpoint = begin(start, config, ranks)
-        engine = ours.build_engine(config, ranks)
-        state = None
-        if checkpoint is not None:
-            state = load_checkpoint(engine, checkpoint, ranks)
-            ours.apply_settings(engine, config.train)
-        train(engine, config, ranks, state)
-        engine.destroy()
+        with told_at_once():
+            engine = ours.build_engine(config, ranks)
+            state = None
+            if checkpoint is not None:
+                state = load_checkpoint(engine, checkpoint, ranks)
+                ours.apply_settings(engine, config.train)
+            train(engine, config, ranks, state)
+            engine.destroy()
     return 0
 
 

@@ -16,6 +16,7 @@ from data_pipelines import ByteStream, DataError, Lanes, StreamState
 from data_pipelines.lanes import block_order, shard_order
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
+SHORT_BLOCKS = 700  # bytes: some ten contexts, so that each lane has several blocks and resumes land inside later ones
 
 
 def defined_stream(corpus, seed: int, num_epochs: int) -> bytes:
@@ -40,6 +41,7 @@ def global_batches(corpus, count, world_size=1, state=None, context=64, global_b
                 seed=seed,
                 rank=rank,
                 world_size=world_size,
+                shuffle_bytes=SHORT_BLOCKS,
                 state=state,
             ),
             count,
@@ -124,7 +126,8 @@ def test_blocks_are_shuffled_each_in_its_own_way():
 @pytest.fixture(scope="module")
 def uninterrupted(corpus):
     """Three epochs of global batches, read by one rank."""
-    stream = ByteStream(corpus.folder, context=64, global_batch=24, seed=5)
+    stream = ByteStream(corpus.folder, context=64, global_batch=24, seed=5, shuffle_bytes=SHORT_BLOCKS)
+    assert stream.lanes.steps_in(0) > 2 * (SHORT_BLOCKS // 64)
     return list(global_batches(corpus, stream.lanes.batches_before(3)))
 
 
@@ -149,6 +152,11 @@ def assert_resumes(corpus, uninterrupted, data):
         assert_same(part, uninterrupted[place : place + count])
         place += count
         state = StreamState.from_json(part[-1][2].to_json())
+
+
+def test_stream_resumes_within_a_later_block(corpus, uninterrupted):
+    step = SHORT_BLOCKS // 64 + 3
+    assert_same(global_batches(corpus, 4, state=uninterrupted[step - 1][2]), uninterrupted[step : step + 4])
 
 
 @settings(max_examples=15, deadline=None)

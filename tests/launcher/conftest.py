@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from data_pipelines import build
-from tests.launcher.runs import configuration, spawn
+from launcher import train
+from launcher.reporting import EXIT_WRONG_INPUT
+from tests.launcher.runs import configuration, files_under, spawn
 
 Make = Callable[[Path], None]
 
@@ -61,6 +63,26 @@ def config_file(data: Path, tmp_path: Path) -> Path:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(configuration(data, tmp_path / "run"), indent=1))
     return path
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """A function of train.py's arguments -> the lines of its refusal; it checks code, form and files."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> list[str]:
+        before = files_under(tmp_path)
+        capsys.readouterr()
+        assert train.main(list(arguments)) == EXIT_WRONG_INPUT
+        assert files_under(tmp_path) == before
+        lines = capsys.readouterr().err.splitlines()
+        assert all(line.startswith("longstride: error: ") for line in lines), lines
+        return [line.removeprefix("longstride: error: ") for line in lines]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def configuration(data: Path, output: Path) -> dict[str, Any]:
             "dropout": 0.1,
             "backend": "reference",
         },
-        "data": {"path": str(data)},
+        "data": {"path": str(data), "shuffle_bytes": 256},  # four contexts a block: a resume lands inside one
         "train": {
             "output": str(output),
             "steps": 8,
@@ -99,6 +99,15 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def files_under(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and time of change."""
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

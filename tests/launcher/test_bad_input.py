@@ -12,40 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher import cli, train
+from launcher import cli
+from launcher.manifest import sealed
 from launcher.reporting import EXIT_WRONG_INPUT
-from tests.launcher.runs import ROOT, plain_environment
-
-Files = dict[str, tuple[int, int]]
-
-
-def files_under(folder: Path) -> Files:
-    """Every file with its size and time of change."""
-    return {
-        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-@pytest.fixture
-def refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[str]]:
-    """A function of train.py's arguments -> the lines of its refusal; it checks code, form and files."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str) -> list[str]:
-        before = files_under(tmp_path)
-        capsys.readouterr()
-        assert train.main(list(arguments)) == EXIT_WRONG_INPUT
-        assert files_under(tmp_path) == before
-        lines = capsys.readouterr().err.splitlines()
-        assert all(line.startswith("longstride: error: ") for line in lines), lines
-        return [line.removeprefix("longstride: error: ") for line in lines]
-
-    return run
+from tests.launcher.runs import ROOT, files_under, plain_environment
 
 
 def test_missing_configuration(refused: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -116,12 +86,19 @@ def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], con
     ]
 
 
-@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing"])
-def test_activation_checkpointing_that_needs_a_gpu(
+@pytest.mark.parametrize(
+    "key",
+    [
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.cpu_checkpointing",
+        "zero_optimization.zero_quantized_weights",
+    ],
+)
+def test_setting_that_needs_a_gpu(
     refused: Callable[..., list[str]], config_file: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.cpu_accelerator.prepare_accelerator", lambda: True)
-    path = f"deepspeed.activation_checkpointing.{key}"
+    path = f"deepspeed.{key}"
     assert refused("--config", str(config_file), f"{path}=true") == [f"{path}=true: needs a GPU; leave it out on a CPU"]
 
 
@@ -236,9 +213,94 @@ def test_manifest_that_leaves_its_folder(refused: Callable[..., list[str]], conf
     path = run_copy / "checkpoints/step-00000008/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"]["../../../escape"] = next(iter(manifest["files"].values()))
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(sealed(manifest)))
     lines = refused("--config", str(config_file), "--resume", "8")
     assert lines == [f"{path}: names ../../../escape, which is outside its folder"]
+
+
+def test_state_that_the_stream_does_not_have(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path
+) -> None:
+    path = run_copy / "checkpoints/step-00000008/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stream"]["step"] = 10**6
+    path.write_text(json.dumps(sealed(manifest)))
+    (line,) = refused("--config", str(config_file), "--resume", "8")
+    assert line.startswith(f"{path.parent}: state.step=1000000: epoch ")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json"])
+def test_resume_of_a_step_whose_description_is_damaged(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, name: str
+) -> None:
+    path = run_copy / f"checkpoints/step-00000008/{name}"
+    path.write_text(path.read_text().replace("0", "1", 1))
+    (line,) = refused("--config", str(config_file), "--resume", "8")
+    assert line.startswith(f"{path}: damaged, its SHA-256 is not ")
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("suffix", ["tar", "index.npy"])
+def test_shard_or_index_of_the_right_size_and_wrong_content(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, data: Path, split: str, suffix: str
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    path = tmp_path / f"data/{split}-00000.{suffix}"
+    path.write_bytes(b"x" * path.stat().st_size)
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'data'}")
+    assert line.startswith(f"{path}: ")
+
+
+def test_output_below_a_file(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (line,) = refused("--config", str(config_file), f"train.output={tmp_path / 'file/run'}")
+    assert line == f'train.output="{tmp_path / "file/run"}": {tmp_path / "file"} is a file; name a folder'
+
+
+def test_output_that_cannot_be_written(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.folders.os.access", lambda path, mode: False)
+    (line,) = refused("--config", str(config_file))
+    assert line == f'train.output="{tmp_path / "run"}": {tmp_path} cannot be written; name another folder'
+
+
+def test_write_that_the_system_refuses(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "run"))
+
+    monkeypatch.setattr("launcher.resume.begin", forbid)
+    assert refused("--config", str(config_file)) == [f"{tmp_path / 'run'}: Permission denied"]
+
+
+def test_deeply_nested_configuration(refused: Callable[..., list[str]], config_file: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    rule = "objects and lists nested more than 64 deep"
+    assert refused("--config", str(config_file), f"model.attention={deep}") == [f"model.attention: {rule}"]
+    config_file.write_text(deep)
+    assert refused("--config", str(config_file)) == [f"{config_file}: {rule}"]
+
+
+def test_overrides_and_options_in_any_order(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused("train.steps=0", "--config", str(config_file), "model.layers=0", "--resume", "auto", "notes=x")
+    assert [line.split(":")[0] for line in lines] == ["model.layers=0", "train.steps=0"]
+
+
+def test_longstride_train_refuses_what_the_ranks_would(
+    config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("launcher.start.os.execv", lambda path, command: pytest.fail("started"))
+    assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == EXIT_WRONG_INPUT
+    assert "error: --resume=bla: must be auto, never or the number of a step" in capsys.readouterr().err
+    assert cli.main(["train", "--config", str(config_file)]) == EXIT_WRONG_INPUT
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", str(run_copy), "--batch", "0"]) == EXIT_WRONG_INPUT
+    assert capsys.readouterr().err == "longstride: error: --batch=0: must be at least 1\n"
 
 
 def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,15 @@ def test_data_build_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shard.write_bytes(shard.read_bytes()[:-512])
     assert cli.main(["data", "verify", str(tmp_path / "data")]) == 1
     assert str(shard) in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    for folder in ("none", "empty", "source"):
+        capsys.readouterr()
+        assert cli.main(["data", "verify", str(tmp_path / folder)]) == 2
+        assert capsys.readouterr().err.startswith(f"longstride: error: {tmp_path / folder}: ")
+    capsys.readouterr()
+    build[build.index("--output") + 1] = str(tmp_path / "source/0.txt/data")
+    assert cli.main([*build, "0.3"]) == 2
+    assert "Not a directory" in capsys.readouterr().err
     assert cli.main([*build, "2"]) == 2
     assert capsys.readouterr().err.startswith("longstride: error: ")
 
@@ -130,6 +139,21 @@ def test_longstride_train_becomes_the_launcher(
     assert command[command.index("--num_gpus") + 1] == "2"
     script = command.index(str(ROOT / "launcher/train.py"))
     assert command[script + 1 :] == ["--config", str(config_file), "--resume", "auto", "train.steps=3"]
+
+
+def test_longstride_train_starts_one_process_without_a_gpu(
+    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("launcher.start.HOSTFILE", tmp_path / "hostfile")
+    cli.main(["train", "--config", str(config_file)])
+    (tmp_path / "hostfile").touch()
+    cli.main(["train", "--config", str(config_file)])
+    alone, hosts = commands
+    assert alone[alone.index("--num_gpus") + 1] == "1"
+    assert "--num_gpus" not in hosts
 
 
 def test_longstride_train_refuses_before_it_starts_anything(

@@ -29,12 +29,18 @@ def test_warm_up_is_linear_and_ends_at_the_rate() -> None:
 
 
 def test_cosine_falls_to_the_final_rate() -> None:
-    train = train_config(steps=100, warmup_steps=20, learning_rate=1.0, final_learning_rate=0.1)
+    train = train_config(steps=101, warmup_steps=20, learning_rate=1.0, final_learning_rate=0.1)
     assert rate_factor(train, 60) == pytest.approx(0.55)  # half way
-    assert rate_factor(train, 100) == pytest.approx(0.1)
+    assert rate_factor(train, 99) > 0.1
+    assert rate_factor(train, 100) == pytest.approx(0.1)  # the last of 101 steps
     assert rate_factor(train, 500) == pytest.approx(0.1)
     factors = [rate_factor(train, step) for step in range(20, 101)]
     assert factors == sorted(factors, reverse=True)
+
+
+@pytest.mark.parametrize("steps", [10, 11])
+def test_cosine_without_a_step_to_fall_stays(steps: int) -> None:
+    assert rate_factor(train_config(steps=steps, warmup_steps=10), steps - 1) == 1.0
 
 
 def test_constant_schedule_stays() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kernels.errors import ConfigError
-from launcher.checkpoint import list_checkpoints, open_checkpoint, set_aside
+from launcher import cli
+from launcher.checkpoint import list_checkpoints, newer_refusals, open_checkpoint, set_aside
 from launcher.manifest import find_damage, read_manifest
 from launcher.metrics import cut_metrics
 from tests.launcher.runs import metrics, spawn
@@ -53,6 +55,59 @@ def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: P
     assert after[6]["loss_nats"] != before[6]["loss_nats"]
 
 
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
+def test_checkpoint_with_damaged_description_is_passed_over(run_copy: Path, config_file: Path, name: str) -> None:
+    before = metrics(run_copy)
+    damaged = run_copy / "checkpoints/step-00000008" / name
+    flip_byte(damaged)
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert f"longstride: passed over: {damaged}: " in ended.stderr[0]
+    assert metrics(run_copy) == before
+
+
+def test_export_tells_what_it_passed_over(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = run_copy / "checkpoints/step-00000008/manifest.json"
+    flip_byte(damaged)
+    assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == 0
+    passed_over, done = capsys.readouterr().err.splitlines()
+    assert passed_over.startswith(f"longstride: passed over: {damaged}: ")
+    assert "step 4 of" in done
+
+
+def test_damaged_sample_is_told_by_the_rank_that_meets_it(config_file: Path, data: Path, tmp_path: Path) -> None:
+    """The second of two ranks reads the second half of the data; it tells its line though it is not the first."""
+    shutil.copytree(data, tmp_path / "data")
+    (shard,) = (tmp_path / "data").glob("train-*.tar")
+    content = bytearray(shard.read_bytes())
+    content[len(content) * 9 // 16] ^= 1
+    shard.write_bytes(content)
+    began = time.monotonic()
+    ended = spawn(["--config", str(config_file), f"data.path={tmp_path / 'data'}"], 2)
+    assert ended.codes[1] == 2, ended.stderr
+    assert f"longstride: error: {shard}: sample " in ended.stderr[1]
+    assert time.monotonic() - began < 25  # a rank that holds its line back does so for 30 seconds
+
+
+def test_failed_evaluation_costs_no_checkpoint_and_is_made_up_for(
+    trained: Trained, config_file: Path, tmp_path: Path
+) -> None:
+    ended = spawn(["--config", str(config_file)], 1, {"FAIL_EVALUATION_AT_STEP": "4"})
+    assert ended.codes == [1]
+    assert "the evaluation fails" in ended.stderr[0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert metrics(tmp_path / "run") == metrics(trained("alone", 1))
+
+
+def test_failed_last_evaluation_is_made_up_for(trained: Trained, config_file: Path, tmp_path: Path) -> None:
+    assert spawn(["--config", str(config_file)], 1, {"FAIL_EVALUATION_AT_STEP": "8"}).codes == [1]
+    for _ in range(2):  # the second has nothing left to do
+        assert spawn(["--config", str(config_file), "--resume", "auto"], 1).codes == [0]
+        assert metrics(tmp_path / "run") == metrics(trained("alone", 1))
+
+
 def test_loss_that_is_no_number_ends_the_run_before_the_step(config_file: Path, tmp_path: Path) -> None:
     ended = spawn(["--config", str(config_file), "train.learning_rate=1e30"], 1)
     assert ended.codes == [1]
@@ -78,7 +133,9 @@ def test_checkpoints_are_listed_newest_first_without_partial_ones(run_copy: Path
     found, refused = list_checkpoints(run_copy)
     assert [checkpoint.manifest.step for checkpoint in found] == [8, 4]
     assert len(refused) == 1
-    assert "step-00000010/manifest.json: cannot be read" in refused[0]
+    assert refused[0].step == 10
+    assert "step-00000010/manifest.json: cannot be read" in refused[0].line
+    assert newer_refusals(run_copy, found[0]) == [refused[0].line]
     assert open_checkpoint(run_copy, None).manifest.step == 8
     with pytest.raises(ConfigError, match=r"step-00000010/manifest\.json: cannot be read"):
         open_checkpoint(run_copy, 10)
@@ -120,6 +177,15 @@ def test_cut_metrics_keeps_what_it_takes_out(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
     assert cut_metrics(tmp_path, 3) is None
     assert cut_metrics(tmp_path, 2) == tmp_path / "metrics.before-resume-2.jsonl"
+
+
+def test_cut_metrics_takes_out_what_is_no_text(tmp_path: Path) -> None:
+    content = b'{"step": 1}\n{"step": 2, "split": "\xff"}\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    copy = cut_metrics(tmp_path, 3)
+    assert copy is not None
+    assert copy.read_bytes() == content
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 def test_cut_metrics_of_a_new_run_is_nothing(tmp_path: Path) -> None:

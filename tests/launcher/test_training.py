@@ -34,6 +34,7 @@ OTHER_RUNS = {
     for precision in ("fp32", "fp16", "bf16")
     if f"zero{stage}-{precision}" not in RUNS
 }
+OTHER_RUNS["zero2-offload"] = ("deepspeed=zero2_bf16", "deepspeed.zero_optimization.offload_optimizer.device=cpu")
 EVERY_RUN = RUNS | OTHER_RUNS
 NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)]
 Resumed = Callable[..., tuple[Path, Path]]

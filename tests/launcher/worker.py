@@ -55,7 +55,23 @@ def stop_answering(step: int) -> None:
     loop.gather_global_batch = gather_or_hang
 
 
+def fail_evaluation(step: int) -> None:
+    """Lets the evaluation after a step fail."""
+    import launcher.loop as loop
+
+    evaluate = loop.evaluate_split
+
+    def evaluate_or_fail(engine: Any, config: Any, ranks: Any) -> Any:
+        if engine.global_steps == step:
+            raise RuntimeError("the evaluation fails")
+        return evaluate(engine, config, ranks)
+
+    loop.evaluate_split = evaluate_or_fail
+
+
 if __name__ == "__main__":
+    if "FAIL_EVALUATION_AT_STEP" in os.environ:
+        fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
     if "HANG_AFTER_STEP" in os.environ:
