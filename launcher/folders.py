@@ -1,37 +1,6 @@
-"""Names of what a run folder and an exported model hold, documented in docs/training.md, and who may take one."""
-
-from __future__ import annotations
-
-import os
-from pathlib import Path
-
-from kernels.errors import ConfigError
+"""Names of what a run folder and an exported model hold, documented in docs/training.md."""
 
 CONFIG = "config.json"  # of the run, of each checkpoint and of an exported model
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
-
-_MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
-
-
-def check_output(output: str, resume: str) -> None:
-    """Whether a run may be written to a folder, as --resume is given; nothing is written.
-
-    Raises:
-        ConfigError: --resume is no choice, or the folder is a file, cannot be written or holds a run already.
-    """
-    run = Path(output)
-    if resume not in ("auto", "never") and not (resume.isascii() and resume.isdecimal()):
-        raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
-    if run.exists() and not run.is_dir():
-        raise ConfigError.at("train.output", output, "must be a folder, and is a file")
-    nearest = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
-    if not nearest.is_dir():
-        raise ConfigError.at("train.output", output, f"{nearest} is a file; name a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError.at("train.output", output, f"{nearest} cannot be written; name another folder")
-    taken = [name for name in _MARKS if (run / name).exists()]
-    if resume == "never" and taken:
-        rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
-        raise ConfigError.at("train.output", output, rule)

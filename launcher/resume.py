@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipelines import DataError, StreamState, check_split, evaluation_contexts
+from data_pipelines import DataError, StreamState
 from kernels.errors import ConfigError
 from launcher.checkpoint import (
     Checkpoint,
@@ -17,8 +17,9 @@ from launcher.checkpoint import (
     set_aside,
     verify_together,
 )
+from launcher.checks import check_data, check_output
 from launcher.config import RunConfig
-from launcher.folders import CHECKPOINTS, CONFIG, check_output
+from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.loop import make_stream
 from launcher.manifest import write_json
 from launcher.metrics import cut_metrics
@@ -45,13 +46,8 @@ def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
     settings, run = config.train, Path(config.train.output)
     check_output(settings.output, resume)
     fingerprint = make_stream(config, ranks).fingerprint
-    # The generator checks the split as soon as it is called, and reads nothing until it is asked to.
-    evaluation_contexts(
-        Path(config.data.path), config.data.validation_split, context=config.model.context, batch_size=1
-    )
     if ranks.local_rank == 0:  # once a host
-        for split in (config.data.train_split, config.data.validation_split):
-            check_split(Path(config.data.path), split)
+        check_data(config)
     if resume == "never":
         return Start()
     if resume == "auto":

@@ -12,8 +12,8 @@ import torch
 
 from kernels.errors import ConfigError
 from launcher import train
+from launcher.checks import check_data, check_output
 from launcher.config import check_world_size, load_config
-from launcher.folders import check_output
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 
@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the configuration or the run folder is wrong, told here once instead of by every rank.
+        DataError: so is the data folder.
     """
     config = load_config(arguments.config, arguments.overrides)
     check_output(config.train.output, arguments.resume)
@@ -41,16 +42,25 @@ def run(arguments: argparse.Namespace) -> int:
         if processes < 1:
             raise ConfigError(f"--processes={processes}: must be at least 1")
         check_world_size(config, processes)
+    if not HOSTFILE.exists():  # the ranks run here, with the data that is here
+        check_data(config)
     command = launcher_command(arguments, processes)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(command[0], command)
+    os.execve(command[0], command, launcher_environment())
+
+
+def launcher_environment() -> dict[str, str]:
+    """This process's environment; without a GPU it names what DeepSpeed would choose, with a warning a process."""
+    chosen = {} if torch.accelerator.is_available() else {"DS_ACCELERATOR": "cpu"}
+    return chosen | os.environ
 
 
 def launcher_command(arguments: argparse.Namespace, processes: int | None) -> list[str]:
     """The command line of `deepspeed launcher/train.py …`; None leaves the number of processes to the launcher."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
-    command += ["--log_level", "error"]  # how it starts each rank would fill the screen
+    # How it starts each rank would fill the screen, and that a rank ended is told by the rank itself.
+    command += ["--log_level", "critical"]
     if processes is not None:
         command += ["--num_gpus", str(processes)]  # on a CPU too this is the number of processes
     command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]

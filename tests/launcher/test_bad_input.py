@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -260,7 +261,7 @@ def test_output_below_a_file(refused: Callable[..., list[str]], config_file: Pat
 def test_output_that_cannot_be_written(
     refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.folders.os.access", lambda path, mode: False)
+    monkeypatch.setattr("launcher.checks.os.access", lambda path, mode: False)
     (line,) = refused("--config", str(config_file))
     assert line == f'train.output="{tmp_path / "run"}": {tmp_path} cannot be written; name another folder'
 
@@ -291,7 +292,7 @@ def test_overrides_and_options_in_any_order(refused: Callable[..., list[str]], c
 def test_longstride_train_refuses_what_the_ranks_would(
     config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("launcher.start.os.execv", lambda path, command: pytest.fail("started"))
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: pytest.fail("started"))
     assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == EXIT_WRONG_INPUT
     assert "error: --resume=bla: must be auto, never or the number of a step" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file)]) == EXIT_WRONG_INPUT

@@ -131,7 +131,7 @@ def test_longstride_train_becomes_the_launcher(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = []
-    monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: commands.append((path, command)))
     cli.main(["train", "--config", str(config_file), "train.steps=3", "--processes", "2", "--resume", "auto"])
     ((path, command),) = commands
     assert path == sys.executable
@@ -145,7 +145,7 @@ def test_longstride_train_starts_one_process_without_a_gpu(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = []
-    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command))
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: commands.append(command))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("launcher.start.HOSTFILE", tmp_path / "hostfile")
     cli.main(["train", "--config", str(config_file)])
@@ -159,7 +159,10 @@ def test_longstride_train_starts_one_process_without_a_gpu(
 def test_longstride_train_refuses_before_it_starts_anything(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execv", lambda path, command: pytest.fail("started"))
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: pytest.fail("started"))
     assert cli.main(["train", "--config", str(config_file), "--processes", "3"]) == 2
     assert "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file), "--processes", "0"]) == 2
+    capsys.readouterr()
+    assert cli.main(["train", "--config", str(config_file), "data.path=nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("longstride: error: nowhere: no such folder")

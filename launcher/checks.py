@@ -1,0 +1,49 @@
+"""What can be found wrong before the deepspeed launcher starts. Imports no deepspeed and writes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from data_pipelines import ByteStream, check_split, evaluation_contexts
+from kernels.errors import ConfigError
+from launcher.config import RunConfig
+from launcher.folders import CHECKPOINTS, CONFIG, METRICS
+
+_MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
+
+
+def check_output(output: str, resume: str) -> None:
+    """Whether a run may be written to a folder, as --resume is given; nothing is written.
+
+    Raises:
+        ConfigError: --resume is no choice, or the folder is a file, cannot be written or holds a run already.
+    """
+    run = Path(output)
+    if resume not in ("auto", "never") and not (resume.isascii() and resume.isdecimal()):
+        raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
+    if run.exists() and not run.is_dir():
+        raise ConfigError.at("train.output", output, "must be a folder, and is a file")
+    nearest = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ConfigError.at("train.output", output, f"{nearest} is a file; name a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError.at("train.output", output, f"{nearest} cannot be written; name another folder")
+    taken = [name for name in _MARKS if (run / name).exists()]
+    if resume == "never" and taken:
+        rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
+        raise ConfigError.at("train.output", output, rule)
+
+
+def check_data(config: RunConfig) -> None:
+    """Whether a run can be trained and evaluated on its data folder: manifest, indexes and the beginning of each shard.
+
+    Raises:
+        DataError: a folder, split or shard is missing, damaged or too small.
+    """
+    folder, data, context = Path(config.data.path), config.data, config.model.context
+    ByteStream(folder, data.train_split, context=context, global_batch=config.train.global_batch, seed=data.seed)
+    # The generator checks the split as soon as it is called, and reads nothing until it is asked to.
+    evaluation_contexts(folder, data.validation_split, context=context, batch_size=1)
+    for split in (data.train_split, data.validation_split):
+        check_split(folder, split)
