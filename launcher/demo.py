@@ -60,7 +60,7 @@ def run_stages(folder: Path) -> str:
     training_seconds = time.monotonic() - begin
     held_out = json.loads(stage("evaluate", trained, "--batch", 16, capture=True))
     stage("export", trained, "--output", exported)
-    stage("sample", exported, "--prompt", PROMPT, "--temperature", 0.5)
+    stage("sample", exported, "--prompt", PROMPT, "--temperature", 0.8)
     stage("show", "loss", trained, "--output", folder / "loss.png")
     stage("show", "pattern", CONFIG, "--output", folder / "pattern.png")
     return "\n".join(
