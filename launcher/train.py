@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 if __name__ == "__main__":
     # Run as a file, Python puts this folder first on the path, where our module names would shadow others' (metrics,
@@ -103,5 +105,17 @@ def _check_attention(config: RunConfig, local_rank: int) -> None:
         raise error.under("model") from None
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process as Python does, but without the destructors of C++ libraries.
+
+    A communication thread that still winds up can meet them there, and now and then aborts a rank that has done all its
+    work, with the process group destroyed and every rank past its last collective.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

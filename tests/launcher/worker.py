@@ -76,4 +76,4 @@ if __name__ == "__main__":
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
     if "HANG_AFTER_STEP" in os.environ:
         stop_answering(int(os.environ["HANG_AFTER_STEP"]))
-    sys.exit(entry.main(sys.argv[1:]))
+    entry.leave(entry.main(sys.argv[1:]))
