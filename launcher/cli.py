@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -66,4 +67,9 @@ def _help(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "RANK" in os.environ:  # one of several, which a launcher started
+        from launcher.train import leave
+
+        leave(code)
+    sys.exit(code)
