@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kernels.memory import empty_like_rows
 from kernels.patterns import pattern_from_json, pattern_to_json
 from kernels.patterns.base import Pattern
 
@@ -37,7 +38,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, bac
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+    return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
 @torch.library.custom_op("longstride::attention_backward", mutates_args=())
@@ -70,7 +71,7 @@ def _attention_backward_fake(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
 
 
 def _remember(ctx, inputs, output) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.patterns.base import Part
-from kernels.plan import Ordered, ordered
+from kernels.plan import View, view
 
 # The cost of a chunk in pairs of a query and a key, as measured: reading a row of keys and adding to its gradient costs
 # about as much as KEY_COST more queries would, and starting a batch of chunks as much as BATCH_COST pairs of one head.
@@ -73,40 +73,41 @@ class Chunks:
 @lru_cache(maxsize=64)
 def chunked(part: Part, context: int) -> Chunks:
     """The chunks of a part for N = ``context`` positions, of the size that is estimated to be fastest; cached."""
-    o = ordered(part, context)
+    o = view(part, context, "queries")
     start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
     start, stop = _trimmed(o, start, stop)
-    low, high = o.by_query.low.numpy(), o.by_query.high.numpy()
+    low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     first, last = low[start], high[stop - 1]
-    inverse = None if o.query_order is None else torch.empty_like(o.query_order)
-    if o.query_order is not None and inverse is not None:
-        inverse[o.query_order] = torch.arange(context)
+    order, inverse = o.row_positions, None
+    if order is not None:
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(context)
     return Chunks(
-        query_order=o.query_order,
+        query_order=order,
         query_inverse=inverse,
-        key_order=o.key_order,
-        num_keys=o.num_keys,
+        key_order=o.column_positions,
+        num_keys=o.num_columns,
         batches=tuple(_batches(o, start, stop)),
         has_all_rows=int((stop - start).sum()) == context,
         has_all_keys_once=bool((first[1:] == last[:-1]).all())
         and len(first) > 0
         and first[0] == 0
-        and last[-1] == o.num_keys,
+        and last[-1] == o.num_columns,
     )
 
 
-def _candidates(o: Ordered) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Ways to cut the rows: (start, stop) of each chunk. Empty intervals are left in."""
-    low, high = o.by_query.low.numpy(), o.by_query.high.numpy()
+    low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     # Where a row shares no key with any before it, a chunk that begins there wastes nothing on them.
     restart = np.flatnonzero((low[1:] >= high[:-1]) & (low[1:] > low[:-1])) + 1
     begin = np.concatenate([[0], restart])
-    end = np.append(restart, o.num_queries)
+    end = np.append(restart, o.num_rows)
     for size in SIZES:
-        yield _cut(np.array([0]), np.array([o.num_queries]), size)
+        yield _cut(np.array([0]), np.array([o.num_rows]), size)
         if len(restart):
             yield _cut(begin, end, size)
-        if size >= o.num_queries:
+        if size >= o.num_rows:
             return
 
 
@@ -121,20 +122,20 @@ def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.
     return start, np.minimum(start + np.repeat(step, count), np.repeat(end, count))
 
 
-def _cost(o: Ordered, start: np.ndarray, stop: np.ndarray) -> float:
+def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
     """Estimated time in pairs; infinite where a chunk is too large to hold and smaller ones would do."""
     start, stop = _trimmed(o, start, stop)
     rows = stop - start
-    width = o.by_query.high.numpy()[stop - 1] - o.by_query.low.numpy()[start]
+    width = o.intervals.high.numpy()[stop - 1] - o.intervals.low.numpy()[start]
     if len(rows) and (rows * width).max() > MAX_PAIRS and rows.max() > SIZES[0]:
         return np.inf
-    shapes = len(np.unique(rows * (o.num_keys + 1) + width))
+    shapes = len(np.unique(rows * (o.num_columns + 1) + width))
     return float((rows * width + KEY_COST * width).sum() + CHUNK_COST * len(rows) + BATCH_COST * shapes)
 
 
-def _trimmed(o: Ordered, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Chunks without rows at either end that read no key; those of such rows alone are left out."""
-    reads = (o.by_query.low < o.by_query.high).numpy()
+    reads = (o.intervals.low < o.intervals.high).numpy()
     before = np.concatenate([[0], np.cumsum(reads)])  # rows that read, before each row
     reading = np.flatnonzero(reads)
     kept = before[stop] > before[start]
@@ -142,9 +143,9 @@ def _trimmed(o: Ordered, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarra
     return reading[before[start]], reading[before[stop] - 1] + 1
 
 
-def _batches(o: Ordered, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
+def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
     """Chunks of the same relative intervals whose rows and keys lie at equal steps, together."""
-    low, high = o.by_query.low.numpy(), o.by_query.high.numpy()
+    low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     alike: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
         relative = (b - a, (low[a:b] - low[a]).tobytes() + (high[a:b] - low[a]).tobytes())

@@ -1,87 +1,88 @@
-"""Pattern x context x tile -> the tiles a kernel visits, forward and transposed, by interval arithmetic.
+"""Pattern x context -> what a kernel visits: orders, intervals, and the tiles that follow from them.
 
-Letters: N positions, M keys of a part, T row tiles, P partial tiles, U distinct bitsets.
-Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``kernels.patterns.base``), and a tile is
-full, partial or absent by the smallest and largest bounds of its rows.
+Letters: N positions, M keys of a part, T row tiles.
+Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``kernels.patterns.base``), and which
+tiles a tile of rows visits, and which of them without a mask, follows from the intervals of its first and last row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Intervals, Part
+from kernels.patterns.base import Part
+from kernels.patterns.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
 
-WORD = 32  # bits of a bitset's word
 Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The column tiles that each row tile visits.
+@dataclass(frozen=True, eq=False)
+class View:
+    """A part at one context as its queries see it, or its keys: rows, and the columns of each."""
 
-    Row tile t visits the tiles ``full_first[t] <= c < full_last[t]`` without a mask, and for every entry e in
-    ``partial_start[t] … partial_start[t + 1] - 1`` the tile ``partial_tile[e]`` under the bitset number
-    ``partial_bitset[e]``, in which pair (r, c) is bit ``c % 32`` of word ``[r, c // 32]``. Rows and columns beyond
-    the end are never set.
-    """
-
-    tile_rows: int
-    tile_columns: int
-    full_first: Tensor  # (T,) int32
-    full_last: Tensor  # (T,) int32
-    partial_start: Tensor  # (T + 1,) int32
-    partial_tile: Tensor  # (P,) int32
-    partial_bitset: Tensor  # (P,) int32
-    bitsets: Tensor  # (U, tile_rows, ceil(tile_columns / 32)) int32
-
-    def num_row_tiles(self) -> int:
-        """T."""
-        return self.full_first.numel()
-
-    def num_visited(self) -> int:
-        """Tiles visited, full and partial."""
-        return int((self.full_last - self.full_first).sum()) + self.partial_tile.numel()
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """A part at one context: its orders and intervals, before any tile is chosen."""
-
-    query_order: Tensor | None  # (N,) int64, original position of each row; None is natural
-    key_order: Tensor | None  # (M,) int64
-    num_queries: int
-    num_keys: int
-    by_query: Intervals  # keys of each query, (N,) int64
-    by_key: Intervals  # queries of each key, (M,) int64
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a kernel needs to know of one part at one context, whose row tiles are tiles of one side. On the CPU."""
-
-    tiles: Tiles
+    row_order: Order
+    column_order: Order
     num_rows: int
     num_columns: int
-    row_order: Tensor | None  # (num_rows,) int64, original position of each row; None is natural
-    column_order: Tensor | None  # (num_columns,) int64
+    bounds: Bounds | Intervals  # the columns of each row
+
+    @cached_property
+    def intervals(self) -> Intervals:
+        """The columns of each row as vectors, (num_rows,) int64."""
+        return intervals_of(self.bounds)
+
+    @cached_property
+    def row_positions(self) -> Tensor | None:
+        """Original position of each row, (num_rows,) int64; None is natural."""
+        return positions_of(self.row_order)
+
+    @cached_property
+    def column_positions(self) -> Tensor | None:
+        """Original position of each column, (num_columns,) int64; None is natural."""
+        same = self.column_order is self.row_order
+        return self.row_positions if same else positions_of(self.column_order)
+
+    def closed_period(self) -> int | None:
+        """P where runs of P rows read the same P positions and nothing else, so that each run stands alone."""
+        same = self.column_order is self.row_order
+        return self.bounds.closed_period() if same and isinstance(self.bounds, Bounds) else None
+
+    def interval_of(self, row: int) -> tuple[int, int]:
+        """The columns of one row."""
+        if isinstance(self.bounds, Bounds):
+            low, high = self.bounds(torch.tensor(row))
+        else:
+            low, high = self.bounds.low[row], self.bounds.high[row]
+        return int(low), int(high)
 
 
-@lru_cache(maxsize=32)
-def ordered(part: Part, context: int) -> Ordered:
-    """The orders and intervals of a part for N = ``context`` positions, on the CPU."""
+@lru_cache(maxsize=64)
+def view(part: Part, context: int, rows: Side) -> View:
+    """A part for N = ``context`` positions, seen from its queries or its keys; cached."""
+    if rows == "keys":
+        o = view(part, context, "queries")
+        bounds = part.by_key(context) or transposed(o.intervals, o.num_columns)
+        return View(o.column_order, o.row_order, o.num_columns, o.num_rows, bounds)
     query_order, key_order = part.query_order(context), part.key_order(context)
-    if query_order is not None and key_order is not None and torch.equal(query_order, key_order):
-        key_order = query_order  # one tensor in memory
-    num_keys = context if key_order is None else key_order.numel()
-    by_query = part.intervals(context)
-    assert bool((by_query.low.diff() >= 0).all() and (by_query.high.diff() >= 0).all()), "intervals must not decrease"
-    return Ordered(query_order, key_order, context, num_keys, by_query, transposed(by_query, num_keys))
+    if _equal(query_order, key_order):
+        key_order = query_order  # one tensor in memory, and known to be the same
+    num_keys = context if key_order is None else _length(key_order)
+    return View(query_order, key_order, context, num_keys, part.by_query(context))
+
+
+def _equal(one: Order, other: Order) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
+
+
+def _length(order: Fold | Tensor) -> int:
+    return order.length if isinstance(order, Fold) else order.numel()
 
 
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:
@@ -92,75 +93,54 @@ def transposed(intervals: Intervals, num_columns: int) -> Intervals:
     return Intervals(low, torch.maximum(low, high))
 
 
-@lru_cache(maxsize=64)
-def plan(part: Part, context: int, tile_q: int, tile_k: int, rows: Side) -> Plan:
-    """A part for N = ``context`` positions in (tile_q, tile_k) tiles, seen from its queries or its keys; cached."""
-    o = ordered(part, context)
-    if rows == "queries":
-        return Plan(tiles(o.by_query, tile_q, tile_k), o.num_queries, o.num_keys, o.query_order, o.key_order)
-    return Plan(tiles(o.by_key, tile_k, tile_q), o.num_keys, o.num_queries, o.key_order, o.query_order)
+def edge_of(view: View, tile_rows: int) -> int:
+    """How many rows a tile of ``tile_rows`` takes: all, or fewer where that keeps closed runs of rows apart."""
+    period = view.closed_period()
+    if period is None:
+        return tile_rows
+    if period <= tile_rows:
+        return tile_rows // period * period
+    divisor = next(size for size in range(tile_rows, 0, -1) if period % size == 0)
+    return divisor if 2 * divisor >= tile_rows else tile_rows
 
 
-def tiles(intervals: Intervals, tile_rows: int, tile_columns: int) -> Tiles:
-    """The tiles of rows whose columns are intervals."""
-    low, high = _by_tile(intervals, tile_rows)  # (T, tile_rows)
-    empty = low >= high
-    first = np.where(empty, np.iinfo(np.int64).max, low).min(1) // tile_columns
-    last = -(-np.where(empty, 0, high).max(1) // tile_columns)
-    first = np.minimum(first, last)
-    full_first = np.clip(-(-low.max(1) // tile_columns), first, last)
-    full_last = np.clip(high.min(1) // tile_columns, full_first, last)
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The column tiles of each row tile, as a kernel finds them out by itself.
 
-    # Partial tiles are what is visited on either side of the full run.
-    tile, column = _expand(first, full_first, full_last, last)
-    inside_low = np.clip(low[tile] - column[:, None] * tile_columns, 0, tile_columns).astype(np.int16)
-    inside_high = np.clip(high[tile] - column[:, None] * tile_columns, 0, tile_columns).astype(np.int16)
-    visited = (inside_low < inside_high).any(1)
-    tile, column = tile[visited], column[visited]
-    bitset, number = _bitsets(inside_low[visited], inside_high[visited], tile_columns)
-    start = np.concatenate([[0], np.cumsum(np.bincount(tile, minlength=len(first)))])
-    return Tiles(
-        tile_rows=tile_rows,
-        tile_columns=tile_columns,
-        full_first=_int32(full_first),
-        full_last=_int32(full_last),
-        partial_start=_int32(start),
-        partial_tile=_int32(column),
-        partial_bitset=_int32(number),
-        bitsets=torch.from_numpy(bitset),
-    )
+    Row tile t has the rows ``t * edge …``; its column tile j has the columns ``origin[t] + j * tile_columns …`` for
+    ``0 <= j < count[t]``. Those in ``full_first[t] <= j < full_last[t]`` need no mask.
+    """
+
+    edge: int
+    tile_rows: int
+    tile_columns: int
+    origin: np.ndarray  # (T,) int64, likewise the others
+    count: np.ndarray
+    full_first: np.ndarray
+    full_last: np.ndarray
+
+    def num_visited(self) -> int:
+        """Tiles visited, full and partial."""
+        return int(self.count.sum())
+
+    def num_pairs(self) -> int:
+        """Pairs of a row and a column that are computed, masked ones included."""
+        return self.num_visited() * self.tile_rows * self.tile_columns
 
 
-def _int32(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array.astype(np.int32))
-
-
-def _by_tile(intervals: Intervals, tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds as (T, tile_rows) int64; rows beyond the end are empty and lie behind every column."""
-    low, high = intervals.low.numpy(), intervals.high.numpy()
-    missing = -len(low) % tile_rows
-    end = int(high.max(initial=0))
-    low, high = (np.pad(bound, (0, missing), constant_values=end) for bound in (low, high))
-    return low.reshape(-1, tile_rows), high.reshape(-1, tile_rows)
-
-
-def _expand(first: np.ndarray, full_first: np.ndarray, full_last: np.ndarray, last: np.ndarray) -> tuple:
-    """(row tile, column tile) of every candidate in [first, full_first) and [full_last, last), by row tile."""
-    before, after = full_first - first, last - full_last
-    count = before + after
-    tile = np.repeat(np.arange(len(first)), count)
-    within = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
-    column = np.where(within < before[tile], first[tile] + within, full_last[tile] + within - before[tile])
-    return tile, column
-
-
-def _bitsets(low: np.ndarray, high: np.ndarray, tile_columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct bitsets (U, tile_rows, words) int32 of (P, tile_rows) bounds inside a tile, and each tile's number."""
-    bounds = np.ascontiguousarray(np.concatenate([low, high], 1))
-    rows = bounds.view(np.dtype((np.void, bounds.dtype.itemsize * bounds.shape[1])))[:, 0]
-    _, chosen, number = np.unique(rows, return_index=True, return_inverse=True)
-    word = np.arange(0, tile_columns, WORD)
-    below_low, below_high = (  # the words whose bits below the bound are set
-        (np.int64(1) << np.clip(bound[chosen].astype(np.int64)[..., None] - word, 0, WORD)) - 1 for bound in (low, high)
-    )
-    return (below_high & ~below_low).astype(np.uint32).view(np.int32), number
+def tiles(view: View, tile_rows: int, tile_columns: int, edge: int | None = None) -> Tiles:
+    """The tiles of a view in (tile_rows, tile_columns) tiles that take ``edge`` rows each (its own where None)."""
+    edge = edge or edge_of(view, tile_rows)
+    first = torch.arange(0, view.num_rows, edge)
+    last = (first + edge).clamp_max(view.num_rows) - 1
+    if isinstance(view.bounds, Bounds):
+        at_first, at_last = view.bounds(first), view.bounds(last)
+    else:
+        at_first, at_last = (Intervals(view.bounds.low[row], view.bounds.high[row]) for row in (first, last))
+    origin = at_first.low
+    count = -(-(at_last.high - origin).clamp_min(0) // tile_columns)
+    full_first = torch.minimum(-(-(at_last.low - origin) // tile_columns), count)
+    full_last = torch.maximum((at_first.high - origin) // tile_columns, full_first)
+    found = (x.numpy() for x in (origin, count, full_first, full_last))
+    return Tiles(edge, tile_rows, tile_columns, *found)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.autograd import accumulator_dtype
 from kernels.chunks import Batch, Chunks, chunked
+from kernels.memory import empty_like_rows
 from kernels.patterns.base import Part, Pattern
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
@@ -33,7 +34,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
     wide = accumulator_dtype(q.dtype)
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = empty_like_rows(v)
     lse = torch.empty(q.shape[:3], dtype=wide)
     for pattern, heads in _heads(patterns):
         q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
@@ -60,7 +61,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern: they serve each of its parts."""
     wide = accumulator_dtype(q.dtype)
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    grads = tuple(empty_like_rows(x) for x in (q, k, v))
     for pattern, heads in _heads(patterns):
         q_rows, k_rows, v_rows, grad_rows, out_rows = (_rows(x, heads, wide) for x in (q, k, v, grad_out, out))
         lse_rows = _rows(lse[..., None], heads, wide)

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from kernels.errors import ConfigError, Problem
-from kernels.patterns.base import Intervals, Part, Pattern
+from kernels.patterns.base import Part, Pattern
 from kernels.patterns.block import Block
 from kernels.patterns.column import Column
 from kernels.patterns.dense import Dense
@@ -101,7 +101,6 @@ __all__ = [
     "Column",
     "Dense",
     "Fixed",
-    "Intervals",
     "Local",
     "Part",
     "Pattern",

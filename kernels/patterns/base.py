@@ -5,20 +5,11 @@ Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-
-class Intervals(NamedTuple):
-    """The keys of each query as a half-open interval ``low <= key < high``, counted in a part's own orders.
-
-    Both are (N,) int64 and neither ever decreases, so that the queries of each *key* are an interval too.
-    A query without keys has ``low == high``.
-    """
-
-    low: Tensor
-    high: Tensor
+from kernels.patterns.forms import Bounds, Intervals, Order
 
 
 @runtime_checkable
@@ -33,16 +24,20 @@ class Part(Protocol):
         """Original positions q and k, int64 and broadcastable, to bool: True where q attends to k."""
         ...
 
-    def query_order(self, context: int) -> Tensor | None:
-        """Original position of each reordered query, a permutation, (N,) int64; None is the natural order."""
+    def query_order(self, context: int) -> Order:
+        """Original position of each reordered query: a permutation."""
         ...
 
-    def key_order(self, context: int) -> Tensor | None:
-        """Original position of each reordered key, (M,) int64 without repeats; None is all keys, naturally."""
+    def key_order(self, context: int) -> Order:
+        """Original position of each reordered key, without repeats; some keys may be left out."""
         ...
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds | Intervals:
         """The keys of each reordered query, counted in the key order."""
+        ...
+
+    def by_key(self, context: int) -> Bounds | None:
+        """The queries of each reordered key, counted in the query order; None: no closed form, they are derived."""
         ...
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.patterns.base import Intervals
-from kernels.patterns.single import SinglePart, positions, require_divides, require_positive
+from kernels.patterns.forms import Bound, Bounds, constant
+from kernels.patterns.single import SinglePart, require_divides, require_positive
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,15 @@ class Block(SinglePart):
         """Original positions q and k, broadcastable; True where q attends to k."""
         return (k <= q) & (q // self.stride == k // self.stride)
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds:
         """Query i reads its block from the first position to i."""
-        i = positions(context)
-        return Intervals(i - i % self.stride, i + 1)
+        return Bounds(context, self.stride, constant(0, self.stride), Bound(self.stride, 1, 1, self.stride))
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Key i is read by the queries from i to the end of its block."""
+        if context % self.stride:
+            return None  # the last block is short
+        return Bounds(context, self.stride, Bound(self.stride, 0, 0, self.stride), constant(self.stride, self.stride))
 
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""

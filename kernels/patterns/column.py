@@ -7,21 +7,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Intervals
+from kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
 from kernels.patterns.single import SinglePart, positions, require_divides, require_positive
 
 
-def column_order(context: int, stride: int) -> Tensor:
-    """Positions grouped by residue, so that each column is dense and causal: (N,) int64."""
+def column_order(context: int, stride: int) -> Order:
+    """Positions grouped by residue, so that each column is dense and causal."""
+    if stride == 1:
+        return None
+    if context % stride == 0:
+        return Fold(context, context // stride, 1, stride)
     position = positions(-(-context // stride) * stride).view(-1, stride).T.reshape(-1)
     return position[position < context]
 
 
-def column_intervals(context: int, stride: int, skip: int) -> Intervals:
+def column_by_query(context: int, stride: int, skip: int) -> Bounds | Intervals:
     """Each reordered query reads its column from the top to ``skip`` entries above itself (0: to itself)."""
+    rows = context // stride
+    if context % stride == 0:
+        return Bounds(context, rows, constant(0, rows), Bound(rows, 1 - skip, 0, rows))
+    position = positions_of(column_order(context, stride))
+    assert position is not None  # stride 1 divides every context
     row = positions(context)
-    top = row - column_order(context, stride) // stride
+    top = row - position // stride
     return Intervals(top, torch.maximum(row + 1 - skip, top))
+
+
+def column_by_key(context: int, stride: int, skip: int) -> Bounds | None:
+    """Each reordered key is read from ``skip`` entries below itself to the end of its column."""
+    rows = context // stride
+    return None if context % stride else Bounds(context, rows, Bound(rows, skip, 0, rows), constant(rows, rows))
 
 
 @dataclass(frozen=True)
@@ -37,17 +52,21 @@ class Column(SinglePart):
         """Original positions q and k, broadcastable; True where q attends to k."""
         return (k <= q) & ((q - k) % self.stride == 0)
 
-    def query_order(self, context: int) -> Tensor | None:
+    def query_order(self, context: int) -> Order:
         """Column after column."""
         return column_order(context, self.stride)
 
-    def key_order(self, context: int) -> Tensor | None:
+    def key_order(self, context: int) -> Order:
         """Column after column."""
         return column_order(context, self.stride)
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds | Intervals:
         """Each query reads its own column down to itself."""
-        return column_intervals(context, self.stride, skip=0)
+        return column_by_query(context, self.stride, skip=0)
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Each key is read by its own column from itself on."""
+        return column_by_key(context, self.stride, skip=0)
 
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kernels.patterns.base import Intervals
-from kernels.patterns.single import SinglePart, positions
+from kernels.patterns.forms import Bounds, constant, ramp, whole
+from kernels.patterns.single import SinglePart
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,10 @@ class Dense(SinglePart):
         """Original positions q and k, broadcastable; True where q attends to k."""
         return k <= q
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds:
         """Query i reads keys 0 … i."""
-        i = positions(context)
-        return Intervals(torch.zeros_like(i), i + 1)
+        return Bounds(context, whole(context), constant(0), ramp(1, 1, context))
+
+    def by_key(self, context: int) -> Bounds:
+        """Key i is read by queries i … N-1."""
+        return Bounds(context, whole(context), ramp(0, 0, context), constant(context))

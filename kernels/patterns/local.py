@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.patterns.base import Intervals
-from kernels.patterns.single import SinglePart, positions, require_positive
+from kernels.patterns.forms import Bounds, ramp, whole
+from kernels.patterns.single import SinglePart, require_positive
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,10 @@ class Local(SinglePart):
         """Original positions q and k, broadcastable; True where q attends to k."""
         return (k <= q) & (q - k < self.window)
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds:
         """Query i reads keys max(0, i - window + 1) … i."""
-        i = positions(context)
-        return Intervals((i - self.window + 1).clamp_min(0), i + 1)
+        return Bounds(context, whole(context), ramp(1 - self.window, 0, context), ramp(1, 1, context))
+
+    def by_key(self, context: int) -> Bounds:
+        """Key i is read by queries i … min(i + window, N) - 1."""
+        return Bounds(context, whole(context), ramp(0, 0, context), ramp(self.window, 0, context))

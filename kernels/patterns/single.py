@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.errors import ConfigError
+from kernels.patterns.forms import Order
 
 if TYPE_CHECKING:
     from kernels.patterns.base import Part, Pattern
@@ -30,11 +31,11 @@ class SinglePart:
         """One interval a query is enough."""
         return (self,)  # type: ignore[return-value]
 
-    def query_order(self, context: int) -> Tensor | None:
+    def query_order(self, context: int) -> Order:
         """Natural."""
         return None
 
-    def key_order(self, context: int) -> Tensor | None:
+    def key_order(self, context: int) -> Order:
         """Natural, all keys."""
         return None
 

@@ -8,8 +8,9 @@ from typing import Literal
 from torch import Tensor
 
 from kernels.errors import ConfigError
-from kernels.patterns.base import Intervals, Part, Pattern
-from kernels.patterns.column import Column, column_intervals, column_order
+from kernels.patterns.base import Part, Pattern
+from kernels.patterns.column import Column, column_by_key, column_by_query, column_order
+from kernels.patterns.forms import Bounds, Intervals, Order
 from kernels.patterns.local import Local
 from kernels.patterns.single import require_divides, require_positive
 
@@ -25,17 +26,21 @@ class DistantColumn:
         """Original positions q and k, broadcastable; True where q attends to k."""
         return (q - k >= self.skip * self.stride) & ((q - k) % self.stride == 0)
 
-    def query_order(self, context: int) -> Tensor | None:
+    def query_order(self, context: int) -> Order:
         """Column after column."""
         return column_order(context, self.stride)
 
-    def key_order(self, context: int) -> Tensor | None:
+    def key_order(self, context: int) -> Order:
         """Column after column."""
         return column_order(context, self.stride)
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds | Intervals:
         """Each query reads its own column down to ``skip`` entries above itself."""
-        return column_intervals(context, self.stride, self.skip)
+        return column_by_query(context, self.stride, self.skip)
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Each key is read by its own column from ``skip`` entries below itself on."""
+        return column_by_key(context, self.stride, self.skip)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from kernels.errors import ConfigError
-from kernels.patterns.base import Intervals, Part, Pattern
-from kernels.patterns.single import positions, require_divides, require_positive
+from kernels.patterns.base import Part, Pattern
+from kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of
+from kernels.patterns.single import require_divides, require_positive
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ class Summary:
     def parts(self) -> tuple[Part, ...]:
         """The gathered summary keys, and self where it is asked for and no summary position."""
         keys = SummaryKeys(self)
-        return (keys, SelfElsewhere(self)) if self.include_self else (keys,)
+        if not self.include_self:
+            return (keys,)
+        elsewhere = ((0, self.first()), (self.first() + self.summary, self.stride))
+        return (keys, *(SelfBetween(self.stride, first, last) for first, last in elsewhere if first < last))
 
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""
@@ -89,43 +92,64 @@ class SummaryKeys:
         before = k // stride < q // stride if self.earlier_blocks else k <= q
         return before & self.pattern.is_summary(k)
 
-    def query_order(self, context: int) -> Tensor | None:
+    def query_order(self, context: int) -> Order:
         """Natural."""
         return None
 
-    def key_order(self, context: int) -> Tensor | None:
+    def key_order(self, context: int) -> Order:
         """The summary positions alone, ascending."""
-        k = positions(context)
-        return k[self.pattern.is_summary(k)]
+        p = self.pattern
+        last = min(max(context % p.stride - p.first(), 0), p.summary)  # those of a last block that is not whole
+        return Fold(context // p.stride * p.summary + last, p.summary, p.stride, 1, p.first())
 
-    def intervals(self, context: int) -> Intervals:
+    def by_query(self, context: int) -> Bounds:
         """Query i reads every summary key of earlier blocks, and those of its own up to itself."""
-        p, i = self.pattern, positions(context)
-        high = i // p.stride * p.summary
-        if not self.earlier_blocks:
-            high = high + (i % p.stride - p.first() + 1).clamp(0, p.summary)
-        return Intervals(torch.zeros_like(i), high)
+        p = self.pattern
+        own = constant(0, p.summary) if self.earlier_blocks else Bound(p.summary, 1 - p.first(), 0, p.summary)
+        return Bounds(context, p.stride, constant(0), own)
+
+    def by_key(self, context: int) -> Bounds | None:
+        """Each key is read from its own position on, or from the next block."""
+        p = self.pattern
+        if context % p.stride:
+            return None  # no block need come after the last key
+        low = constant(p.stride, p.stride) if self.earlier_blocks else Bound(p.stride, p.first(), 0, p.stride)
+        return Bounds(context // p.stride * p.summary, p.summary, low, constant(context))
 
 
 @dataclass(frozen=True)
-class SelfElsewhere:
-    """The query's own position, unless it is a summary position already."""
+class SelfBetween:
+    """The query's own position, where it is one of ``first … last - 1`` of its block."""
 
-    pattern: Summary
+    stride: int
+    first: int
+    last: int
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
-        return (k == q) & ~self.pattern.is_summary(k)
+        return (k == q) & (k % self.stride >= self.first) & (k % self.stride < self.last)
 
-    def query_order(self, context: int) -> Tensor | None:
+    def query_order(self, context: int) -> Order:
         """Natural."""
         return None
 
-    def key_order(self, context: int) -> Tensor | None:
+    def key_order(self, context: int) -> Order:
         """Natural, all keys."""
         return None
 
-    def intervals(self, context: int) -> Intervals:
-        """Query i reads key i, or an empty interval after it, so that neither bound ever decreases."""
-        i = positions(context)
-        return Intervals(i + self.pattern.is_summary(i).long(), i + 1)
+    def by_query(self, context: int) -> Bounds | Intervals:
+        """Query i reads key i, or nothing: an empty interval at an end of the run, so that no bound decreases."""
+        bounds = self._bounds(context)
+        if context % self.stride == 0:
+            return bounds
+        return Intervals(
+            *(bound.clamp_max(context) for bound in intervals_of(bounds))
+        )  # a run may begin behind the end
+
+    def by_key(self, context: int) -> Bounds | None:
+        """The same: what reads a key is the key itself."""
+        return self._bounds(context) if context % self.stride == 0 else None
+
+    def _bounds(self, context: int) -> Bounds:
+        low, high = (Bound(self.stride, offset, self.first, self.last) for offset in (0, 1))
+        return Bounds(context, self.stride, low, high)

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for cards that need not be there, and prints what they use, as JSON, one kernel a line.
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
-Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the table's, ``natural`` for kernels that
-read no order, ``resume`` for those of a second pass.
+Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the first candidate, a name in SHAPES for
+how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,24 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
-from kernels.backends.triton.configurations import Configuration, configuration
+from kernels.backends.triton.configurations import Configuration, candidates
+from kernels.backends.triton.delta_kernel import delta_kernel
+from kernels.backends.triton.dkdv_kernel import dkdv_kernel
+from kernels.backends.triton.dq_kernel import dq_kernel
 from kernels.backends.triton.forward_kernel import forward_kernel
 
 KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "delta": delta_kernel}
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-INDICES = {"layout_of": "*i64", "table": "*i64", "data": "*i32"}
-WIDE = {"lse", "delta", "grad_lse"}
-SIZES = {"num_heads", "context", "num_tiles", "num_blocks"}
+TABLES = {"table", "data", "source_table", "source_data"}
+WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
+POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
+# How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
+SHAPES = {
+    "natural": ((0, 0, 1),),  # local, block
+    "folded": ((1, 1, 1),),  # column
+    "merged": ((0, 0, 1), (0, 1, 1)),  # fixed
+    "listed": ((2, 2, 2),),  # anything else
+}
 
 
 def compile_kernel(case: str) -> dict[str, Any]:
@@ -38,15 +47,10 @@ def compile_kernel(case: str) -> dict[str, Any]:
     chosen = (
         Configuration(*map(int, tiles[0].split(",")))
         if tiles
-        else configuration("dq" if name == "delta" else name, architecture, 4 if dtype == "float32" else 2, width)  # type: ignore[arg-type]
+        else candidates("dq" if name == "delta" else name, architecture, 4 if dtype == "float32" else 2, width)[0]  # type: ignore[arg-type]
     )
-    ordered = "natural" not in further
-    flags = {"QUERIES_ORDERED": ordered, "KEYS_ORDERED": ordered, "RESUME": "resume" in further}
-    flags |= {"FINAL": True, "GRAD_LSE": True}
-    sizes = {"WIDTH": width, "W": width, "VALUE_WIDTH": width, "WV": width, "BLOCK": 64, "SCALE": width**-0.5}
-    blocks = {"BLOCK_Q": chosen.block_q, "BLOCK_K": chosen.block_k}
-    known = {**flags, **sizes, **blocks, "ROUND_BF16": False, "ACCUMULATOR": tl.float32}
     kernel = KERNELS[name]
+    known = _constants(name, chosen, width, further)
     constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
@@ -63,14 +67,40 @@ def compile_kernel(case: str) -> dict[str, Any]:
     return found | _amdgcn_usage(compiled.asm["amdgcn"])
 
 
+def _constants(name: str, chosen: Configuration, width: int, further: list[str]) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
+    queries, keys, bounds = zip(*segments, strict=True)
+    by_key = name == "dkdv"
+    return {
+        "SEGMENTS": len(segments),
+        "ROWS": keys[0] if by_key else queries[0],
+        "COLUMNS": (queries[0] if by_key else keys),
+        "BOUNDS": (bounds[0] if by_key else bounds),
+        "RESUME": "resume" in further,
+        "SOURCES": "resume" in further,
+        "SOURCE_FORM": 1,
+        "FINAL": "between" not in further,
+        "GRAD_LSE": True,
+        "WIDTH": width,
+        "W": width,
+        "VALUE_WIDTH": width,
+        "WV": width,
+        "BLOCK": 64,
+        "SCALE": width**-0.5,
+        "BLOCK_Q": chosen.block_q,
+        "BLOCK_K": chosen.block_k,
+        "ROUND_BF16": False,
+        "ACCUMULATOR": tl.float32,
+    }
+
+
 def _type(parameter: str, dtype: str) -> str:
-    if parameter in INDICES:
-        return INDICES[parameter]
+    if parameter in TABLES:
+        return "*i32"
     if parameter in WIDE:
         return "*fp32"
-    if parameter.startswith("previous"):
-        return "*fp32"
-    return "i32" if parameter.startswith("stride") or parameter in SIZES else "*" + dtype
+    return "*" + dtype if parameter in POINTERS else "i32"
 
 
 def _target(architecture: str) -> GPUTarget:

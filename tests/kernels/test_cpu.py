@@ -16,6 +16,7 @@ from kernels.backends import cpu
 from kernels.chunks import MAX_PAIRS, Chunks, chunked
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from kernels.patterns.base import Part
+from kernels.plan import view
 from tests.kernels.oracles import Shape, check_against_reference, example_patterns, make_inputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -255,7 +256,7 @@ def test_chunks_do_little_more_than_the_pattern_asks(pattern: Pattern, waste: fl
     context = 12_288
     asked = sum(
         int((intervals.high - intervals.low).sum())
-        for intervals in (part.intervals(context) for part in pattern.parts())
+        for intervals in (view(part, context, "queries").intervals for part in pattern.parts())
     )
     assert sum(chunks.num_pairs() for chunks in _chunks(pattern, context)) <= waste * asked
 

@@ -17,6 +17,7 @@ from kernels.patterns import (
     pattern_from_json,
     pattern_to_json,
 )
+from kernels.patterns.forms import Bounds, Fold, intervals_of, positions_of
 from tests.kernels.oracles import example_patterns
 
 CONTEXTS = (1, 2, 24, 50)
@@ -76,20 +77,46 @@ def test_parts_are_disjoint_and_make_up_the_mask(pattern: Pattern, context: int)
 
 
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", [*CONTEXTS, 40, 72])  # 40 and 72 are whole blocks: there are closed forms
 def test_intervals_are_the_mask_in_the_parts_orders(pattern: Pattern, context: int) -> None:
     for part in pattern.for_head(1).parts():
         natural = torch.arange(context)
-        query_order, key_order = part.query_order(context), part.key_order(context)
+        query_order, key_order = positions_of(part.query_order(context)), positions_of(part.key_order(context))
         query_order = natural if query_order is None else query_order
         key_order = natural if key_order is None else key_order
-        low, high = part.intervals(context)
+        low, high = intervals_of(part.by_query(context))
         column = torch.arange(len(key_order))
         inside = (column >= low[:, None]) & (column < high[:, None])
         assert torch.equal(query_order.sort().values, natural)
         assert len(key_order.unique()) == len(key_order)
         assert torch.equal(inside, part.mask(query_order[:, None], key_order[None, :]))
         assert int(part.mask(natural[:, None], natural[None, :]).sum()) == int(inside.sum()), "a key was left out"
+        by_key = part.by_key(context)
+        if by_key is not None:
+            low, high = by_key(torch.arange(len(key_order)))
+            assert torch.equal((natural >= low[:, None]) & (natural < high[:, None]), inside.T)
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("context", [1, 40, 50, 72])
+def test_orders_in_closed_form_have_an_inverse(pattern: Pattern, context: int) -> None:
+    for part in pattern.for_head(1).parts():
+        for order in (part.query_order(context), part.key_order(context)):
+            if not isinstance(order, Fold):
+                continue
+            row, inverse = torch.arange(order.length), order.inverse()
+            assert bool(order.counts(row).all()) and not bool(order.counts(row + order.length).any())
+            assert torch.equal(inverse(order(row)), row)
+            position = torch.arange(context)
+            assert torch.equal(position[inverse.counts(position)], order(row).sort().values)
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_whole_blocks_need_no_vectors(pattern: Pattern) -> None:
+    """A plan of a million positions is a few integers."""
+    for part in pattern.for_head(1).parts():
+        assert not isinstance(part.query_order(72), torch.Tensor) and not isinstance(part.key_order(72), torch.Tensor)
+        assert isinstance(part.by_query(72), Bounds) and part.by_key(72) is not None
 
 
 @pytest.mark.parametrize("stride, summary", [(4, 1), (6, 2), (8, 8)])

@@ -12,8 +12,8 @@ import torch
 
 from kernels import ConfigError, sparse_attention
 from kernels.backends import triton as backend
-from kernels.backends.triton import configurations
-from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from kernels.backends.triton import choice, configurations, launch
+from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from tests.kernels.oracles import (
     Inputs,
     Shape,
@@ -76,6 +76,27 @@ def test_triton_serves_ragged_contexts(pattern: Pattern, context: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_triton_heads_may_differ(patterns: list[Pattern], dtype: torch.dtype) -> None:
     check_against_reference("triton", patterns, dtype, Shape(2, 3, 45, 16, 16), grad_lse=True, device=DEVICE)
+
+
+@pytest.mark.parametrize("pattern", [Summary(8, 2), Summary(8, 2, include_self=True), Fixed(8, 2), Strided(8)], ids=str)
+@pytest.mark.parametrize("context", [64, 75])
+def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
+    monkeypatch.setattr(choice, "SHORTEST_SLICE", 1)
+    monkeypatch.setattr(launch, "_num_processors", lambda device: 64)
+    for heads in (pattern, [pattern, Local(9)]):
+        check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICE)
+
+
+@pytest.mark.parametrize("edges", [(16, 32), (32, 16), (64, 64)])
+@pytest.mark.parametrize("pattern", [Column(8), Block(24), Strided(8), Fixed(24, 3), Local(40)], ids=str)
+def test_triton_tiles_may_have_any_edges(
+    pattern: Pattern, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of 9 and blocks of 24 leave some rows of a tile unused."""
+    table = {configurations.Widest(8, 256): configurations.same_for_all(*edges, 1, 1)}
+    monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", table)
+    check_against_reference("triton", pattern, torch.float16, Shape(1, 2, 72, 16, 16), grad_lse=True, device=DEVICE)
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, -0.3, 0.0])

@@ -18,12 +18,23 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
 KERNELS = ("forward", "dkdv", "dq")
-DEFAULTS = [(kernel, dtype, width) for kernel in KERNELS for dtype, width in (("bfloat16", 64), ("float16", 128))]
+DEFAULTS = [
+    *(f"{kernel}:{case}" for kernel in KERNELS for case in ("bfloat16:64:folded", "float16:128:natural")),
+    "forward:bfloat16:64:merged",
+    "dkdv:bfloat16:64:natural:resume",
+    "dq:bfloat16:64:merged",
+    "delta:bfloat16:64",
+]
 ALL = [
-    (kernel, dtype, width)
-    for kernel in KERNELS
-    for dtype in ("bfloat16", "float16", "float32")
-    for width in (16, 64, 128, 256)
+    *(
+        f"{kernel}:{dtype}:{width}:{shape}"
+        for kernel in KERNELS
+        for dtype in ("bfloat16", "float16", "float32")
+        for width in (16, 64, 128, 256)
+        for shape in ("natural", "folded")
+    ),
+    *(f"{kernel}:bfloat16:64:listed:resume" for kernel in KERNELS),
+    *(f"{kernel}:bfloat16:{width}:merged:resume" for kernel in ("forward", "dq") for width in (64, 128)),
 ]
 
 
@@ -33,8 +44,7 @@ def test_every_architecture_has_a_limit() -> None:
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "gfx942"])
 def test_default_kernels_compile_without_spilling(architecture: str) -> None:
-    cases = [*DEFAULTS, ("delta", "bfloat16", 64)]
-    for found in _compiled(architecture, cases):
+    for found in _compiled(architecture, DEFAULTS):
         print(found)
         assert found["shared"] <= SHARED_BYTES[architecture], found
         assert found["spilled_bytes"] == 0, found
@@ -50,13 +60,13 @@ def test_all_kernels_compile_and_fit(architecture: str) -> None:
         assert found["shared"] <= SHARED_BYTES[architecture], found
 
 
-def _compiled(architecture: str, cases: list[tuple[str, str, int]]) -> list[dict]:
+def _compiled(architecture: str, cases: list[str]) -> list[dict]:
     """What the compiler says, from a process in which triton compiles instead of interpreting."""
     from triton.backends import backends
 
     if architecture.startswith("gfx") and "amd" not in backends:
         pytest.skip("this triton has no AMD backend")
-    names = [f"{architecture}:{kernel}:{dtype}:{width}" for kernel, dtype, width in cases]
+    names = [f"{architecture}:{case}" for case in cases]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/kernels/compile_triton.py"), *names],

@@ -1,50 +1,95 @@
-"""The packed layouts of a launch."""
+"""What a launch reads: passes, segments, closed forms as integers, and the sources of a workspace."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import torch
 
-from kernels.backends.triton.packing import FIELDS, passes
-from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from kernels.backends.triton.choice import chosen, num_slices
+from kernels.backends.triton.configurations import Configuration
+from kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, UNREACHED, Form, divisor, groups, packed, sources
+from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
 CPU = torch.device("cpu")
 
 
-def test_passes_are_built_once() -> None:
+def test_passes_are_packed_once() -> None:
     heads = (Strided(8), Strided(8))
-    assert passes(heads, 40, 16, 16, "queries", CPU) is passes(heads, 40, 16, 16, "queries", CPU)
+    assert packed(heads, 40, "queries", 0, 16, CPU) is packed(heads, 40, "queries", 0, 16, CPU)
 
 
 @pytest.mark.parametrize(
-    "heads, num_passes, num_layouts",
+    "heads, by_query, by_key",
     [
-        ((Dense(),) * 8, 1, 1),
-        ((Strided(8),) * 8, 2, 1),
-        ((Local(8), Column(8), Fixed(8, 2)), 2, 3),
-        (tuple(Summary(8, 2, num_summaries=3).for_head(h) for h in range(6)), 1, 3),
+        ((Dense(),) * 8, [1], 1),
+        ((Fixed(8, 2),) * 2, [2], 2),  # block and summary keys share their queries, not their keys
+        ((Strided(8),) * 2, [1, 1], 2),
+        ((Local(8), Column(8), Fixed(8, 2)), [2], 2),
+        ((Strided(8), Fixed(8, 2)), [1, 2], 2),
+        ((Summary(8, 2, include_self=True),), [2], 2),
     ],
     ids=str,
 )
-def test_passes_share_the_layouts_of_equal_heads(heads: tuple[Pattern, ...], num_passes: int, num_layouts: int) -> None:
-    packed = passes(heads, 40, 16, 16, "queries", CPU)
-    assert len(packed) == num_passes
-    assert packed[-1].table.shape == (num_layouts, len(FIELDS))
-    assert packed[-1].layout_of.shape == (len(heads),)
+def test_parts_of_one_order_of_rows_share_a_pass(heads: tuple[Pattern, ...], by_query: list[int], by_key: int) -> None:
+    passes = groups(heads, 40, "queries")
+    assert [len(group[0]) for group in passes] == by_query
+    assert len(groups(heads, 40, "keys")) == by_key
+    one = packed(heads, 40, "queries", 0, 16, CPU)
+    assert one.table.shape == (len(heads), by_query[0], len(FIELDS))
 
 
-def test_passes_end_with_the_part_that_reads_every_key() -> None:
-    first, last = passes((Fixed(8, 2), Local(8)), 40, 16, 16, "keys", CPU)
-    assert not first.covers and last.covers
-    assert not last.rows_ordered and not last.columns_ordered  # block and local alike are natural
-    num_rows = first.table[:, FIELDS.index("num_rows")].tolist()
-    assert num_rows == [10, 0]  # the summary keys of fixed; local has no part here
+def test_passes_over_keys_end_with_the_part_that_holds_every_key() -> None:
+    first, last = groups((Fixed(8, 2), Local(8)), 40, "keys")
+    assert [head[0].num_rows for head in first] == [10, 0]  # the summary keys of fixed; local has no part here
+    assert [head[0].num_rows for head in last] == [40, 40]
 
 
-def test_passes_of_a_million_positions_are_small() -> None:
-    began = time.perf_counter()
-    packed = passes((Strided(1024),) * 16, 1 << 20, 128, 64, "queries", CPU)
-    assert sum(one.num_bytes() for one in packed) <= 16 * 2**20
-    assert time.perf_counter() - began < 30  # a guard against N^2, not a measurement
+def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
+    for pattern in (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2)):
+        for number in range(len(groups((pattern,), 40, "queries"))):
+            one = packed((pattern,), 40, "queries", number, 16, CPU)
+            assert one.num_bytes() == 4 * (one.segments * len(FIELDS) + 1), pattern
+            assert {one.rows, *one.columns, *one.bounds} <= {Form.NATURAL, Form.FOLDED}
+
+
+def test_heads_whose_forms_differ_are_read_by_the_more_general_one() -> None:
+    assert packed((Local(8), Column(8)), 40, "queries", 0, 16, CPU).rows == Form.FOLDED
+    listed = packed((Local(8), Column(8)), 41, "queries", 0, 16, CPU)
+    assert (listed.rows, listed.columns, listed.bounds) == (Form.LISTED, (Form.LISTED,), (Form.LISTED,))
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 24, 96, 127, 128, 1000, 12_288, 1_048_576, UNREACHED])
+def test_a_division_is_a_multiplication(period: int) -> None:
+    generator = torch.Generator().manual_seed(period)
+    rows = torch.randint(2**31, (1000,), generator=generator).tolist()
+    _, magic, bits = divisor(period)
+    assert 0 < magic < 2**32
+    for row in [*rows, 0, period - 1, period, 2**31 - 1, 2**31 - 1 - 2**31 % period]:
+        assert (2 * row * magic >> 32) >> bits == row // period
+
+
+def test_sources_stand_in_the_order_of_passes_and_slices() -> None:
+    table, _, form = sources((Fixed(8, 2), Local(8)), 40, (3,), CPU)
+    assert form == Form.FOLDED and table.shape == (2, 3, len(SOURCE_FIELDS))
+    assert table[:, :, SOURCE_FIELDS.index("base")].tolist() == [[0, 10, 20]] * 2
+    assert table[:, 0, SOURCE_FIELDS.index("length")].tolist() == [10, 0]  # nothing to add for local
+
+
+LARGE, SMALL = Configuration(64, 64, 4, 2), Configuration(16, 16, 1, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    "pattern, context, wanted",
+    [(Local(512), 4096, LARGE), (Dense(), 4096, LARGE), (Column(128), 3072, SMALL), (Local(8), 4096, SMALL)],
+    ids=str,
+)
+def test_short_runs_take_small_tiles(pattern: Pattern, context: int, wanted: Configuration) -> None:
+    (choice,) = chosen((LARGE, SMALL), (pattern,), context, "queries")
+    assert choice.configuration == wanted
+
+
+def test_a_pass_is_split_where_its_programs_would_leave_a_card_idle() -> None:
+    assert num_slices(num_programs=12, longest=96, num_processors=132) == 22
+    assert num_slices(num_programs=12, longest=20, num_processors=132) == 5  # slices of four tiles at least
+    assert num_slices(num_programs=1000, longest=96, num_processors=132) == 1
+    assert num_slices(num_programs=0, longest=0, num_processors=132) == 1

@@ -1,8 +1,9 @@
-"""Tile edges, warps and pipeline stages: one table an architecture.
+"""Tile edges, warps and pipeline stages: one table an architecture, found by ``benchmarks/tune.py``.
 
-A row serves every case that is no wider than its key; rows go from narrow to wide. The 16-bit rows are the largest
-tiles that compile without spilling. fp32 has no tensor cores at full precision, so its tiles are as small as its
-products, which are kept in registers, demand.
+A row serves every case that is no wider than its key; rows go from narrow to wide. Of each kernel it has one or more
+candidates, and a plan takes the one for which the pairs that it computes, divided by the candidate's rate, are fewest:
+large tiles where runs are long, small ones where they would be mostly masked. fp32 has no tensor cores at full
+precision, so its tiles are as small as its products, which are kept in registers, demand.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Configuration(NamedTuple):
     block_k: int  # keys a tile
     num_warps: int
     num_stages: int
+    rate: float = 1.0  # pairs a second, relative to the other candidates
 
 
 class Widest(NamedTuple):
@@ -29,25 +31,27 @@ class Widest(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The configurations of the three kernels."""
+    """The candidates of the three kernels."""
 
-    forward: Configuration
-    dkdv: Configuration
-    dq: Configuration
+    forward: tuple[Configuration, ...]
+    dkdv: tuple[Configuration, ...]
+    dq: tuple[Configuration, ...]
 
 
 Table = dict[Widest, Row]
+# For runs shorter than a large tile. Rates are estimates until a card has been measured.
+SMALL = (Configuration(32, 32, 2, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
 
 
-def row(forward: tuple[int, ...], dkdv: tuple[int, ...], dq: tuple[int, ...]) -> Row:
-    """A row, each configuration as (block_q, block_k, num_warps, num_stages)."""
-    return Row(Configuration(*forward), Configuration(*dkdv), Configuration(*dq))
+def row(forward: tuple[int, ...], dkdv: tuple[int, ...], dq: tuple[int, ...], *small: Configuration) -> Row:
+    """One large configuration a kernel, as (block_q, block_k, num_warps, num_stages), and small ones for all."""
+    return Row(*((Configuration(*large), *small) for large in (forward, dkdv, dq)))
 
 
-def same_for_all(block_q: int, block_k: int, num_warps: int, num_stages: int) -> Row:
-    """One configuration for the three kernels."""
+def same_for_all(block_q: int, block_k: int, num_warps: int, num_stages: int, *small: Configuration) -> Row:
+    """One large configuration for the three kernels."""
     one = (block_q, block_k, num_warps, num_stages)
-    return row(one, one, one)
+    return row(one, one, one, *small)
 
 
 FP32: Table = {
@@ -56,21 +60,21 @@ FP32: Table = {
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): row((64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2)),
+    Widest(2, 64): row((64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2), *SMALL),
     Widest(2, 128): row((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
     Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
     **FP32,
 }
 ARCHITECTURES: dict[str, Table] = {
-    "interpreter": {Widest(8, 256): same_for_all(32, 32, 1, 1)},
+    "interpreter": {Widest(8, 256): same_for_all(32, 32, 1, 1, Configuration(16, 16, 1, 1, 0.5))},
     "sm_80": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2)),
+        Widest(2, 64): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL),
         Widest(2, 128): row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
         Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
         **FP32,
     },
     "sm_90": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2)),
+        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), *SMALL),
         Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2)),
         Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
         **FP32,
@@ -84,8 +88,8 @@ ARCHITECTURES: dict[str, Table] = {
 }
 
 
-def configuration(kernel: Kernel, architecture: str, bytes_an_element: int, width: int) -> Configuration:
-    """The first wide enough row; gfx942's for every AMD card, SAFE for every other without a table of its own."""
+def candidates(kernel: Kernel, architecture: str, bytes_an_element: int, width: int) -> tuple[Configuration, ...]:
+    """Of the first wide enough row; gfx942's for every AMD card, SAFE for every other without a table of its own."""
     table = ARCHITECTURES.get(architecture, ARCHITECTURES["gfx942"] if architecture.startswith("gfx") else SAFE)
     found = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
     return getattr(found, kernel)

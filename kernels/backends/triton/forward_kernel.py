@@ -1,4 +1,4 @@
-"""Forward: one program a tile of queries, online softmax over the tiles its layout names.
+"""Forward: one program a tile of queries, online softmax over the tiles of keys that their intervals name.
 
 Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
 Scores are in units of log2: s is the bare product, s * scale * log2(e) its exponent of 2; m, the largest exponent so
@@ -12,24 +12,22 @@ import triton
 import triton.language as tl
 
 from kernels.backends.triton.tile import (
-    BITSETS,
-    COLUMN_ORDER,
-    FULL,
+    COLUMN_FOLD,
+    COLUMN_LIST,
+    EDGE,
     LN2,
     LOG2E,
-    NUM_COLUMNS,
     NUM_FIELDS,
-    NUM_ROW_TILES,
     NUM_ROWS,
-    PARTIAL_BITSET,
-    PARTIAL_START,
-    PARTIAL_TILE,
-    ROW_ORDER,
-    allowed_pairs,
+    ROW_FOLD,
+    ROW_LIST,
+    intervals,
+    load_fold,
     load_rows,
     narrow,
     original_positions,
     store_rows,
+    visited_tiles,
 )
 
 
@@ -43,30 +41,30 @@ def _attend_tile(
     v,
     stride_k,
     stride_v,
-    key_order,
-    num_keys,
-    key_tile,
-    bitsets,
-    bitset,
+    first,  # column of the tile's first key
+    end,
+    low,  # (BLOCK_Q,)
+    high,
+    key_fold,
+    key_list,
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    KEYS_ORDERED: tl.constexpr,
+    KEYS: tl.constexpr,
     PARTIAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
     """Take one tile of keys into the running output, maximum and sum."""
-    index = key_tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = index < num_keys
-    position = original_positions(key_order, index, inside, KEYS_ORDERED, PARTIAL)  # (BLOCK_K,)
+    column = first + tl.arange(0, BLOCK_K)
+    inside = column < end
+    position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
     k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     if PARTIAL:
-        allowed = allowed_pairs(bitsets, bitset, BLOCK_Q, BLOCK_K)
+        allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
         s = tl.where(allowed, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * (SCALE * LOG2E))
     p = tl.exp2(s * (SCALE * LOG2E) - new_m[:, None])  # (BLOCK_Q, BLOCK_K)
@@ -85,10 +83,9 @@ def forward_kernel(
     q,
     k,
     v,
-    previous,  # (B, H, N, Dv) accumulator dtype: the last pass's output, where RESUME
-    out,  # (B, H, N, Dv)
+    previous,  # (B, H, N, Dv) contiguous, accumulator dtype: the last pass's output, where RESUME
+    out,
     lse,  # (B, H, N): in log2 between passes, natural where FINAL
-    layout_of,
     table,
     data,
     stride_qb,
@@ -100,6 +97,9 @@ def forward_kernel(
     stride_vb,
     stride_vh,
     stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_on,
     num_heads,
     context,
     num_tiles,
@@ -110,57 +110,64 @@ def forward_kernel(
     WV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    QUERIES_ORDERED: tl.constexpr,
-    KEYS_ORDERED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOUNDS: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    tile = tl.program_id(0) % num_tiles
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most: they begin first
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
-    layout = table + tl.load(layout_of + head) * NUM_FIELDS
-    num_row_tiles = tl.load(layout + NUM_ROW_TILES)
-    if tile >= num_row_tiles:
+    fields = table + head * (SEGMENTS * NUM_FIELDS)
+    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
+    first_row = tile * edge
+    if first_row >= num_rows:
         return
+    last_row = tl.minimum(first_row + edge, num_rows) - 1
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
-    num_keys = tl.load(layout + NUM_COLUMNS)
-    key_order = data + tl.load(layout + COLUMN_ORDER)
-    bitsets = data + tl.load(layout + BITSETS)
 
-    row = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    inside = row < tl.load(layout + NUM_ROWS)
-    position = original_positions(data + tl.load(layout + ROW_ORDER), row, inside, QUERIES_ORDERED, True)
+    row = first_row + tl.arange(0, BLOCK_Q)
+    inside = row <= last_row
+    row_fold = load_fold(fields + ROW_FOLD, ROWS)
+    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
-    first_row = lead * context
+    lse += lead * context
     if RESUME:
-        acc = load_rows(previous + first_row * VALUE_WIDTH, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
-        m = tl.load(lse + first_row + position, mask=inside, other=float("-inf"))
+        previous += lead * context * VALUE_WIDTH
+        acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
+        m = tl.load(lse + position, mask=inside, other=float("-inf"))
         total = tl.where(m == float("-inf"), 0.0, 1.0).to(ACCUMULATOR)
     else:
         acc = tl.zeros((BLOCK_Q, WV), ACCUMULATOR)
         m = tl.full((BLOCK_Q,), float("-inf"), ACCUMULATOR)
         total = tl.zeros((BLOCK_Q,), ACCUMULATOR)
 
-    full = data + tl.load(layout + FULL) + tile
-    for key_tile in range(tl.load(full), tl.load(full + num_row_tiles)):
-        acc, m, total = _attend_tile(
-            acc, m, total, q_tile, k, v, stride_kn, stride_vn, key_order, num_keys, key_tile, bitsets, key_tile,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, KEYS_ORDERED, False, ROUND_BF16,
-        )  # fmt: skip
-    partial_tile = data + tl.load(layout + PARTIAL_TILE)
-    partial_bitset = data + tl.load(layout + PARTIAL_BITSET)
-    start = data + tl.load(layout + PARTIAL_START) + tile
-    for entry in range(tl.load(start), tl.load(start + 1)):
-        acc, m, total = _attend_tile(
-            acc, m, total, q_tile, k, v, stride_kn, stride_vn, key_order, num_keys,
-            tl.load(partial_tile + entry), bitsets, tl.load(partial_bitset + entry),
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, KEYS_ORDERED, True, ROUND_BF16,
-        )  # fmt: skip
+    for segment in tl.static_range(SEGMENTS):
+        own = fields + segment * NUM_FIELDS
+        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(own + COLUMN_LIST)
+        low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
+        visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
+        origin, end, count, full_first, full_last = visited
+        for number in range(full_first, full_last):
+            acc, m, total = _attend_tile(
+                acc, m, total, q_tile, k, v, stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high,
+                key_fold, key_list, SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, ROUND_BF16,
+            )  # fmt: skip
+        for partial in range(full_first + count - full_last):
+            number = tl.where(partial < full_first, partial, partial + full_last - full_first)
+            acc, m, total = _attend_tile(
+                acc, m, total, q_tile, k, v, stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high,
+                key_fold, key_list, SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, ROUND_BF16,
+            )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp
-    store_rows(out + first_row * VALUE_WIDTH, position, VALUE_WIDTH, inside, acc / total[:, None], VALUE_WIDTH, WV)
+    out += batch * stride_ob + head * stride_oh
+    store_rows(out, position, stride_on, inside, acc / total[:, None], VALUE_WIDTH, WV)
     log2_sum = m + tl.log2(total)
-    tl.store(lse + first_row + position, log2_sum * LN2 if FINAL else log2_sum, mask=inside)
+    tl.store(lse + position, log2_sum * LN2 if FINAL else log2_sum, mask=inside)

@@ -1,131 +1,266 @@
-"""The layouts of all heads of one pass, packed so that a single launch serves them.
+"""What a launch reads of the plans of all heads: a small table of integers, and vectors where no closed form exists.
 
-Letters: H heads, L distinct layouts, T row tiles of a layout, P its partial tiles.
+Letters: H heads, S segments.
 
-A *pass* takes one part of every head's pattern; a pattern of two parts is two passes, merged by logsumexp. Within a
-head the parts with the fewest keys come first, and heads of fewer parts join in at the end: so the last pass tends to
-touch every key, and its results are final. A head that has no part in a pass has rows but no tiles there.
+A *pass* is one launch of a kernel. It takes, of every head, parts whose rows are in the same order (its *segments*: the
+block and the summary keys of a fixed pattern, whose queries are both in the natural order). Parts of another row order
+are another pass. Heads of fewer passes join in at the end; one without a part in a pass has rows there, but no columns.
 
-Everything a kernel reads of a layout lies in one int32 vector, ``data``; ``table`` says where, one row a layout, in
-the fields below. All indices inside are absolute within their section of the layout.
+The table holds one row a head and segment, in the fields below. Divisions by a period are multiplications: r // period
+is the upper half of 2r * magic, shifted right by ``bits``, for every r below 2^31.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Intervals, Part, Pattern
-from kernels.plan import Plan, Side, ordered, plan, tiles
+from kernels.patterns.base import Pattern
+from kernels.patterns.forms import Bound, Bounds, Fold, Order, constant, whole
+from kernels.plan import Side, View, edge_of, view
 
+FOLD = ("period", "magic", "bits", "step", "stride", "shift")
+BOUND = ("step", "offset", "least", "most")
 FIELDS = (
     "num_rows",
-    "num_columns",
-    "num_row_tiles",  # T
-    "row_order",  # original position of each row
-    "column_order",  # original position of each column
-    "full",  # T first full tiles, then T ends of the runs
-    "partial_start",  # T + 1
-    "partial_tile",  # P
-    "partial_bitset",  # P
-    "bitsets",  # (U, tile_rows, words)
+    "edge",  # rows a tile takes
+    "row_list",  # where a vector begins in the data, likewise the others
+    "column_list",
+    "low_list",
+    "high_list",
+    *(f"row_{name}" for name in FOLD),
+    *(f"column_{name}" for name in FOLD),
+    *(f"bounds_{name}" for name in FOLD[:3]),
+    *(f"low_{name}" for name in BOUND),
+    *(f"high_{name}" for name in BOUND),
 )
+SOURCE_FIELDS = ("base", "length", "list", "width", *FOLD)
+UNREACHED = 1 << 30  # a period, or a width, beyond every position
 
 
-@dataclass(frozen=True)
+class Form(IntEnum):
+    """How a kernel comes by positions or intervals."""
+
+    NATURAL = 0  # positions are row numbers
+    FOLDED = 1  # closed form
+    LISTED = 2  # vectors
+
+
+Group = tuple[tuple[View, ...], ...]  # the segments of every head, (H, S): one pass
+
+
+@dataclass(frozen=True, eq=False)
 class Pass:
     """What one launch reads, on the device."""
 
-    layout_of: Tensor  # (H,) int64, row of the table
-    table: Tensor  # (L, FIELDS) int64
+    table: Tensor  # (H, S, FIELDS) int32
     data: Tensor  # int32
-    num_row_tiles: int  # the largest T
-    rows_ordered: bool  # False: every layout's rows are in the natural order, and there is no order to read
-    columns_ordered: bool
-    covers: bool  # every position is a row of every head
+    segments: int
+    num_row_tiles: int  # the most of any head
+    num_rows: int  # likewise
+    rows: Form
+    columns: tuple[Form, ...]  # of each segment
+    bounds: tuple[Form, ...]
 
     def num_bytes(self) -> int:
         """Memory of all tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.layout_of, self.table, self.data))
+        return sum(t.numel() * t.element_size() for t in (self.table, self.data))
 
 
 @lru_cache(maxsize=64)
-def passes(
-    patterns: tuple[Pattern, ...], context: int, tile_q: int, tile_k: int, rows: Side, device: torch.device
-) -> tuple[Pass, ...]:
-    """The passes of heads with these patterns, whose row tiles are tiles of queries or of keys; cached."""
-    parts = {pattern: _sorted_parts(pattern, context) for pattern in set(patterns)}
-    count = max(len(p) for p in parts.values())
-    aligned = {pattern: (None,) * (count - len(p)) + p for pattern, p in parts.items()}
-    return tuple(
-        _pack([aligned[pattern][number] for pattern in patterns], context, tile_q, tile_k, rows, device)
-        for number in range(count)
-    )
+def groups(patterns: tuple[Pattern, ...], context: int, rows: Side) -> tuple[Group, ...]:
+    """The passes of heads with these patterns; the last one holds the views that cover the most rows."""
+    own = {pattern: _groups_of(pattern, context, rows) for pattern in dict.fromkeys(patterns)}
+    count = max(len(found) for found in own.values())
+    nothing = _nothing(context, rows)
+    aligned = {pattern: ((nothing,),) * (count - len(found)) + found for pattern, found in own.items()}
+    passes = []
+    for number in range(count):
+        segments = max(len(aligned[pattern][number]) for pattern in patterns)
+        padded = {p: found[number] + (nothing,) * (segments - len(found[number])) for p, found in aligned.items()}
+        passes.append(tuple(padded[pattern] for pattern in patterns))
+    return tuple(passes)
 
 
-def _sorted_parts(pattern: Pattern, context: int) -> tuple[Part | None, ...]:
-    return tuple(sorted(pattern.parts(), key=lambda part: ordered(part, context).num_keys))
+def _groups_of(pattern: Pattern, context: int, rows: Side) -> tuple[tuple[View, ...], ...]:
+    """One pattern's views by the order of their rows: few rows first, and closed runs, which need no other, last."""
+    views = [view(part, context, rows) for part in pattern.parts()]
+    found: list[list[View]] = []
+    for one in views:
+        same = (group for group in found if rows == "queries" and one.row_order is None and group[0].row_order is None)
+        group = next(same, None)
+        if group is None:
+            found.append([one])
+        else:
+            group.append(one)
+    found.sort(key=lambda group: (group[0].num_rows, any(one.closed_period() is not None for one in group)))
+    return tuple(tuple(group) for group in found)
 
 
-def _layout(part: Part | None, context: int, tile_q: int, tile_k: int, rows: Side) -> Plan:
-    """The part's plan, or rows without tiles where a head has no part."""
-    if part is not None:
-        return plan(part, context, tile_q, tile_k, rows)
-    num_rows, tile_rows, tile_columns = (context, tile_q, tile_k) if rows == "queries" else (0, tile_k, tile_q)
-    nothing = torch.zeros(num_rows, dtype=torch.int64)
-    return Plan(tiles(Intervals(nothing, nothing), tile_rows, tile_columns), num_rows, 0, None, None)
+def _nothing(context: int, rows: Side) -> View:
+    """Rows without columns; of keys not even rows."""
+    num_rows = context if rows == "queries" else 0
+    return View(None, None, num_rows, 0, Bounds(num_rows, whole(context), constant(0), constant(0)))
 
 
-def _pack(parts: list[Part | None], context: int, tile_q: int, tile_k: int, rows: Side, device: torch.device) -> Pass:
-    distinct = list(dict.fromkeys(parts))
-    layouts = [_layout(part, context, tile_q, tile_k, rows) for part in distinct]
-    rows_ordered = any(layout.row_order is not None for layout in layouts)
-    columns_ordered = any(layout.column_order is not None for layout in layouts)
-    sections = _Sections()
-    natural = torch.arange(context, dtype=torch.int32) if rows_ordered or columns_ordered else torch.empty(0)
-    table = []
-    for layout in layouts:
-        t = layout.tiles
-        table.append(
-            [
-                layout.num_rows,
-                layout.num_columns,
-                t.num_row_tiles(),
-                sections.add(natural if layout.row_order is None else layout.row_order) if rows_ordered else 0,
-                sections.add(natural if layout.column_order is None else layout.column_order) if columns_ordered else 0,
-                sections.add(torch.cat([t.full_first, t.full_last])),
-                sections.add(t.partial_start),
-                sections.add(t.partial_tile),
-                sections.add(t.partial_bitset),
-                sections.add(t.bitsets.flatten()),
-            ]
-        )
+def row_edge(segments: tuple[View, ...], tile_rows: int) -> int:
+    """How many rows a tile takes that serves all segments."""
+    closed = (one for one in segments if one.closed_period() is not None)
+    return edge_of(next(closed, segments[0]), tile_rows)
+
+
+@lru_cache(maxsize=64)
+def packed(
+    patterns: tuple[Pattern, ...], context: int, rows: Side, number: int, tile_rows: int, device: torch.device
+) -> Pass:
+    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows; cached."""
+    group = groups(patterns, context, rows)[number]
+    segments = list(zip(*group, strict=True))
+    row_form = max(form_of(one.row_order) for head in group for one in head)
+    columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
+    bounds = tuple(max(_form_of_bounds(one) for one in segment) for segment in segments)
+    data, table, num_row_tiles = Data(), [], 0
+    for head in group:
+        edge = row_edge(head, tile_rows)
+        num_row_tiles = max(num_row_tiles, -(-head[0].num_rows // edge))
+        for one, column_form, bound_form in zip(head, columns, bounds, strict=True):
+            table.append(_fields(one, edge, data, row_form, column_form, bound_form))
     return Pass(
-        layout_of=torch.tensor([distinct.index(part) for part in parts], dtype=torch.int64, device=device),
-        table=torch.tensor(table, dtype=torch.int64, device=device),
-        data=torch.cat([*sections.tensors, torch.zeros(1, dtype=torch.int32)]).to(device),  # never empty
-        num_row_tiles=max(layout.tiles.num_row_tiles() for layout in layouts),
-        rows_ordered=rows_ordered,
-        columns_ordered=columns_ordered,
-        covers=all(layout.num_rows == context for layout in layouts),
+        table=int32_table(table, device).view(len(group), len(segments), len(FIELDS)),
+        data=data.tensor(device),
+        segments=len(segments),
+        num_row_tiles=num_row_tiles,
+        num_rows=max(head[0].num_rows for head in group),
+        rows=row_form,
+        columns=columns,
+        bounds=bounds,
     )
 
 
-class _Sections:
+def _fields(one: View, edge: int, data: Data, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
+    """One row of the table."""
+    lists = [0, 0, 0, 0]
+    if row_form == Form.LISTED:
+        lists[0] = data.add(_positions(one.row_positions, one.num_rows))
+    if column_form == Form.LISTED:
+        lists[1] = data.add(_positions(one.column_positions, one.num_columns))
+    if bound_form == Form.LISTED:
+        lists[2:] = (data.add(bound) for bound in one.intervals)
+    bounds = one.bounds if isinstance(one.bounds, Bounds) else Bounds(0, 1, constant(0), constant(0))
+    return [
+        one.num_rows,
+        edge,
+        *lists,
+        *fold_fields(one.row_order),
+        *fold_fields(one.column_order),
+        *divisor(bounds.period),
+        *_bound_fields(bounds.low),
+        *_bound_fields(bounds.high),
+    ]
+
+
+@lru_cache(maxsize=64)
+def sources(
+    patterns: tuple[Pattern, ...], context: int, slices: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Form]:
+    """Where the sums of the first passes over keys lie in a workspace, for those who add them up by position.
+
+    Args:
+        patterns: one a head.
+        context: N.
+        slices: of each of these passes, into how many slices of queries it was split.
+        device: of the result.
+
+    Returns:
+        A table (H, sources, SOURCE_FIELDS) int32, its data, and how rows are found: FOLDED or LISTED.
+    """
+    passes = groups(patterns, context, "keys")[: len(slices)]
+    form = max((form_of(head[0].row_order) for group in passes for head in group), default=Form.FOLDED)
+    form = max(form, Form.FOLDED)
+    data, table = Data(), []
+    for head in range(len(patterns)):
+        base = 0
+        for group, count in zip(passes, slices, strict=True):
+            one = group[head][0]
+            start = data.add(_inverse(one, context)) if form == Form.LISTED else 0
+            inverse = one.row_order.inverse() if isinstance(one.row_order, Fold) else None
+            width = UNREACHED if inverse is None or inverse.width is None else inverse.width
+            for _ in range(count):
+                table.append([base, one.num_rows, start, width, *fold_fields(inverse)])
+                base += max(h[0].num_rows for h in group)
+    shape = (len(patterns), sum(slices), len(SOURCE_FIELDS))
+    return int32_table(table, device).view(shape), data.tensor(device), form
+
+
+def _inverse(one: View, context: int) -> Tensor:
+    """The row of every position, -1 where it has none: (N,)."""
+    found = torch.full((context,), -1, dtype=torch.int64)
+    position = torch.arange(one.num_rows) if one.row_positions is None else one.row_positions
+    found[position] = torch.arange(one.num_rows)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _natural(count: int) -> Tensor:
+    return torch.arange(count)
+
+
+def _positions(order: Tensor | None, count: int) -> Tensor:
+    return _natural(count) if order is None else order
+
+
+def form_of(order: Order) -> Form:
+    """The cheapest way to read an order."""
+    return Form.NATURAL if order is None else Form.FOLDED if isinstance(order, Fold) else Form.LISTED
+
+
+def _form_of_bounds(one: View) -> Form:
+    return Form.FOLDED if isinstance(one.bounds, Bounds) else Form.LISTED
+
+
+def divisor(period: int) -> tuple[int, int, int]:
+    """period, magic, bits."""
+    bits = (period - 1).bit_length()
+    return period, -(-(1 << (31 + bits)) // period), bits
+
+
+def fold_fields(order: Order) -> list[int]:
+    """The integers of a fold; of the natural order where that is what is given, or a vector."""
+    if not isinstance(order, Fold):
+        return [*divisor(UNREACHED), 0, 1, 0]
+    return [*divisor(order.period), order.step, order.stride, order.shift]
+
+
+def _bound_fields(bound: Bound) -> list[int]:
+    return [bound.step, bound.offset, bound.least, bound.most]
+
+
+def int32_table(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Rows of integers, some of them unsigned, as int32."""
+    return torch.from_numpy(np.array(rows, dtype=np.int64).astype(np.uint32).view(np.int32)).to(device)
+
+
+class Data:
     """Vectors laid end to end; the same tensor twice is stored once."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+        self._tensors: list[Tensor] = [torch.zeros(1, dtype=torch.int32)]  # never empty
         self._sources: dict[int, tuple[Tensor, int]] = {}  # the tensor is kept, so that its id stays taken
-        self._length = 0
+        self._length = 1
 
     def add(self, vector: Tensor) -> int:
         """Where the vector begins."""
         if id(vector) not in self._sources:
             self._sources[id(vector)] = (vector, self._length)
-            self.tensors.append(vector.int())
+            self._tensors.append(vector.int())
             self._length += vector.numel()
         return self._sources[id(vector)][1]
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """All vectors, int32."""
+        return torch.cat(self._tensors).to(device)

@@ -1,6 +1,7 @@
-"""What all kernels do to a tile: load rows through an order, expand a bitset, round to 16 bits.
+"""What all kernels do to a tile: find rows and their intervals, load and store rows, round to 16 bits.
 
-The field F of a layout is ``tl.load(layout + F)``; of a vector it is where the vector begins in ``data``.
+Orders and intervals are read in one of three forms (``packing.Form``): none at all, a closed form of a few integers, or
+a vector. A closed form travels through a kernel as the tuple of its integers.
 
 Tiles carry their shape as (BLOCK_R, W): BLOCK_R rows or columns of the plan, W a padded head width.
 """
@@ -10,31 +11,116 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.packing import FIELDS
+from kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+NATURAL = tl.constexpr(int(Form.NATURAL))
+FOLDED = tl.constexpr(int(Form.FOLDED))
+LISTED = tl.constexpr(int(Form.LISTED))
+
 NUM_FIELDS = tl.constexpr(len(FIELDS))
 NUM_ROWS = tl.constexpr(FIELDS.index("num_rows"))
-NUM_COLUMNS = tl.constexpr(FIELDS.index("num_columns"))
-NUM_ROW_TILES = tl.constexpr(FIELDS.index("num_row_tiles"))
-ROW_ORDER = tl.constexpr(FIELDS.index("row_order"))
-COLUMN_ORDER = tl.constexpr(FIELDS.index("column_order"))
-FULL = tl.constexpr(FIELDS.index("full"))
-PARTIAL_START = tl.constexpr(FIELDS.index("partial_start"))
-PARTIAL_TILE = tl.constexpr(FIELDS.index("partial_tile"))
-PARTIAL_BITSET = tl.constexpr(FIELDS.index("partial_bitset"))
-BITSETS = tl.constexpr(FIELDS.index("bitsets"))
+EDGE = tl.constexpr(FIELDS.index("edge"))
+ROW_LIST = tl.constexpr(FIELDS.index("row_list"))
+COLUMN_LIST = tl.constexpr(FIELDS.index("column_list"))
+LOW_LIST = tl.constexpr(FIELDS.index("low_list"))
+HIGH_LIST = tl.constexpr(FIELDS.index("high_list"))
+ROW_FOLD = tl.constexpr(FIELDS.index("row_period"))
+COLUMN_FOLD = tl.constexpr(FIELDS.index("column_period"))
+BOUNDS = tl.constexpr(FIELDS.index("bounds_period"))
+LOW = tl.constexpr(FIELDS.index("low_step"))
+HIGH = tl.constexpr(FIELDS.index("high_step"))
+
+NUM_SOURCE_FIELDS = tl.constexpr(len(SOURCE_FIELDS))
+SOURCE_BASE = tl.constexpr(SOURCE_FIELDS.index("base"))
+SOURCE_LENGTH = tl.constexpr(SOURCE_FIELDS.index("length"))
+SOURCE_LIST = tl.constexpr(SOURCE_FIELDS.index("list"))
+SOURCE_WIDTH = tl.constexpr(SOURCE_FIELDS.index("width"))
+SOURCE_FOLD = tl.constexpr(SOURCE_FIELDS.index("period"))
 
 
 @triton.jit
-def original_positions(order, index, inside, ORDERED: tl.constexpr, CHECKED: tl.constexpr):
-    """(BLOCK_R,) int64 original positions of reordered rows; 0 beyond the end where that is checked."""
-    position = index
-    if ORDERED:
-        position = tl.load(order + index, mask=inside, other=0) if CHECKED else tl.load(order + index)
+def load_divisor(fields):
+    """period, magic, bits from three fields."""
+    return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2)
+
+
+@triton.jit
+def load_fold(fields, FORM: tl.constexpr):
+    """A fold from six fields; nothing is read where the form is another."""
+    if FORM == FOLDED:
+        fold = (
+            tl.load(fields),
+            tl.load(fields + 1),
+            tl.load(fields + 2),
+            tl.load(fields + 3),
+            tl.load(fields + 4),
+            tl.load(fields + 5),
+        )
+    else:
+        fold = (0, 0, 0, 0, 0, 0)
+    return fold
+
+
+@triton.jit
+def divided(row, magic, bits):
+    """row // period for 0 <= row < 2^31."""
+    return (tl.umulhi((row * 2).to(tl.uint32), magic.to(tl.uint32)) >> bits.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def folded(row, fold):
+    """A fold's positions of rows, int32."""
+    period, magic, bits, step, stride, shift = fold
+    whole = divided(row, magic, bits)
+    return whole * step + (row - whole * period + shift) * stride
+
+
+@triton.jit
+def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: tl.constexpr):
+    """(BLOCK_R,) int64 original positions of reordered rows; anything beyond the end where that is checked."""
+    if FORM == NATURAL:
+        position = row
+    elif FORM == FOLDED:
+        position = folded(row, fold)
+    elif CHECKED:
+        position = tl.load(vector + row, mask=inside, other=0)
+    else:
+        position = tl.load(vector + row)
     return position.to(tl.int64)
+
+
+@triton.jit
+def intervals(row, inside, fields, data, FORM: tl.constexpr):
+    """The columns low <= column < high of each row, int32; of one row where ``row`` is a number."""
+    if FORM == LISTED:
+        low = tl.load(data + tl.load(fields + LOW_LIST) + row, mask=inside, other=0)
+        high = tl.load(data + tl.load(fields + HIGH_LIST) + row, mask=inside, other=0)
+    else:
+        period, magic, bits = load_divisor(fields + BOUNDS)
+        whole = divided(row, magic, bits)
+        rest = row - whole * period
+        low, high = _bound(whole, rest, fields + LOW), _bound(whole, rest, fields + HIGH)
+    return low, high
+
+
+@triton.jit
+def _bound(whole, rest, fields):
+    clipped = tl.minimum(tl.maximum(rest + tl.load(fields + 1), tl.load(fields + 2)), tl.load(fields + 3))
+    return whole * tl.load(fields) + clipped
+
+
+@triton.jit
+def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """The tiles of BLOCK columns of a row tile, counted from ``origin``: see ``kernels.plan.Tiles``."""
+    origin, least_high = intervals(first_row, True, fields, data, FORM)
+    most_low, end = intervals(last_row, True, fields, data, FORM)
+    count = (tl.maximum(end - origin, 0) + BLOCK - 1) // BLOCK
+    full_first = tl.minimum((most_low - origin + BLOCK - 1) // BLOCK, count)
+    full_last = tl.maximum((least_high - origin) // BLOCK, full_first)
+    return origin, end, count, full_first, full_last
 
 
 @triton.jit
@@ -62,16 +148,19 @@ def store_rows(base, position, stride, inside, tile, WIDTH: tl.constexpr, W: tl.
 
 
 @triton.jit
-def allowed_pairs(bitsets, number, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """(BLOCK_ROWS, BLOCK_COLUMNS) bool from a bitset of 32-bit words; a row reads each of its words once."""
-    WORDS: tl.constexpr = (BLOCK_COLUMNS + 31) // 32
-    row, column = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLUMNS)
-    words = bitsets + number.to(tl.int64) * (BLOCK_ROWS * WORDS) + row * WORDS  # (BLOCK_ROWS,)
-    shift = (column % 32)[None, :]
-    bits = tl.load(words)[:, None] >> shift  # (BLOCK_ROWS, BLOCK_COLUMNS)
-    for word in tl.static_range(1, WORDS):
-        bits = tl.where((column // 32 == word)[None, :], tl.load(words + word)[:, None] >> shift, bits)
-    return (bits & 1) != 0
+def source_rows(position, inside, fields, data, FORM: tl.constexpr):
+    """The rows of a source that hold the sums of these positions: (BLOCK_R,) int64 rows, and which there are."""
+    if FORM == LISTED:
+        row = tl.load(data + tl.load(fields + SOURCE_LIST) + position, mask=inside, other=-1)
+        found = row >= 0
+    else:
+        fold = load_fold(fields + SOURCE_FOLD, FOLDED)
+        period, magic, bits, _step, _stride, shift = fold
+        position = position.to(tl.int32)
+        row = folded(position, fold)
+        offset = position - divided(position, magic, bits) * period + shift
+        found = (offset >= 0) & (offset < tl.load(fields + SOURCE_WIDTH)) & (row < tl.load(fields + SOURCE_LENGTH))
+    return row.to(tl.int64) + tl.load(fields + SOURCE_BASE), found & inside
 
 
 @triton.jit

@@ -1,0 +1,275 @@
+"""Backward without atomics, second of three: dK and dV by tiles of keys.
+
+Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
+With P the weights, recomputed from lse (the merged one, whatever part this pass holds):
+
+    dV = P^T dOut        dP = dOut V^T        dS = scale * P * (dP - delta)        dK = dS^T Q        dQ = dS K
+
+The scale goes into dS before it is rounded to 16 bits, so that gradients under a loss scale neither overflow nor vanish
+there. A pass writes what it finds into rows of a workspace of its own, one for each slice of queries that it is split
+into; the last pass adds them up in a fixed order as it finishes each key. Where that does not hold every key, or is
+split itself, it writes to the workspace too and ``gather_kernel`` adds up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.backends.triton.tile import (
+    COLUMN_FOLD,
+    COLUMN_LIST,
+    EDGE,
+    LOG2E,
+    NUM_FIELDS,
+    NUM_ROWS,
+    NUM_SOURCE_FIELDS,
+    ROW_FOLD,
+    ROW_LIST,
+    intervals,
+    load_fold,
+    load_rows,
+    narrow,
+    original_positions,
+    source_rows,
+    store_rows,
+    visited_tiles,
+)
+
+
+@triton.jit
+def _add_to_dkdv(
+    dk,  # (BLOCK_K, W)
+    dv,  # (BLOCK_K, WV)
+    k_tile,  # (BLOCK_K, W)
+    v_tile,  # (BLOCK_K, WV)
+    q,
+    grad_out,
+    lse,
+    delta,
+    stride_q,
+    stride_g,
+    first,  # column of the tile's first query
+    end,
+    low,  # (BLOCK_K,)
+    high,
+    query_fold,
+    query_list,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+):
+    """Add what one tile of queries gives; scores are transposed, so that no product needs P or dS transposed."""
+    column = first + tl.arange(0, BLOCK_Q)
+    inside = column < end
+    position = original_positions(column, inside, query_fold, query_list, QUERIES, PARTIAL)  # (BLOCK_Q,)
+    q_tile = load_rows(q, position, stride_q, inside, WIDTH, W, PARTIAL)  # (BLOCK_Q, W)
+    if PARTIAL:
+        row_lse = tl.load(lse + position, mask=inside, other=0.0)
+        row_delta = tl.load(delta + position, mask=inside, other=0.0)
+    else:
+        row_lse, row_delta = tl.load(lse + position), tl.load(delta + position)
+    s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
+    p = tl.exp2(s * (SCALE * LOG2E) - (row_lse * LOG2E)[None, :])
+    if PARTIAL:
+        allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+        p = tl.where(allowed, p, 0.0)
+    grad_tile = load_rows(grad_out, position, stride_g, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
+    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
+    dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
+    ds = p * (dp - row_delta[None, :]) * SCALE
+    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    lse,
+    delta,
+    workspace,  # (B, H, R, D + Dv) accumulator dtype, R rows of all sources
+    dk,
+    dv,
+    table,
+    data,
+    source_table,
+    source_data,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_dkb,
+    stride_dkh,
+    stride_dkn,
+    stride_dvb,
+    stride_dvh,
+    stride_dvn,
+    num_heads,
+    context,
+    num_tiles,
+    num_slices,
+    slice_rows,  # workspace rows of one slice
+    workspace_base,  # the first of this pass
+    workspace_rows,  # R
+    num_sources,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    FINAL: tl.constexpr,
+    SOURCES: tl.constexpr,
+    SOURCE_FORM: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    tile = tl.program_id(0) % num_tiles
+    part = tl.program_id(0) // num_tiles % num_slices
+    lead = (tl.program_id(0) // num_tiles // num_slices).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    fields = table + head * NUM_FIELDS
+    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
+    first_row = tile * edge
+    if first_row >= num_rows:
+        return
+    last_row = tl.minimum(first_row + edge, num_rows) - 1
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    grad_out += batch * stride_gb + head * stride_gh
+    lse += lead * context
+    delta += lead * context
+
+    row = first_row + tl.arange(0, BLOCK_K)
+    inside = row <= last_row
+    row_fold = load_fold(fields + ROW_FOLD, ROWS)
+    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
+    k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
+    v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
+    dk_tile = tl.zeros((BLOCK_K, W), ACCUMULATOR)
+    dv_tile = tl.zeros((BLOCK_K, WV), ACCUMULATOR)
+
+    query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
+    query_list = data + tl.load(fields + COLUMN_LIST)
+    low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
+    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
+    begin, stop = count * part // num_slices, count * (part + 1) // num_slices  # the tiles of this slice
+    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
+    for number in range(full_first, full_last):
+        dk_tile, dv_tile = _add_to_dkdv(
+            dk_tile, dv_tile, k_tile, v_tile, q, grad_out, lse, delta, stride_qn, stride_gn,
+            origin + number * BLOCK_Q, end, low, high, query_fold, query_list,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, False, ROUND_BF16,
+        )  # fmt: skip
+    before = full_first - begin
+    for partial in range(before + stop - full_last):
+        number = tl.where(partial < before, begin + partial, full_last + partial - before)
+        dk_tile, dv_tile = _add_to_dkdv(
+            dk_tile, dv_tile, k_tile, v_tile, q, grad_out, lse, delta, stride_qn, stride_gn,
+            origin + number * BLOCK_Q, end, low, high, query_fold, query_list,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, True, ROUND_BF16,
+        )  # fmt: skip
+
+    workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
+    if FINAL:
+        if SOURCES:
+            dk_tile, dv_tile = _add_sources(
+                dk_tile, dv_tile, position, inside, workspace,
+                source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
+                WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
+            )  # fmt: skip
+        store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
+        store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
+    else:
+        row = (workspace_base + part * slice_rows + row).to(tl.int64)
+        store_rows(workspace, row, WIDTH + VALUE_WIDTH, inside, dk_tile, WIDTH, W)
+        store_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, inside, dv_tile, VALUE_WIDTH, WV)
+
+
+@triton.jit
+def _add_sources(
+    dk,  # (BLOCK_K, W)
+    dv,  # (BLOCK_K, WV)
+    position,  # (BLOCK_K,)
+    inside,
+    workspace,
+    fields,
+    data,
+    num_sources,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Add what earlier passes found for these keys, in the order of the passes and slices."""
+    for number in range(num_sources):
+        row, found = source_rows(position, inside, fields + number * NUM_SOURCE_FIELDS, data, FORM)
+        dk += load_rows(workspace, row, WIDTH + VALUE_WIDTH, found, WIDTH, W, True)
+        dv += load_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, found, VALUE_WIDTH, WV, True)
+    return dk, dv
+
+
+@triton.jit
+def gather_kernel(
+    workspace,  # (B, H, R, D + Dv) accumulator dtype
+    dk,
+    dv,
+    source_table,
+    source_data,
+    stride_dkb,
+    stride_dkh,
+    stride_dkn,
+    stride_dvb,
+    stride_dvh,
+    stride_dvn,
+    num_heads,
+    context,
+    num_blocks,
+    workspace_rows,
+    num_sources,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOURCE_FORM: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    """dK and dV of every position from the workspace, 0 where no source has it."""
+    lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    position = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = position < context
+    dk_tile, dv_tile = _add_sources(
+        tl.zeros((BLOCK, W), ACCUMULATOR), tl.zeros((BLOCK, WV), ACCUMULATOR), position, inside,
+        workspace + lead * workspace_rows * (WIDTH + VALUE_WIDTH),
+        source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
+        WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
+    )  # fmt: skip
+    position = position.to(tl.int64)
+    store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
+    store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)

@@ -1,0 +1,166 @@
+"""Backward without atomics, third of three: dQ by tiles of queries.
+
+Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
+``dkdv_kernel`` has the equations. Passes after the first add to the last one's result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.backends.triton.tile import (
+    COLUMN_FOLD,
+    COLUMN_LIST,
+    EDGE,
+    LOG2E,
+    NUM_FIELDS,
+    NUM_ROWS,
+    ROW_FOLD,
+    ROW_LIST,
+    intervals,
+    load_fold,
+    load_rows,
+    narrow,
+    original_positions,
+    store_rows,
+    visited_tiles,
+)
+
+
+@triton.jit
+def _add_to_dq(
+    dq,  # (BLOCK_Q, W)
+    q_tile,  # (BLOCK_Q, W)
+    grad_tile,  # (BLOCK_Q, WV)
+    row_lse,  # (BLOCK_Q,) in log2
+    row_delta,  # (BLOCK_Q,)
+    k,
+    v,
+    stride_k,
+    stride_v,
+    first,  # column of the tile's first key
+    end,
+    low,  # (BLOCK_Q,)
+    high,
+    key_fold,
+    key_list,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+):
+    """Add what one tile of keys gives."""
+    column = first + tl.arange(0, BLOCK_K)
+    inside = column < end
+    position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
+    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
+    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
+    p = tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None])
+    if PARTIAL:
+        allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+        p = tl.where(allowed, p, 0.0)
+    dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
+    ds = p * (dp - row_delta[:, None]) * SCALE
+    return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee", out_dtype=dq.dtype)
+
+
+@triton.jit
+def dq_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    lse,
+    delta,
+    previous,  # (B, H, N, D) contiguous, accumulator dtype: the last pass's sums, where RESUME
+    dq,
+    table,
+    data,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_dqb,
+    stride_dqh,
+    stride_dqn,
+    num_heads,
+    context,
+    num_tiles,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    RESUME: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most: they begin first
+    lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    fields = table + head * (SEGMENTS * NUM_FIELDS)
+    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
+    first_row = tile * edge
+    if first_row >= num_rows:
+        return
+    last_row = tl.minimum(first_row + edge, num_rows) - 1
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+
+    row = first_row + tl.arange(0, BLOCK_Q)
+    inside = row <= last_row
+    row_fold = load_fold(fields + ROW_FOLD, ROWS)
+    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
+    q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
+    grad_out += batch * stride_gb + head * stride_gh
+    grad_tile = load_rows(grad_out, position, stride_gn, inside, VALUE_WIDTH, WV, True)
+    row_lse = tl.load(lse + lead * context + position, mask=inside, other=0.0) * LOG2E
+    row_delta = tl.load(delta + lead * context + position, mask=inside, other=0.0)
+    if RESUME:
+        dq_tile = load_rows(previous + lead * context * WIDTH, position, WIDTH, inside, WIDTH, W, True)
+    else:
+        dq_tile = tl.zeros((BLOCK_Q, W), ACCUMULATOR)
+
+    for segment in tl.static_range(SEGMENTS):
+        own = fields + segment * NUM_FIELDS
+        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(own + COLUMN_LIST)
+        low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
+        visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
+        origin, end, count, full_first, full_last = visited
+        for number in range(full_first, full_last):
+            dq_tile = _add_to_dq(
+                dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
+                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, ROUND_BF16,
+            )  # fmt: skip
+        for partial in range(full_first + count - full_last):
+            number = tl.where(partial < full_first, partial, partial + full_last - full_first)
+            dq_tile = _add_to_dq(
+                dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
+                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, ROUND_BF16,
+            )  # fmt: skip
+    dq += batch * stride_dqb + head * stride_dqh
+    store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)

@@ -1,0 +1,123 @@
+"""Closed forms of orders and intervals: a few integers in place of a vector, which a kernel evaluates by itself.
+
+Letters: N positions, M rows of an order, P its period.
+An order that has no closed form (a context that the stride does not divide, say) is a vector; all that read orders
+and intervals take either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Intervals(NamedTuple):
+    """The columns of each row as a half-open interval ``low <= column < high``, counted in a part's own orders.
+
+    Both are (M,) int64 and neither ever decreases, so that the rows of each *column* are an interval too.
+    A row without columns has ``low == high``.
+    """
+
+    low: Tensor
+    high: Tensor
+
+
+@dataclass(frozen=True)
+class Fold:
+    """An order that is a table read another way: row r stands for position
+
+        (r // period) * step + (r % period + shift) * stride        0 <= r < length
+
+    with ``stride == 1`` (a few positions of every block) or ``step == 1`` and ``shift == 0`` (column after column).
+    Its inverse is a fold too, in which only ``0 <= r % period + shift < width`` stand for a row at all.
+    """
+
+    length: int  # M
+    period: int  # P
+    step: int
+    stride: int
+    shift: int = 0
+    width: int | None = None  # None: every r below the length counts
+
+    def __post_init__(self) -> None:
+        assert self.stride == 1 or (self.step == 1 and self.shift == 0), self
+
+    def __call__(self, row: Tensor) -> Tensor:
+        """The positions of rows; where a row does not count, something else."""
+        return row // self.period * self.step + (row % self.period + self.shift) * self.stride
+
+    def counts(self, row: Tensor) -> Tensor:
+        """Which rows stand for something."""
+        if self.width is None:
+            return row < self.length
+        offset = row % self.period + self.shift
+        return (offset >= 0) & (offset < self.width) & (self(row) < self.length)
+
+    def inverse(self) -> Fold:
+        """Position to row; its ``length`` is that of the rows."""
+        if self.stride == 1:
+            return Fold(self.length, self.step, self.period, 1, -self.shift, width=self.period)
+        return Fold(self.length, self.stride, 1, self.period, width=self.stride)
+
+
+class Bound(NamedTuple):
+    """One end of a row's interval: ``step * (r // period) + clip(r % period + offset, least, most)``."""
+
+    step: int
+    offset: int
+    least: int
+    most: int
+
+    def __call__(self, row: Tensor, period: int) -> Tensor:
+        """Of rows, in columns."""
+        return row // period * self.step + (row % period + self.offset).clamp(self.least, self.most)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The intervals of rows 0 … length-1, in closed form."""
+
+    length: int  # M
+    period: int  # P
+    low: Bound
+    high: Bound
+
+    def __call__(self, row: Tensor) -> Intervals:
+        """The intervals of some rows."""
+        return Intervals(self.low(row, self.period), self.high(row, self.period))
+
+    def closed_period(self) -> int | None:
+        """P where rows and columns fall into runs of P and no interval leaves its own, else None."""
+        own = all(bound.step == self.period for bound in (self.low, self.high))
+        return self.period if own and self.low.least >= 0 and self.high.most <= self.period else None
+
+
+Order = Fold | Tensor | None  # original position of each row; None is the natural order of all positions
+
+
+def positions_of(order: Order) -> Tensor | None:
+    """An order as a vector, (M,) int64; None stays None."""
+    return order(torch.arange(order.length)) if isinstance(order, Fold) else order
+
+
+def intervals_of(bounds: Bounds | Intervals) -> Intervals:
+    """Intervals as vectors, (M,) int64."""
+    return bounds(torch.arange(bounds.length)) if isinstance(bounds, Bounds) else bounds
+
+
+def whole(context: int) -> int:
+    """A period that no row reaches, for forms that do not repeat."""
+    return max(context, 1)
+
+
+def ramp(offset: int, least: int, most: int) -> Bound:
+    """r + offset within limits, where the period is the whole context."""
+    return Bound(0, offset, least, most)
+
+
+def constant(value: int, step: int = 0) -> Bound:
+    """The same of every row of a period."""
+    return Bound(step, 0, value, value)
