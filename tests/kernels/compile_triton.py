@@ -20,13 +20,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.backends.triton.closed_kernel import closed_kernel
 from kernels.backends.triton.configurations import Configuration, candidates
 from kernels.backends.triton.delta_kernel import delta_kernel
 from kernels.backends.triton.dkdv_kernel import dkdv_kernel
 from kernels.backends.triton.dq_kernel import dq_kernel
 from kernels.backends.triton.forward_kernel import forward_kernel
 
-KERNELS = {"forward": forward_kernel, "dkdv": dkdv_kernel, "dq": dq_kernel, "delta": delta_kernel}
+KERNELS = {
+    "forward": forward_kernel,
+    "dkdv": dkdv_kernel,
+    "dq": dq_kernel,
+    "closed": closed_kernel,
+    "delta": delta_kernel,
+}
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
@@ -71,7 +78,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
     """The kernel's compile-time parameters."""
     segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
     queries, keys, bounds = zip(*segments, strict=True)
-    by_key = name == "dkdv"
+    by_key = name in ("dkdv", "closed")
     return {
         "SEGMENTS": len(segments),
         "ROWS": keys[0] if by_key else queries[0],
@@ -86,7 +93,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "W": width,
         "VALUE_WIDTH": width,
         "WV": width,
-        "BLOCK": 64,
+        "BLOCK": chosen.block_k if name == "closed" else 64,
         "SCALE": width**-0.5,
         "BLOCK_Q": chosen.block_q,
         "BLOCK_K": chosen.block_k,

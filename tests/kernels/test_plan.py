@@ -83,11 +83,11 @@ def test_a_plan_for_a_million_positions_is_small_and_quick(pattern: Pattern) -> 
         cached.cache_clear()
     start = time.process_time()
     found = [
-        packed((pattern,), 1 << 20, side, number, 128, CPU)
+        packed((pattern,), 1 << 20, side, "all", number, 128, CPU)
         for side in SIDES
-        for number in range(len(groups((pattern,), 1 << 20, side)))
+        for number in range(len(groups((pattern,), 1 << 20, side, "all")))
     ]
-    sources((pattern,), 1 << 20, (1,) * (len(groups((pattern,), 1 << 20, "keys")) - 1), CPU)
+    sources((pattern,), 1 << 20, "all", (1,) * (len(groups((pattern,), 1 << 20, "keys", "all")) - 1), CPU)
     seconds = time.process_time() - start
     num_bytes = sum(one.num_bytes() for one in found)
     assert num_bytes < 2_000, "a closed form has become a vector"

@@ -12,7 +12,7 @@ import torch
 
 from kernels import ConfigError, sparse_attention
 from kernels.backends import triton as backend
-from kernels.backends.triton import choice, configurations, launch
+from kernels.backends.triton import call, choice, configurations
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from tests.kernels.oracles import (
     Inputs,
@@ -37,14 +37,54 @@ in_the_interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="fp64 runs in t
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, so that small contexts have full, partial, ragged and absent ones."""
-    tiny = {configurations.Widest(8, 256): configurations.same_for_all(16, 16, 1, 1)}
-    monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", tiny)
+    use_tiles(monkeypatch, (16, 16), closed=16)
 
 
+def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None) -> None:
+    """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
+    row = configurations.same_for_all(*edges, 1, 1)
+    if closed is not None:
+        row = row._replace(closed=configurations.squares((closed, 1, 1.0)))
+    monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): row})
+
+
+@pytest.mark.parametrize("context", [53, 72])  # orders and intervals as vectors, and in closed form
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-def test_triton_is_within_precision(pattern: Pattern, dtype: torch.dtype) -> None:
-    check_against_reference("triton", pattern, dtype, Shape(1, 2, 53, 24, 16), device=DEVICE)
+def test_triton_is_within_precision(pattern: Pattern, dtype: torch.dtype, context: int) -> None:
+    check_against_reference("triton", pattern, dtype, Shape(1, 2, context, 24, 16), device=DEVICE)
+
+
+CLOSED: tuple[Pattern | list[Pattern], ...] = (
+    Column(8),
+    Block(8),
+    Block(24),
+    Strided(6),
+    Fixed(8, 2),
+    [Block(12), Fixed(8, 2)],
+    [Column(6), Strided(8)],
+    [Column(6), Local(5)],
+)
+
+
+@pytest.mark.parametrize("grad_lse", [False, True])
+@pytest.mark.parametrize("closed", [None, 16, 32])
+@pytest.mark.parametrize("pattern", CLOSED, ids=str)
+def test_triton_serves_runs_that_stand_alone(
+    pattern: Pattern | list[Pattern], closed: int | None, grad_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one kernel for all gradients where a run fits its tile, by the others where not; several runs in a tile."""
+    use_tiles(monkeypatch, (16, 16), closed)
+    shape = Shape(1, 2, 72, 16, 24)
+    check_against_reference("triton", pattern, torch.float16, shape, grad_lse=grad_lse, device=DEVICE)
+
+
+@pytest.mark.parametrize("context, edge, served", [(72, 16, True), (72, 8, False), (73, 16, False)])
+def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, served: bool) -> None:
+    candidates = configurations.squares((edge, 1, 1.0))
+    for heads in ((Block(12),), (Column(6), Fixed(12, 2))):
+        assert (choice.closed_choice(candidates, heads, context) is not None) == served
+    assert choice.closed_choice(candidates, (Block(12), Local(3)), context) is None
 
 
 @pytest.mark.parametrize("width, value_width", [(16, 24), (64, 64), (96, 40), (128, 128), (256, 256)])
@@ -83,7 +123,7 @@ def test_triton_heads_may_differ(patterns: list[Pattern], dtype: torch.dtype) ->
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
     monkeypatch.setattr(choice, "SHORTEST_SLICE", 1)
-    monkeypatch.setattr(launch, "_num_processors", lambda device: 64)
+    monkeypatch.setattr(call, "num_processors", lambda device: 64)
     for heads in (pattern, [pattern, Local(9)]):
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICE)
 
@@ -94,8 +134,7 @@ def test_triton_tiles_may_have_any_edges(
     pattern: Pattern, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns of 9 and blocks of 24 leave some rows of a tile unused."""
-    table = {configurations.Widest(8, 256): configurations.same_for_all(*edges, 1, 1)}
-    monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", table)
+    use_tiles(monkeypatch, edges, closed=None)
     check_against_reference("triton", pattern, torch.float16, Shape(1, 2, 72, 16, 16), grad_lse=True, device=DEVICE)
 
 

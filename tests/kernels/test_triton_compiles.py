@@ -23,6 +23,7 @@ DEFAULTS = [
     "forward:bfloat16:64:merged",
     "dkdv:bfloat16:64:natural:resume",
     "dq:bfloat16:64:merged",
+    "closed:bfloat16:64:folded:resume",
     "delta:bfloat16:64",
 ]
 ALL = [

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def test_passes_are_packed_once() -> None:
     heads = (Strided(8), Strided(8))
-    assert packed(heads, 40, "queries", 0, 16, CPU) is packed(heads, 40, "queries", 0, 16, CPU)
+    assert packed(heads, 40, "queries", "all", 0, 16, CPU) is packed(heads, 40, "queries", "all", 0, 16, CPU)
 
 
 @pytest.mark.parametrize(
@@ -31,30 +31,30 @@ def test_passes_are_packed_once() -> None:
     ids=str,
 )
 def test_parts_of_one_order_of_rows_share_a_pass(heads: tuple[Pattern, ...], by_query: list[int], by_key: int) -> None:
-    passes = groups(heads, 40, "queries")
+    passes = groups(heads, 40, "queries", "all")
     assert [len(group[0]) for group in passes] == by_query
-    assert len(groups(heads, 40, "keys")) == by_key
-    one = packed(heads, 40, "queries", 0, 16, CPU)
+    assert len(groups(heads, 40, "keys", "all")) == by_key
+    one = packed(heads, 40, "queries", "all", 0, 16, CPU)
     assert one.table.shape == (len(heads), by_query[0], len(FIELDS))
 
 
 def test_passes_over_keys_end_with_the_part_that_holds_every_key() -> None:
-    first, last = groups((Fixed(8, 2), Local(8)), 40, "keys")
+    first, last = groups((Fixed(8, 2), Local(8)), 40, "keys", "all")
     assert [head[0].num_rows for head in first] == [10, 0]  # the summary keys of fixed; local has no part here
     assert [head[0].num_rows for head in last] == [40, 40]
 
 
 def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
     for pattern in (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2)):
-        for number in range(len(groups((pattern,), 40, "queries"))):
-            one = packed((pattern,), 40, "queries", number, 16, CPU)
+        for number in range(len(groups((pattern,), 40, "queries", "all"))):
+            one = packed((pattern,), 40, "queries", "all", number, 16, CPU)
             assert one.num_bytes() == 4 * (one.segments * len(FIELDS) + 1), pattern
             assert {one.rows, *one.columns, *one.bounds} <= {Form.NATURAL, Form.FOLDED}
 
 
 def test_heads_whose_forms_differ_are_read_by_the_more_general_one() -> None:
-    assert packed((Local(8), Column(8)), 40, "queries", 0, 16, CPU).rows == Form.FOLDED
-    listed = packed((Local(8), Column(8)), 41, "queries", 0, 16, CPU)
+    assert packed((Local(8), Column(8)), 40, "queries", "all", 0, 16, CPU).rows == Form.FOLDED
+    listed = packed((Local(8), Column(8)), 41, "queries", "all", 0, 16, CPU)
     assert (listed.rows, listed.columns, listed.bounds) == (Form.LISTED, (Form.LISTED,), (Form.LISTED,))
 
 
@@ -69,7 +69,7 @@ def test_a_division_is_a_multiplication(period: int) -> None:
 
 
 def test_sources_stand_in_the_order_of_passes_and_slices() -> None:
-    table, _, form = sources((Fixed(8, 2), Local(8)), 40, (3,), CPU)
+    table, _, form = sources((Fixed(8, 2), Local(8)), 40, "all", (3,), CPU)
     assert form == Form.FOLDED and table.shape == (2, 3, len(SOURCE_FIELDS))
     assert table[:, :, SOURCE_FIELDS.index("base")].tolist() == [[0, 10, 20]] * 2
     assert table[:, 0, SOURCE_FIELDS.index("length")].tolist() == [10, 0]  # nothing to add for local
@@ -84,7 +84,7 @@ LARGE, SMALL = Configuration(64, 64, 4, 2), Configuration(16, 16, 1, 2, 0.5)
     ids=str,
 )
 def test_short_runs_take_small_tiles(pattern: Pattern, context: int, wanted: Configuration) -> None:
-    (choice,) = chosen((LARGE, SMALL), (pattern,), context, "queries")
+    (choice,) = chosen((LARGE, SMALL), (pattern,), context, "queries", "all")
     assert choice.configuration == wanted
 
 

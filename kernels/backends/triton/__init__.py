@@ -1,8 +1,8 @@
 """Block-sparse attention in Triton: one family of kernels over plans, which knows no pattern.
 
-``packing`` lays the plans of all heads side by side, ``tile`` is what kernels do to a tile, ``forward_kernel`` and
-``backward_kernels`` are the kernels, ``configurations`` their tile sizes, ``launch`` the host side. triton is imported
-only by a call that can run.
+``packing`` turns the plans of all heads into a table of integers, ``choice`` picks tiles, ``tile`` is what kernels do
+to one. ``forward_kernel``, ``delta_kernel``, ``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel`` are the kernels;
+``launch_forward``, ``launch_backward`` and ``call`` launch them. triton is imported only by a call that can run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {q.device.type}"
-    from kernels.backends.triton.launch import INTERPRETED, interpreter_trouble
+    from kernels.backends.triton.call import INTERPRETED, interpreter_trouble
 
     if INTERPRETED:
         return interpreter_trouble()
@@ -41,9 +41,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
-    from kernels.backends.triton import launch
+    from kernels.backends.triton.launch_forward import forward
 
-    return launch.forward(q, k, v, patterns, scale)
+    return forward(q, k, v, patterns, scale)
 
 
 def backward(
@@ -58,6 +58,6 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
-    from kernels.backends.triton import launch
+    from kernels.backends.triton.launch_backward import backward
 
-    return launch.backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
+    return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kernels.backends.triton.configurations import Configuration
-from kernels.backends.triton.packing import groups, row_edge
+from kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
 from kernels.patterns.base import Pattern
-from kernels.plan import Side, View, tiles
+from kernels.plan import Side, View, edge_of, tiles, view
 
 WAVES = 2  # programs that a card's multiprocessors should have each, at least
 SHORTEST_SLICE = 4  # tiles of queries: less would not pay for another program
@@ -24,11 +24,11 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=256)
 def chosen(
-    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side
+    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
 ) -> tuple[Choice, ...]:
     """Of each pass, the candidate with the fewest computed pairs for its rate; the first of equals."""
     found = []
-    for group in groups(patterns, context, rows):
+    for group in groups(patterns, context, rows, parts):
         heads = Counter(group)
         found.append(min((_priced(one, heads, rows) for one in candidates), key=lambda pair: pair[0])[1])
     return tuple(found)
@@ -45,6 +45,23 @@ def _priced(one: Configuration, heads: Counter[tuple[View, ...]], rows: Side) ->
             pairs += count * found.num_pairs()
             longest = max(longest, int(found.count.max(initial=0)))
     return pairs / one.rate, Choice(one, longest)
+
+
+@lru_cache(maxsize=256)
+def closed_choice(
+    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int
+) -> Configuration | None:
+    """The candidate that computes the fewest pairs for its rate, of those in which the closed runs of all heads fit."""
+    parts = [closed_part(pattern, context) for pattern in patterns]
+    views = [view(part, context, "keys") for part in parts if part is not None]
+    periods = [one.closed_period() for one in views]
+    longest = max((period for period in periods if period is not None), default=0)
+    if len(views) < len(patterns):
+        return None
+    fitting = (one for one in candidates if one.block_k >= longest)
+    return min(
+        fitting, key=lambda one: sum(one.block_k**2 / edge_of(v, one.block_k) for v in views) / one.rate, default=None
+    )
 
 
 def num_slices(num_programs: int, longest: int, num_processors: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "dkdv", "dq"]
+Kernel = Literal["forward", "dkdv", "dq", "closed"]
 
 
 class Configuration(NamedTuple):
@@ -36,6 +36,7 @@ class Row(NamedTuple):
     forward: tuple[Configuration, ...]
     dkdv: tuple[Configuration, ...]
     dq: tuple[Configuration, ...]
+    closed: tuple[Configuration, ...] = ()  # square tiles; none: closed runs are served by the other kernels
 
 
 Table = dict[Widest, Row]
@@ -54,33 +55,47 @@ def same_for_all(block_q: int, block_k: int, num_warps: int, num_stages: int, *s
     return row(one, one, one, *small)
 
 
+def squares(*edge_and_warps: tuple[int, int, float]) -> tuple[Configuration, ...]:
+    """Configurations of closed runs, as (edge, num_warps, rate)."""
+    return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_and_warps)
+
+
 FP32: Table = {
     Widest(4, 64): row((32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
     Widest(4, 256): same_for_all(16, 16, 4, 1),
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): row((64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2), *SMALL),
+    Widest(2, 64): row((64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2), *SMALL)._replace(closed=squares((64, 8, 1.0))),
     Widest(2, 128): row((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
     Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
     **FP32,
 }
+SMALL_SQUARES = squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6))
 ARCHITECTURES: dict[str, Table] = {
-    "interpreter": {Widest(8, 256): same_for_all(32, 32, 1, 1, Configuration(16, 16, 1, 1, 0.5))},
+    "interpreter": {
+        Widest(8, 256): same_for_all(32, 32, 1, 1, Configuration(16, 16, 1, 1, 0.5))._replace(
+            closed=squares((32, 1, 1.0))
+        )
+    },
     "sm_80": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL),
-        Widest(2, 128): row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
+        Widest(2, 64): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL)._replace(
+            closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        ),
+        Widest(2, 128): row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2))._replace(closed=squares((32, 4, 1.0))),
         Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
         **FP32,
     },
     "sm_90": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), *SMALL),
-        Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2)),
+        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), *SMALL)._replace(closed=SMALL_SQUARES),
+        Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2))._replace(
+            closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        ),
         Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
         **FP32,
     },
     "gfx942": {
-        Widest(2, 64): row((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1)),
+        Widest(2, 64): row((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))._replace(closed=squares((64, 4, 1.0))),
         Widest(2, 128): row((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
         Widest(2, 256): row((64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
         Widest(4, 256): same_for_all(16, 16, 4, 1),

@@ -196,7 +196,7 @@ def dkdv_kernel(
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
     if FINAL:
         if SOURCES:
-            dk_tile, dv_tile = _add_sources(
+            dk_tile, dv_tile = add_sources(
                 dk_tile, dv_tile, position, inside, workspace,
                 source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
                 WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
@@ -210,7 +210,7 @@ def dkdv_kernel(
 
 
 @triton.jit
-def _add_sources(
+def add_sources(
     dk,  # (BLOCK_K, W)
     dv,  # (BLOCK_K, WV)
     position,  # (BLOCK_K,)
@@ -264,7 +264,7 @@ def gather_kernel(
     batch, head = lead // num_heads, lead % num_heads
     position = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     inside = position < context
-    dk_tile, dv_tile = _add_sources(
+    dk_tile, dv_tile = add_sources(
         tl.zeros((BLOCK, W), ACCUMULATOR), tl.zeros((BLOCK, WV), ACCUMULATOR), position, inside,
         workspace + lead * workspace_rows * (WIDTH + VALUE_WIDTH),
         source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,

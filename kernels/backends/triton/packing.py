@@ -15,12 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Pattern
+from kernels.patterns.base import Part, Pattern
 from kernels.patterns.forms import Bound, Bounds, Fold, Order, constant, whole
 from kernels.plan import Side, View, edge_of, view
 
@@ -51,6 +52,8 @@ class Form(IntEnum):
     LISTED = 2  # vectors
 
 
+# Of a pattern: everything, its one part whose runs of rows stand alone, or what is left without that.
+Parts = Literal["all", "closed", "open"]
 Group = tuple[tuple[View, ...], ...]  # the segments of every head, (H, S): one pass
 
 
@@ -72,10 +75,10 @@ class Pass:
         return sum(t.numel() * t.element_size() for t in (self.table, self.data))
 
 
-@lru_cache(maxsize=64)
-def groups(patterns: tuple[Pattern, ...], context: int, rows: Side) -> tuple[Group, ...]:
+@lru_cache(maxsize=128)
+def groups(patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts) -> tuple[Group, ...]:
     """The passes of heads with these patterns; the last one holds the views that cover the most rows."""
-    own = {pattern: _groups_of(pattern, context, rows) for pattern in dict.fromkeys(patterns)}
+    own = {pattern: _groups_of(pattern, context, rows, parts) for pattern in dict.fromkeys(patterns)}
     count = max(len(found) for found in own.values())
     nothing = _nothing(context, rows)
     aligned = {pattern: ((nothing,),) * (count - len(found)) + found for pattern, found in own.items()}
@@ -87,11 +90,12 @@ def groups(patterns: tuple[Pattern, ...], context: int, rows: Side) -> tuple[Gro
     return tuple(passes)
 
 
-def _groups_of(pattern: Pattern, context: int, rows: Side) -> tuple[tuple[View, ...], ...]:
-    """One pattern's views by the order of their rows: few rows first, and closed runs, which need no other, last."""
-    views = [view(part, context, rows) for part in pattern.parts()]
+def _groups_of(pattern: Pattern, context: int, rows: Side, parts: Parts) -> tuple[tuple[View, ...], ...]:
+    """One pattern's views by the order of their rows: few rows first, and a closed part last."""
+    closed = closed_part(pattern, context)
+    wanted = {"all": pattern.parts(), "closed": (closed,), "open": (p for p in pattern.parts() if p != closed)}[parts]
     found: list[list[View]] = []
-    for one in views:
+    for one in (view(part, context, rows) for part in wanted if part is not None):
         same = (group for group in found if rows == "queries" and one.row_order is None and group[0].row_order is None)
         group = next(same, None)
         if group is None:
@@ -100,6 +104,11 @@ def _groups_of(pattern: Pattern, context: int, rows: Side) -> tuple[tuple[View, 
             group.append(one)
     found.sort(key=lambda group: (group[0].num_rows, any(one.closed_period() is not None for one in group)))
     return tuple(tuple(group) for group in found)
+
+
+def closed_part(pattern: Pattern, context: int) -> Part | None:
+    """The first part of a pattern whose runs of rows stand alone, if there is one."""
+    return next((part for part in pattern.parts() if view(part, context, "keys").closed_period() is not None), None)
 
 
 def _nothing(context: int, rows: Side) -> View:
@@ -116,10 +125,16 @@ def row_edge(segments: tuple[View, ...], tile_rows: int) -> int:
 
 @lru_cache(maxsize=64)
 def packed(
-    patterns: tuple[Pattern, ...], context: int, rows: Side, number: int, tile_rows: int, device: torch.device
+    patterns: tuple[Pattern, ...],
+    context: int,
+    rows: Side,
+    parts: Parts,
+    number: int,
+    tile_rows: int,
+    device: torch.device,
 ) -> Pass:
     """Pass ``number`` of these heads in tiles of ``tile_rows`` rows; cached."""
-    group = groups(patterns, context, rows)[number]
+    group = groups(patterns, context, rows, parts)[number]
     segments = list(zip(*group, strict=True))
     row_form = max(form_of(one.row_order) for head in group for one in head)
     columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
@@ -166,20 +181,21 @@ def _fields(one: View, edge: int, data: Data, row_form: Form, column_form: Form,
 
 @lru_cache(maxsize=64)
 def sources(
-    patterns: tuple[Pattern, ...], context: int, slices: tuple[int, ...], device: torch.device
+    patterns: tuple[Pattern, ...], context: int, parts: Parts, slices: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Form]:
     """Where the sums of the first passes over keys lie in a workspace, for those who add them up by position.
 
     Args:
         patterns: one a head.
         context: N.
-        slices: of each of these passes, into how many slices of queries it was split.
+        parts: of which parts of a pattern.
+        slices: of each of the first passes, into how many slices of queries it was split.
         device: of the result.
 
     Returns:
         A table (H, sources, SOURCE_FIELDS) int32, its data, and how rows are found: FOLDED or LISTED.
     """
-    passes = groups(patterns, context, "keys")[: len(slices)]
+    passes = groups(patterns, context, "keys", parts)[: len(slices)]
     form = max((form_of(head[0].row_order) for group in passes for head in group), default=Form.FOLDED)
     form = max(form, Form.FOLDED)
     data, table = Data(), []

@@ -1,0 +1,148 @@
+"""Backward of runs that stand alone: dQ, dK and dV of a whole block, or a whole column, by one program.
+
+Letters: BLOCK rows of a run or of several, queries and keys alike, W padded width of q and k, WV padded width of v,
+N positions, H heads.
+A part is *closed* where runs of rows read the same positions and nothing else (``kernels.patterns.forms.Bounds``). Then
+nothing of a run is needed twice: five products instead of seven, and q, k, v, out and dOut are read once, which is what
+such heads cost. ``dkdv_kernel`` has the equations, and says how the sums of other parts reach the last pass, which this
+one is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.backends.triton.dkdv_kernel import add_sources
+from kernels.backends.triton.tile import (
+    EDGE,
+    LOG2E,
+    NUM_FIELDS,
+    NUM_ROWS,
+    NUM_SOURCE_FIELDS,
+    ROW_FOLD,
+    ROW_LIST,
+    intervals,
+    load_fold,
+    load_rows,
+    narrow,
+    original_positions,
+    store_rows,
+)
+
+
+@triton.jit
+def closed_kernel(
+    q,
+    k,
+    v,
+    out,
+    grad_out,
+    lse,  # (B, H, N)
+    delta,  # (B, H, N), where RESUME; else the gradient of lse, where GRAD_LSE
+    previous,  # (B, H, N, D) contiguous, accumulator dtype: dQ of the other parts, where RESUME
+    workspace,  # (B, H, R, D + Dv) accumulator dtype: dK and dV of the other parts, where RESUME
+    dq,
+    dk,
+    dv,
+    table,
+    data,
+    source_table,
+    source_data,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_on,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_dqb,
+    stride_dqh,
+    stride_dqn,
+    stride_dkb,
+    stride_dkh,
+    stride_dkn,
+    stride_dvb,
+    stride_dvh,
+    stride_dvn,
+    num_heads,
+    context,
+    num_tiles,
+    workspace_rows,  # R
+    num_sources,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    RESUME: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    SOURCE_FORM: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    tile = tl.program_id(0) % num_tiles
+    lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    fields = table + head * NUM_FIELDS
+    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
+    first_row = tile * edge
+    if first_row >= num_rows:
+        return
+    last_row = tl.minimum(first_row + edge, num_rows) - 1
+    row = first_row + tl.arange(0, BLOCK)
+    inside = row <= last_row
+    row_fold = load_fold(fields + ROW_FOLD, ROWS)
+    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
+    k_tile = load_rows(k + batch * stride_kb + head * stride_kh, position, stride_kn, inside, WIDTH, W, True)
+    q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
+    grad_out += batch * stride_gb + head * stride_gh
+    grad_tile = load_rows(grad_out, position, stride_gn, inside, VALUE_WIDTH, WV, True)
+    v_tile = load_rows(v + batch * stride_vb + head * stride_vh, position, stride_vn, inside, VALUE_WIDTH, WV, True)
+    first = lead * context
+    row_lse = tl.load(lse + first + position, mask=inside, other=0.0)
+    if RESUME:
+        row_delta = tl.load(delta + first + position, mask=inside, other=0.0)
+    else:
+        out += batch * stride_ob + head * stride_oh
+        out_tile = load_rows(out, position, stride_on, inside, VALUE_WIDTH, WV, True)
+        row_delta = tl.sum(out_tile.to(ACCUMULATOR) * grad_tile.to(ACCUMULATOR), 1)  # (BLOCK,)
+        if GRAD_LSE:
+            row_delta -= tl.load(delta + first + position, mask=inside, other=0.0).to(ACCUMULATOR)
+        row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)  # a query without keys has no gradient
+
+    # Transposed, (keys, queries), so that one product alone needs a transposed operand. A key's queries are an interval
+    # of rows, and so are a query's keys.
+    s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK, BLOCK)
+    low, high = intervals(row, inside, fields, data, BOUNDS)  # the queries of each key
+    allowed = (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None]) & inside[None, :]
+    p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - (row_lse * LOG2E)[None, :]), 0.0)
+    dv_tile = tl.dot(
+        narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, input_precision="ieee", out_dtype=ACCUMULATOR
+    )  # (BLOCK, WV)
+    dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK, BLOCK)
+    ds = narrow(p * (dp - row_delta[None, :]) * SCALE, q_tile.dtype, ROUND_BF16)
+    dk_tile = tl.dot(ds, q_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
+    dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
+
+    if RESUME:
+        dq_tile += load_rows(previous + first * WIDTH, position, WIDTH, inside, WIDTH, W, True)
+        dk_tile, dv_tile = add_sources(
+            dk_tile, dv_tile, position, inside, workspace + lead * workspace_rows * (WIDTH + VALUE_WIDTH),
+            source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
+            WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
+        )  # fmt: skip
+    store_rows(dq + batch * stride_dqb + head * stride_dqh, position, stride_dqn, inside, dq_tile, WIDTH, W)
+    store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
+    store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)

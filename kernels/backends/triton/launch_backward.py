@@ -1,0 +1,211 @@
+"""Launches the backward kernels: delta, passes over keys, passes over queries, or closed runs with all three at once.
+
+Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R rows of the workspace.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from kernels.backends.triton.call import Call, positive_scale
+from kernels.backends.triton.choice import closed_choice
+from kernels.backends.triton.closed_kernel import closed_kernel
+from kernels.backends.triton.configurations import Configuration
+from kernels.backends.triton.delta_kernel import delta_kernel
+from kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
+from kernels.backends.triton.dq_kernel import dq_kernel
+from kernels.backends.triton.packing import Form, Parts, groups, sources
+from kernels.memory import empty_like_rows
+from kernels.patterns.base import Pattern
+
+BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
+
+
+class Inputs(NamedTuple):
+    """What every backward kernel reads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    lse: Tensor  # (B, H, N)
+    delta: Tensor  # (B, H, N)
+
+
+class Sums(NamedTuple):
+    """dK and dV as passes over keys left them: rows in each pass's own order, one set a slice of queries."""
+
+    workspace: Tensor  # (B, H, R, D + Dv), accumulator dtype
+    table: Tensor  # where the rows of a position are: see ``packing.sources``
+    data: Tensor
+    form: Form
+
+    def sizes(self) -> tuple[int, int]:
+        """R, and how many sources there are."""
+        return self.workspace.shape[2], self.table.shape[1]
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: tuple[Pattern, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
+    sign = float(np.sign(scale))
+    q, scale = positive_scale(q, scale)
+    call = Call(q, v, patterns)
+    q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    results = (empty_like_rows(q), empty_like_rows(k), empty_like_rows(v))
+    closed = closed_choice(call.candidates("closed"), patterns, call.context)
+    if closed is None:
+        inputs = Inputs(q, k, v, grad_out, lse, _delta(call, out, grad_out, lse, grad_lse))
+        _over_keys(call, inputs, "all", (results[1], results[2]), scale)
+        _over_queries(call, inputs, "all", results[0], scale)
+    else:
+        _over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
+    dq, dk, dv = results
+    dq = dq if sign == 1 else dq * sign
+    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
+
+
+def _delta(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """Of each query, the sum of out * grad_out less the gradient of lse: (B, H, N)."""
+    delta = torch.empty_like(lse)
+    blocks = triton.cdiv(call.context, BLOCK_ROWS)
+    call.launch(
+        delta_kernel,
+        blocks,
+        (out, grad_out, lse, lse if grad_lse is None else grad_lse, delta),
+        (out, grad_out),
+        (blocks,),
+        None,
+        VALUE_WIDTH=call.widths["VALUE_WIDTH"],
+        WV=call.widths["WV"],
+        BLOCK=BLOCK_ROWS,
+        GRAD_LSE=grad_lse is not None,
+    )
+    return delta
+
+
+def _over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float) -> Sums:
+    """dK and dV of some parts, into ``results`` or, where there are none, only into the workspace that is returned."""
+    choices = call.choices("dkdv", parts)
+    passes = [call.packed("keys", parts, number, tiles.block_k) for number, (tiles, _) in enumerate(choices)]
+    slices = [call.num_slices(one, choice) for one, choice in zip(passes, choices, strict=True)]
+    in_place = results is not None and slices[-1] == 1 and _covers(call)  # the last pass adds up as it goes
+    through = len(passes) - in_place
+    rows = [one.num_rows * count for one, count in zip(passes[:through], slices, strict=False)]
+    q, k, v, grad_out = inputs[:4]
+    workspace = q.new_empty((*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1]), dtype=call.wide)
+    sums = Sums(workspace, *sources(call.patterns, call.context, parts, tuple(slices[:through]), q.device))
+    targets = results or (workspace, workspace)  # which no pass but the last one writes
+    for number, (one, (tiles, _)) in enumerate(zip(passes, choices, strict=True)):
+        call.launch(
+            dkdv_kernel,
+            one.num_row_tiles * slices[number],
+            (*inputs, workspace, *targets, one.table, one.data, sums.table, sums.data),
+            (q, k, v, grad_out, *targets),
+            (one.num_row_tiles, slices[number], one.num_rows, sum(rows[:number]), *sums.sizes()),
+            tiles,
+            **call.widths,
+            ROWS=int(one.rows),
+            COLUMNS=int(one.columns[0]),
+            BOUNDS=int(one.bounds[0]),
+            SCALE=scale,
+            FINAL=number == through,
+            SOURCES=sums.table.shape[1] > 0,
+            SOURCE_FORM=int(sums.form),
+        )
+    if results is not None and not in_place:
+        _gather(call, sums, results)
+    return sums
+
+
+def _covers(call: Call) -> bool:
+    """Whether the last pass over keys holds every key of every head."""
+    return all(head[0].num_rows == call.context for head in groups(call.patterns, call.context, "keys", "all")[-1])
+
+
+def _gather(call: Call, sums: Sums, results: tuple[Tensor, Tensor]) -> None:
+    """Add up the workspace; 0 where nothing reads a key."""
+    blocks = triton.cdiv(call.context, BLOCK_ROWS)
+    tensors = (sums.workspace, *results, sums.table, sums.data)
+    constants = {"BLOCK": BLOCK_ROWS, "SOURCE_FORM": int(sums.form), **call.widths}
+    call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes()), None, **constants)
+
+
+def _over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
+    """dQ of some parts, into ``result`` or, where there is none, kept wide: (B, H, N, D) contiguous."""
+    q, k, v, grad_out = inputs[:4]
+    choices = call.choices("dq", parts)
+    several = len(choices) > 1 or result is None
+    between = torch.empty(q.shape, dtype=call.wide, device=q.device) if several else q
+    result = between if result is None else result
+    for number, (tiles, _) in enumerate(choices):
+        one = call.packed("queries", parts, number, tiles.block_q)
+        target = result if number == len(choices) - 1 else between
+        call.launch(
+            dq_kernel,
+            one.num_row_tiles,
+            (*inputs, between, target, one.table, one.data),
+            (q, k, v, grad_out, target),
+            (one.num_row_tiles,),
+            tiles,
+            **call.widths,
+            **call.forms(one),
+            SCALE=scale,
+            RESUME=number > 0,
+        )
+    return result
+
+
+def _over_closed_runs(
+    call: Call,
+    tiles: Configuration,
+    tensors: tuple[Tensor, ...],
+    grad_lse: Tensor | None,
+    results: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+) -> None:
+    """All gradients of closed runs at once, after those of the other parts, to which it adds."""
+    q, k, v, out, grad_out, lse = tensors
+    resume = len(groups(call.patterns, call.context, "queries", "open")) > 0
+    previous, sums = lse, Sums(lse[..., None], *sources(call.patterns, call.context, "open", (), q.device))
+    delta = lse if grad_lse is None else grad_lse
+    if resume:
+        delta = _delta(call, out, grad_out, lse, grad_lse)
+        inputs = Inputs(q, k, v, grad_out, lse, delta)
+        sums = _over_keys(call, inputs, "open", None, scale)
+        previous = _over_queries(call, inputs, "open", None, scale)
+    one = call.packed("keys", "closed", 0, tiles.block_k)
+    call.launch(
+        closed_kernel,
+        one.num_row_tiles,
+        (*tensors, delta, previous, sums.workspace, *results, one.table, one.data, sums.table, sums.data),
+        (q, k, v, out, grad_out, *results),
+        (one.num_row_tiles, *sums.sizes()),
+        None,
+        **call.widths,
+        BLOCK=tiles.block_k,
+        ROWS=int(one.rows),
+        BOUNDS=int(one.bounds[0]),
+        SCALE=scale,
+        RESUME=resume,
+        GRAD_LSE=grad_lse is not None,
+        SOURCE_FORM=int(sums.form),
+        ROUND_BF16=call.round_bf16,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

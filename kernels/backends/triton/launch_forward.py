@@ -1,0 +1,40 @@
+"""Launches the forward kernel, pass by pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backends.triton.call import Call, positive_scale
+from kernels.backends.triton.forward_kernel import forward_kernel
+from kernels.memory import empty_like_rows
+from kernels.patterns.base import Pattern
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+    q, scale = positive_scale(q, scale)
+    call = Call(q, v, patterns)
+    q, k, v = (call.readable(t) for t in (q, k, v))
+    out = empty_like_rows(v)
+    lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
+    choices = call.choices("forward", "all")
+    between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
+    for number, (tiles, _) in enumerate(choices):
+        final = number == len(choices) - 1
+        one = call.packed("queries", "all", number, tiles.block_q)
+        target = out if final else between
+        call.launch(
+            forward_kernel,
+            one.num_row_tiles,
+            (q, k, v, between, target, lse, one.table, one.data),
+            (q, k, v, target),
+            (one.num_row_tiles,),
+            tiles,
+            **call.widths,
+            **call.forms(one),
+            SCALE=scale,
+            RESUME=number > 0,
+            FINAL=final,
+        )
+    return out.to(call.dtype), lse
