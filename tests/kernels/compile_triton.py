@@ -38,6 +38,7 @@ TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
+DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
 # How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
 SHAPES = {
     "natural": ((0, 0, 1),),  # local, block
@@ -62,6 +63,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        if parameter.name in DESCRIBED:
+            kind = f"*{TYPES[dtype]}" if "described" not in further else _described(name, chosen, dtype, width)
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
@@ -84,6 +87,8 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "ROWS": keys[0] if by_key else queries[0],
         "COLUMNS": (queries[0] if by_key else keys),
         "BOUNDS": (bounds[0] if by_key else bounds),
+        "SHAPE": int("described" in further),
+        "SHAPES": tuple(int("described" in further) for _ in segments),
         "RESUME": "resume" in further,
         "SOURCES": "resume" in further,
         "SOURCE_FORM": 1,
@@ -100,6 +105,11 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "ROUND_BF16": False,
         "ACCUMULATOR": tl.float32,
     }
+
+
+def _described(name: str, chosen: Configuration, dtype: str, width: int) -> str:
+    """The type of a descriptor."""
+    return f"tensordesc<{TYPES[dtype]}[1, 1, {chosen.block_q if name == 'dkdv' else chosen.block_k}, 1, {width}]>"
 
 
 def _type(parameter: str, dtype: str) -> str:

@@ -13,7 +13,11 @@ import torch
 from kernels import ConfigError, sparse_attention
 from kernels.backends import triton as backend
 from kernels.backends.triton import call, choice, configurations
+from kernels.backends.triton.described import Shape as Shape_
+from kernels.backends.triton.described import boxes, describable
+from kernels.backends.triton.packing import groups
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from kernels.plan import Side
 from tests.kernels.oracles import (
     Inputs,
     Shape,
@@ -40,9 +44,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, (16, 16), closed=16)
 
 
-def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None) -> None:
+def use_tiles(
+    monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None, described: bool = False
+) -> None:
     """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
     row = configurations.same_for_all(*edges, 1, 1)
+    row = configurations.described(row) if described else row
     if closed is not None:
         row = row._replace(closed=configurations.squares((closed, 1, 1.0)))
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): row})
@@ -77,6 +84,42 @@ def test_triton_serves_runs_that_stand_alone(
     use_tiles(monkeypatch, (16, 16), closed)
     shape = Shape(1, 2, 72, 16, 24)
     check_against_reference("triton", pattern, torch.float16, shape, grad_lse=grad_lse, device=DEVICE)
+
+
+@pytest.mark.parametrize("edges", [(16, 16), (32, 16), (16, 32)])
+@pytest.mark.parametrize("context", [64, 53])
+@pytest.mark.parametrize(
+    "pattern",
+    [Local(11), Column(2), Column(4), Summary(8, 2), Fixed(16, 4), Strided(4), Fixed(8, 2, num_summaries=2)],
+    ids=str,
+)
+def test_triton_reads_tiles_through_descriptors(
+    pattern: Pattern, context: int, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tiles(monkeypatch, edges, closed=None, described=True)
+    check_against_reference("triton", pattern, torch.float16, Shape(2, 2, context, 24, 16), device=DEVICE)
+
+
+def test_descriptors_serve_every_order_of_whole_blocks() -> None:
+    def shapes(pattern: Pattern, context: int, rows: Side) -> list[Shape_]:
+        passes = range(len(groups((pattern,), context, rows, "all")))
+        found = (boxes((pattern,), context, rows, "all", number, 32, 16) for number in passes)
+        return [box.shape for one in found for box in one]
+
+    natural, column, blocks, addresses = Shape_.NATURAL, Shape_.COLUMN, Shape_.BLOCKS, Shape_.ADDRESSES
+    assert shapes(Local(9), 64, "queries") == shapes(Summary(8, 2), 64, "keys") == [natural]
+    assert shapes(Column(2), 64, "queries") == shapes(Column(2), 64, "keys") == [column]
+    assert shapes(Summary(8, 2), 64, "queries") == [blocks]
+    assert shapes(Fixed(8, 2), 64, "queries") == [natural, blocks]
+    assert shapes(Column(8), 64, "queries") == [addresses]  # four columns in a tile of rows
+    assert shapes(Column(2), 63, "queries") == shapes(Summary(8, 3), 64, "queries") == [addresses]
+
+
+def test_tensors_that_are_not_aligned_are_read_by_addresses() -> None:
+    whole = torch.empty(2, 2, 32, 24, dtype=torch.float16)
+    assert (
+        describable(whole) and not describable(whole, whole[..., 1:9]) and not describable(whole[..., :12].contiguous())
+    )
 
 
 @pytest.mark.parametrize("context, edge, served", [(72, 16, True), (72, 8, False), (73, 16, False)])

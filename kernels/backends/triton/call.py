@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.autograd import accumulator_dtype
 from kernels.backends.triton.choice import Choice, chosen, num_slices
 from kernels.backends.triton.configurations import Configuration, Kernel, candidates
+from kernels.backends.triton.described import ADDRESSES, SEGMENTS, Shape, boxes, describable, described
 from kernels.backends.triton.forward_kernel import forward_kernel
 from kernels.backends.triton.packing import Parts, Pass, packed
 from kernels.patterns.base import Pattern
@@ -87,6 +88,24 @@ class Call:
         columns, bounds = (tuple(int(form) for form in forms) for forms in (one.columns, one.bounds))
         return {"SEGMENTS": one.segments, "ROWS": int(one.rows), "COLUMNS": columns, "BOUNDS": bounds}
 
+    def descriptors(
+        self, tiles: Configuration, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
+    ) -> tuple[list[Any], tuple[int, ...]]:
+        """Of a pass, descriptors of two tensors for each segment a kernel has parameters for, and the tiles' shapes.
+
+        Where there is no descriptor, the tensors themselves fill the parameter, which the kernel then does not read.
+        """
+        sizes = (tiles.block_q, tiles.block_k) if rows == "queries" else (tiles.block_k, tiles.block_q)
+        found = boxes(self.patterns, self.context, rows, parts, number, *sizes)
+        if not tiles.described or not describable(one, other):
+            found = (ADDRESSES,) * len(found)
+        arguments: list[Any] = []
+        for box in (*found, ADDRESSES)[:SEGMENTS]:
+            for tensor, width in ((one, self.widths["W"]), (other, self.widths["WV"])):
+                plain = box.shape == Shape.ADDRESSES
+                arguments.append(tensor if plain else described(tensor, box, sizes[1], width))
+        return arguments, tuple(int(box.shape) for box in found)
+
     def num_slices(self, one: Pass, choice: Choice) -> int:
         """Into how many slices of queries to split a pass over keys."""
         programs = one.num_row_tiles * self.batch * self.heads
@@ -96,7 +115,7 @@ class Call:
         self,
         kernel: Any,
         programs: int,
-        tensors: tuple[Tensor, ...],
+        tensors: tuple[Any, ...],
         strided: tuple[Tensor, ...],
         sizes: tuple[int, ...],
         tiles: Configuration | None,

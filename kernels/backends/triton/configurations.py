@@ -21,6 +21,7 @@ class Configuration(NamedTuple):
     num_warps: int
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
+    described: bool = False  # let the tensor memory accelerator copy tiles where their order allows it
 
 
 class Widest(NamedTuple):
@@ -44,8 +45,11 @@ Table = dict[Widest, Row]
 SMALL = (Configuration(32, 32, 2, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
 
 
-def row(forward: tuple[int, ...], dkdv: tuple[int, ...], dq: tuple[int, ...], *small: Configuration) -> Row:
-    """One large configuration a kernel, as (block_q, block_k, num_warps, num_stages), and small ones for all."""
+Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
+
+
+def row(forward: Large, dkdv: Large, dq: Large, *small: Configuration) -> Row:
+    """One large configuration a kernel, and small ones for all."""
     return Row(*((Configuration(*large), *small) for large in (forward, dkdv, dq)))
 
 
@@ -53,6 +57,12 @@ def same_for_all(block_q: int, block_k: int, num_warps: int, num_stages: int, *s
     """One large configuration for the three kernels."""
     one = (block_q, block_k, num_warps, num_stages)
     return row(one, one, one, *small)
+
+
+def described(row: Row) -> Row:
+    """The same, with descriptors."""
+    forward, dkdv, dq = (tuple(one._replace(described=True) for one in kernel) for kernel in row[:3])
+    return Row(forward, dkdv, dq, row.closed)
 
 
 def squares(*edge_and_warps: tuple[int, int, float]) -> tuple[Configuration, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.backends.triton.described import load_tile
 from kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -43,10 +44,12 @@ def _add_to_dkdv(
     dv,  # (BLOCK_K, WV)
     k_tile,  # (BLOCK_K, W)
     v_tile,  # (BLOCK_K, WV)
-    q,
+    q,  # of this batch entry and head, or a descriptor of all
     grad_out,
     lse,
     delta,
+    batch,
+    head,
     stride_q,
     stride_g,
     first,  # column of the tile's first query
@@ -62,6 +65,7 @@ def _add_to_dkdv(
     WV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     QUERIES: tl.constexpr,
+    SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
@@ -69,7 +73,9 @@ def _add_to_dkdv(
     column = first + tl.arange(0, BLOCK_Q)
     inside = column < end
     position = original_positions(column, inside, query_fold, query_list, QUERIES, PARTIAL)  # (BLOCK_Q,)
-    q_tile = load_rows(q, position, stride_q, inside, WIDTH, W, PARTIAL)  # (BLOCK_Q, W)
+    q_tile = load_tile(
+        q, batch, head, first, position, stride_q, inside, query_fold, WIDTH, W, BLOCK_Q, SHAPE, PARTIAL
+    )  # (BLOCK_Q, W)
     if PARTIAL:
         row_lse = tl.load(lse + position, mask=inside, other=0.0)
         row_delta = tl.load(delta + position, mask=inside, other=0.0)
@@ -80,7 +86,9 @@ def _add_to_dkdv(
     if PARTIAL:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
         p = tl.where(allowed, p, 0.0)
-    grad_tile = load_rows(grad_out, position, stride_g, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
+    grad_tile = load_tile(
+        grad_out, batch, head, first, position, stride_g, inside, query_fold, VALUE_WIDTH, WV, BLOCK_Q, SHAPE, PARTIAL
+    )  # (BLOCK_Q, WV)
     dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     ds = p * (dp - row_delta[None, :]) * SCALE
@@ -103,6 +111,8 @@ def dkdv_kernel(
     data,
     source_table,
     source_data,
+    q_described,  # descriptors of q and grad_out: see ``described``
+    grad_described,
     stride_qb,
     stride_qh,
     stride_qn,
@@ -139,6 +149,7 @@ def dkdv_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    SHAPE: tl.constexpr,
     FINAL: tl.constexpr,
     SOURCES: tl.constexpr,
     SOURCE_FORM: tl.constexpr,
@@ -178,19 +189,24 @@ def dkdv_kernel(
     begin, stop = count * part // num_slices, count * (part + 1) // num_slices  # the tiles of this slice
     full_first = tl.minimum(tl.maximum(full_first, begin), stop)
     full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
+    if SHAPE == 0:
+        queries, grads = q, grad_out
+    else:
+        queries, grads = q_described, grad_described
+    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
     for number in range(full_first, full_last):
         dk_tile, dv_tile = _add_to_dkdv(
-            dk_tile, dv_tile, k_tile, v_tile, q, grad_out, lse, delta, stride_qn, stride_gn,
+            dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index, stride_qn, stride_gn,
             origin + number * BLOCK_Q, end, low, high, query_fold, query_list,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, False, ROUND_BF16,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, False, ROUND_BF16,
         )  # fmt: skip
     before = full_first - begin
     for partial in range(before + stop - full_last):
         number = tl.where(partial < before, begin + partial, full_last + partial - before)
         dk_tile, dv_tile = _add_to_dkdv(
-            dk_tile, dv_tile, k_tile, v_tile, q, grad_out, lse, delta, stride_qn, stride_gn,
+            dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index, stride_qn, stride_gn,
             origin + number * BLOCK_Q, end, low, high, query_fold, query_list,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, True, ROUND_BF16,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, True, ROUND_BF16,
         )  # fmt: skip
 
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)

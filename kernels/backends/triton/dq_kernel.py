@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.backends.triton.described import load_tile
 from kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -35,8 +36,10 @@ def _add_to_dq(
     grad_tile,  # (BLOCK_Q, WV)
     row_lse,  # (BLOCK_Q,) in log2
     row_delta,  # (BLOCK_Q,)
-    k,
+    k,  # of this batch entry and head, or a descriptor of all
     v,
+    batch,
+    head,
     stride_k,
     stride_v,
     first,  # column of the tile's first key
@@ -52,6 +55,7 @@ def _add_to_dq(
     WV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     KEYS: tl.constexpr,
+    SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
@@ -59,8 +63,12 @@ def _add_to_dq(
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
     position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
-    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
-    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
+    k_tile = load_tile(
+        k, batch, head, first, position, stride_k, inside, key_fold, WIDTH, W, BLOCK_K, SHAPE, PARTIAL
+    )  # (BLOCK_K, W)
+    v_tile = load_tile(
+        v, batch, head, first, position, stride_v, inside, key_fold, VALUE_WIDTH, WV, BLOCK_K, SHAPE, PARTIAL
+    )  # (BLOCK_K, WV)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     p = tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None])
     if PARTIAL:
@@ -83,6 +91,10 @@ def dq_kernel(
     dq,
     table,
     data,
+    k_first,  # descriptors of k and v for the first segment, and the second: see ``described``
+    v_first,
+    k_second,
+    v_second,
     stride_qb,
     stride_qh,
     stride_qn,
@@ -112,6 +124,7 @@ def dq_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
@@ -127,6 +140,7 @@ def dq_kernel(
     last_row = tl.minimum(first_row + edge, num_rows) - 1
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
+    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
 
     row = first_row + tl.arange(0, BLOCK_Q)
     inside = row <= last_row
@@ -149,18 +163,24 @@ def dq_kernel(
         low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
         visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
+        if SHAPES[segment] == 0:
+            keys, values = k, v
+        elif segment == 0:
+            keys, values = k_first, v_first
+        else:
+            keys, values = k_second, v_second
         for number in range(full_first, full_last):
             dq_tile = _add_to_dq(
-                dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, ROUND_BF16,
+                dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch_index, head_index,
+                stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], False, ROUND_BF16,
             )  # fmt: skip
         for partial in range(full_first + count - full_last):
             number = tl.where(partial < full_first, partial, partial + full_last - full_first)
             dq_tile = _add_to_dq(
-                dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, ROUND_BF16,
+                dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch_index, head_index,
+                stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], True, ROUND_BF16,
             )  # fmt: skip
     dq += batch * stride_dqb + head * stride_dqh
     store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)

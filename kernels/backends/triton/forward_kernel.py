@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.backends.triton.described import load_tile
 from kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -37,8 +38,10 @@ def _attend_tile(
     m,  # (BLOCK_Q,)
     total,  # (BLOCK_Q,)
     q_tile,  # (BLOCK_Q, W)
-    k,
+    k,  # of this batch entry and head, or a descriptor of all
     v,
+    batch,
+    head,
     stride_k,
     stride_v,
     first,  # column of the tile's first key
@@ -54,6 +57,7 @@ def _attend_tile(
     WV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     KEYS: tl.constexpr,
+    SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
@@ -61,7 +65,9 @@ def _attend_tile(
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
     position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
-    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
+    k_tile = load_tile(
+        k, batch, head, first, position, stride_k, inside, key_fold, WIDTH, W, BLOCK_K, SHAPE, PARTIAL
+    )  # (BLOCK_K, W)
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     if PARTIAL:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
@@ -72,7 +78,9 @@ def _attend_tile(
         p = tl.where(allowed, p, 0.0)  # a row that has no key yet has new_m = -inf
     fade = tl.where(m == new_m, 1.0, tl.exp2(m - new_m))
     total = total * fade + tl.sum(p, 1)
-    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
+    v_tile = load_tile(
+        v, batch, head, first, position, stride_v, inside, key_fold, VALUE_WIDTH, WV, BLOCK_K, SHAPE, PARTIAL
+    )  # (BLOCK_K, WV)
     acc = acc * fade[:, None]
     acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_m, total
@@ -88,6 +96,10 @@ def forward_kernel(
     lse,  # (B, H, N): in log2 between passes, natural where FINAL
     table,
     data,
+    k_first,  # descriptors of k and v for the first segment, and the second: see ``described``
+    v_first,
+    k_second,
+    v_second,
     stride_qb,
     stride_qh,
     stride_qn,
@@ -114,6 +126,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
@@ -130,6 +143,7 @@ def forward_kernel(
     last_row = tl.minimum(first_row + edge, num_rows) - 1
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
+    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
 
     row = first_row + tl.arange(0, BLOCK_Q)
     inside = row <= last_row
@@ -154,16 +168,24 @@ def forward_kernel(
         low, high = intervals(row, inside, own, data, BOUNDS[segment])  # (BLOCK_Q,)
         visited = visited_tiles(first_row, last_row, own, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
+        if SHAPES[segment] == 0:
+            keys, values = k, v
+        elif segment == 0:
+            keys, values = k_first, v_first
+        else:
+            keys, values = k_second, v_second
         for number in range(full_first, full_last):
             acc, m, total = _attend_tile(
-                acc, m, total, q_tile, k, v, stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high,
-                key_fold, key_list, SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, ROUND_BF16,
+                acc, m, total, q_tile, keys, values, batch_index, head_index, stride_kn, stride_vn,
+                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], False, ROUND_BF16,
             )  # fmt: skip
         for partial in range(full_first + count - full_last):
             number = tl.where(partial < full_first, partial, partial + full_last - full_first)
             acc, m, total = _attend_tile(
-                acc, m, total, q_tile, k, v, stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high,
-                key_fold, key_list, SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, ROUND_BF16,
+                acc, m, total, q_tile, keys, values, batch_index, head_index, stride_kn, stride_vn,
+                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], True, ROUND_BF16,
             )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp

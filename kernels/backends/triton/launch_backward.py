@@ -112,10 +112,11 @@ def _over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, 
     sums = Sums(workspace, *sources(call.patterns, call.context, parts, tuple(slices[:through]), q.device))
     targets = results or (workspace, workspace)  # which no pass but the last one writes
     for number, (one, (tiles, _)) in enumerate(zip(passes, choices, strict=True)):
+        descriptors, shapes = call.descriptors(tiles, "keys", parts, number, q, grad_out)
         call.launch(
             dkdv_kernel,
             one.num_row_tiles * slices[number],
-            (*inputs, workspace, *targets, one.table, one.data, sums.table, sums.data),
+            (*inputs, workspace, *targets, one.table, one.data, sums.table, sums.data, *descriptors[:2]),
             (q, k, v, grad_out, *targets),
             (one.num_row_tiles, slices[number], one.num_rows, sum(rows[:number]), *sums.sizes()),
             tiles,
@@ -123,6 +124,7 @@ def _over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, 
             ROWS=int(one.rows),
             COLUMNS=int(one.columns[0]),
             BOUNDS=int(one.bounds[0]),
+            SHAPE=shapes[0],
             SCALE=scale,
             FINAL=number == through,
             SOURCES=sums.table.shape[1] > 0,
@@ -156,15 +158,17 @@ def _over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | Non
     for number, (tiles, _) in enumerate(choices):
         one = call.packed("queries", parts, number, tiles.block_q)
         target = result if number == len(choices) - 1 else between
+        descriptors, shapes = call.descriptors(tiles, "queries", parts, number, k, v)
         call.launch(
             dq_kernel,
             one.num_row_tiles,
-            (*inputs, between, target, one.table, one.data),
+            (*inputs, between, target, one.table, one.data, *descriptors),
             (q, k, v, grad_out, target),
             (one.num_row_tiles,),
             tiles,
             **call.widths,
             **call.forms(one),
+            SHAPES=shapes,
             SCALE=scale,
             RESUME=number > 0,
         )

@@ -24,15 +24,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
         final = number == len(choices) - 1
         one = call.packed("queries", "all", number, tiles.block_q)
         target = out if final else between
+        descriptors, shapes = call.descriptors(tiles, "queries", "all", number, k, v)
         call.launch(
             forward_kernel,
             one.num_row_tiles,
-            (q, k, v, between, target, lse, one.table, one.data),
+            (q, k, v, between, target, lse, one.table, one.data, *descriptors),
             (q, k, v, target),
             (one.num_row_tiles,),
             tiles,
             **call.widths,
             **call.forms(one),
+            SHAPES=shapes,
             SCALE=scale,
             RESUME=number > 0,
             FINAL=final,
