@@ -70,17 +70,17 @@ def backward(
     results = (empty_like_rows(q), empty_like_rows(k), empty_like_rows(v))
     closed = closed_choice(call.candidates("closed"), patterns, call.context)
     if closed is None:
-        inputs = Inputs(q, k, v, grad_out, lse, _delta(call, out, grad_out, lse, grad_lse))
-        _over_keys(call, inputs, "all", (results[1], results[2]), scale)
-        _over_queries(call, inputs, "all", results[0], scale)
+        inputs = Inputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
+        over_keys(call, inputs, "all", (results[1], results[2]), scale)
+        over_queries(call, inputs, "all", results[0], scale)
     else:
-        _over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
+        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
     dq, dk, dv = results
     dq = dq if sign == 1 else dq * sign
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
-def _delta(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
     """Of each query, the sum of out * grad_out less the gradient of lse: (B, H, N)."""
     delta = torch.empty_like(lse)
     blocks = triton.cdiv(call.context, BLOCK_ROWS)
@@ -99,7 +99,7 @@ def _delta(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Ten
     return delta
 
 
-def _over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float) -> Sums:
+def over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float) -> Sums:
     """dK and dV of some parts, into ``results`` or, where there are none, only into the workspace that is returned."""
     choices = call.choices("dkdv", parts)
     passes = [call.packed("keys", parts, number, tiles.block_k) for number, (tiles, _) in enumerate(choices)]
@@ -148,7 +148,7 @@ def _gather(call: Call, sums: Sums, results: tuple[Tensor, Tensor]) -> None:
     call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes()), None, **constants)
 
 
-def _over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
+def over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
     """dQ of some parts, into ``result`` or, where there is none, kept wide: (B, H, N, D) contiguous."""
     q, k, v, grad_out = inputs[:4]
     choices = call.choices("dq", parts)
@@ -175,7 +175,7 @@ def _over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | Non
     return result
 
 
-def _over_closed_runs(
+def over_closed_runs(
     call: Call,
     tiles: Configuration,
     tensors: tuple[Tensor, ...],
@@ -189,10 +189,10 @@ def _over_closed_runs(
     previous, sums = lse, Sums(lse[..., None], *sources(call.patterns, call.context, "open", (), q.device))
     delta = lse if grad_lse is None else grad_lse
     if resume:
-        delta = _delta(call, out, grad_out, lse, grad_lse)
+        delta = delta_of(call, out, grad_out, lse, grad_lse)
         inputs = Inputs(q, k, v, grad_out, lse, delta)
-        sums = _over_keys(call, inputs, "open", None, scale)
-        previous = _over_queries(call, inputs, "open", None, scale)
+        sums = over_keys(call, inputs, "open", None, scale)
+        previous = over_queries(call, inputs, "open", None, scale)
     one = call.packed("keys", "closed", 0, tiles.block_k)
     call.launch(
         closed_kernel,
