@@ -121,7 +121,7 @@ def read_options() -> argparse.Namespace:
 
 
 def cases_of(kernel: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
-    """Long runs that fill a card for three kernels, blocks of three sizes for the one of closed runs; or a rehearsal."""
+    """Long runs that fill a card, blocks of three sizes for the kernel of closed runs; small ones to rehearse."""
     if options.device == "cpu":
         yield Case(kernel, Block(16) if kernel == "closed" else Local(32), 64, width, 1, "cpu")
     elif kernel == "closed":
