@@ -97,7 +97,8 @@ def test_triton_reads_tiles_through_descriptors(
     pattern: Pattern, context: int, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tiles(monkeypatch, edges, closed=None, described=True)
-    check_against_reference("triton", pattern, torch.float16, Shape(2, 2, context, 24, 16), device=DEVICE)
+    # A width that is padded; the interpreter of triton 3.5 counts a stride's alignment in elements.
+    check_against_reference("triton", pattern, torch.float16, Shape(1, 2, context, 48, 16), device=DEVICE)
 
 
 def test_descriptors_serve_every_order_of_whole_blocks() -> None:
