@@ -35,7 +35,7 @@ from kernels.backends.triton.choice import closed_choice
 from kernels.backends.triton.configurations import Configuration
 from kernels.backends.triton.launch_backward import Inputs, delta_of, over_closed_runs, over_keys, over_queries
 from kernels.backends.triton.launch_forward import forward
-from kernels.patterns import Block, Local, Pattern
+from kernels.patterns import Block, Column, Local, Pattern
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = [
@@ -121,7 +121,7 @@ def read_options() -> argparse.Namespace:
 
 
 def cases_of(kernel: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
-    """Long runs that fill a card, blocks of three sizes for the kernel of closed runs; small ones to rehearse."""
+    """Long runs and short columns that fill a card, blocks of three sizes for closed runs; small ones to rehearse."""
     if options.device == "cpu":
         yield Case(kernel, Block(16) if kernel == "closed" else Local(32), 64, width, 1, "cpu")
     elif kernel == "closed":
@@ -129,6 +129,7 @@ def cases_of(kernel: str, width: int, options: argparse.Namespace) -> Iterator[C
             yield Case(kernel, Block(stride), 98_304, width, 16, "cuda")
     else:
         yield Case(kernel, Local(1_024), 32_768, width, 16, "cuda")
+        yield Case(kernel, Column(128), 12_288, width, 64, "cuda")
 
 
 def grid(case: Case) -> Iterator[Configuration]:

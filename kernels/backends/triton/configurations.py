@@ -43,6 +43,8 @@ class Row(NamedTuple):
 Table = dict[Widest, Row]
 # For runs shorter than a large tile. Rates are estimates until a card has been measured.
 SMALL = (Configuration(32, 32, 2, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
+# For runs of a few tiles, which wait for memory: several programs fit a multiprocessor.
+MIDDLE = Configuration(64, 64, 4, 2, 0.85)
 
 
 Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
@@ -97,7 +99,7 @@ ARCHITECTURES: dict[str, Table] = {
         **FP32,
     },
     "sm_90": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), *SMALL)._replace(closed=SMALL_SQUARES),
+        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), MIDDLE, *SMALL)._replace(closed=SMALL_SQUARES),
         Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2))._replace(
             closed=squares((64, 8, 1.0), (32, 4, 0.6))
         ),
