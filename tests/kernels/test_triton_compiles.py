@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kernels.backends.triton.configurations import ARCHITECTURES
+from kernels.backends.triton.configurations import ARCHITECTURES, SAFE
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -31,6 +31,19 @@ DESCRIBED = [
     "dkdv:bfloat16:64:natural:described",
     "dq:float16:128:natural:described",
 ]
+
+
+def shipped(architecture: str) -> list[str]:
+    """Every configuration of a table, at the widest head that it serves."""
+    dtypes = {2: "bfloat16", 4: "float32"}
+    return [
+        f"{kernel}:{dtypes[widest.bytes_an_element]}:{widest.width}:folded:{','.join(map(str, one[:4]))}"
+        for widest, row in ARCHITECTURES.get(architecture, SAFE).items()
+        for kernel, candidates in row._asdict().items()
+        for one in candidates
+    ]
+
+
 ALL = [
     *(
         f"{kernel}:{dtype}:{width}:{shape}"
@@ -56,6 +69,14 @@ def test_default_kernels_compile_without_spilling(architecture: str) -> None:
         assert found["spilled_bytes"] == 0, found
         if architecture == "sm_90" and ":delta:" not in found["case"]:
             assert found["wgmma"], found
+
+
+@pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
+def test_every_shipped_configuration_compiles_without_spilling(architecture: str) -> None:
+    for found in _compiled(architecture, shipped(architecture)):
+        print(found)
+        assert found["shared"] <= SHARED_BYTES[architecture], found
+        assert found["spilled_bytes"] == 0, found
 
 
 @pytest.mark.campaign

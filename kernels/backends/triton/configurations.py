@@ -1,4 +1,4 @@
-"""Tile edges, warps and pipeline stages: one table an architecture, found by ``benchmarks/tune.py``.
+"""Tile edges, warps and pipeline stages: one table an architecture. ``benchmarks/tune.py`` measures them.
 
 A row serves every case that is no wider than its key; rows go from narrow to wide. Of each kernel it has one or more
 candidates, and a plan takes the one for which the pairs that it computes, divided by the candidate's rate, are fewest:
@@ -41,24 +41,21 @@ class Row(NamedTuple):
 
 
 Table = dict[Widest, Row]
-# For runs shorter than a large tile. Rates are estimates until a card has been measured.
-SMALL = (Configuration(32, 32, 2, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
-# For runs of a few tiles, which wait for memory: several programs fit a multiprocessor.
-MIDDLE = Configuration(64, 64, 4, 2, 0.85)
-
-
 Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
+Closed = tuple[Configuration, ...]
 
 
-def row(forward: Large, dkdv: Large, dq: Large, *small: Configuration) -> Row:
-    """One large configuration a kernel, and small ones for all."""
-    return Row(*((Configuration(*large), *small) for large in (forward, dkdv, dq)))
+def row(forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = ()) -> Row:
+    """One large configuration a kernel, small ones for all, and those of closed runs."""
+    return Row((Configuration(*forward), *small), (Configuration(*dkdv), *small), (Configuration(*dq), *small), closed)
 
 
-def same_for_all(block_q: int, block_k: int, num_warps: int, num_stages: int, *small: Configuration) -> Row:
+def same_for_all(
+    block_q: int, block_k: int, num_warps: int, num_stages: int, *small: Configuration, closed: Closed = ()
+) -> Row:
     """One large configuration for the three kernels."""
     one = (block_q, block_k, num_warps, num_stages)
-    return row(one, one, one, *small)
+    return row(one, one, one, *small, closed=closed)
 
 
 def described(row: Row) -> Row:
@@ -67,56 +64,61 @@ def described(row: Row) -> Row:
     return Row(forward, dkdv, dq, row.closed)
 
 
-def squares(*edge_and_warps: tuple[int, int, float]) -> tuple[Configuration, ...]:
+def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
     """Configurations of closed runs, as (edge, num_warps, rate)."""
-    return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_and_warps)
+    return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_warps_rate)
 
 
+# For runs shorter than a large tile. Rates are estimates until a card has been measured.
+SMALL = (Configuration(32, 32, 4, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
+# For runs of a few tiles, which wait for memory: several programs fit a multiprocessor.
+MIDDLE = Configuration(64, 64, 4, 2, 0.85)
 FP32: Table = {
-    Widest(4, 64): row((32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
-    Widest(4, 256): same_for_all(16, 16, 4, 1),
+    Widest(4, 64): row((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+    Widest(4, 256): row((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): row((64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 2), *SMALL)._replace(closed=squares((64, 8, 1.0))),
+    Widest(2, 64): row((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0))),
     Widest(2, 128): row((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
-    Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)),
+    Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
     **FP32,
 }
-SMALL_SQUARES = squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6))
-ARCHITECTURES: dict[str, Table] = {
-    "interpreter": {
-        Widest(8, 256): same_for_all(32, 32, 1, 1, Configuration(16, 16, 1, 1, 0.5))._replace(
-            closed=squares((32, 1, 1.0))
-        )
-    },
-    "sm_80": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL)._replace(
-            closed=squares((64, 8, 1.0), (32, 4, 0.6))
-        ),
-        Widest(2, 128): row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2))._replace(closed=squares((32, 4, 1.0))),
-        Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
-        **FP32,
-    },
-    "sm_90": {
-        Widest(2, 64): row((128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), MIDDLE, *SMALL)._replace(closed=SMALL_SQUARES),
-        Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2))._replace(
-            closed=squares((64, 8, 1.0), (32, 4, 0.6))
-        ),
-        Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
-        **FP32,
-    },
-    "gfx942": {
-        Widest(2, 64): row((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1))._replace(closed=squares((64, 4, 1.0))),
-        Widest(2, 128): row((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
-        Widest(2, 256): row((64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
-        Widest(4, 256): same_for_all(16, 16, 4, 1),
-    },
+SM_80: Table = {
+    Widest(2, 64): row(
+        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6))
+    ),
+    Widest(2, 128): row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0))),
+    Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    **FP32,
 }
+SM_90: Table = {
+    Widest(2, 64): row(
+        (128, 64, 8, 3),
+        (64, 128, 8, 2),
+        (128, 64, 8, 2),
+        MIDDLE,
+        *SMALL,
+        closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+    ),
+    Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), closed=squares((64, 8, 1.0), (32, 4, 0.6))),
+    Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    **FP32,
+}
+GFX942: Table = {
+    Widest(2, 64): row((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
+    Widest(2, 128): row((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
+    Widest(2, 256): row((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+    Widest(4, 256): same_for_all(16, 16, 4, 1),
+}
+INTERPRETER: Table = {
+    Widest(8, 256): same_for_all(32, 32, 1, 1, Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0)))
+}
+ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}
 
 
 def candidates(kernel: Kernel, architecture: str, bytes_an_element: int, width: int) -> tuple[Configuration, ...]:
     """Of the first wide enough row; gfx942's for every AMD card, SAFE for every other without a table of its own."""
-    table = ARCHITECTURES.get(architecture, ARCHITECTURES["gfx942"] if architecture.startswith("gfx") else SAFE)
+    table = ARCHITECTURES.get(architecture, GFX942 if architecture.startswith("gfx") else SAFE)
     found = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
     return getattr(found, kernel)
