@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from kernels.backends.triton.closed_kernel import closed_kernel
 from kernels.backends.triton.configurations import Configuration, candidates
 from kernels.backends.triton.delta_kernel import delta_kernel
-from kernels.backends.triton.dkdv_kernel import dkdv_kernel
+from kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
 from kernels.backends.triton.dq_kernel import dq_kernel
 from kernels.backends.triton.forward_kernel import forward_kernel
 
@@ -33,12 +33,14 @@ KERNELS = {
     "dq": dq_kernel,
     "closed": closed_kernel,
     "delta": delta_kernel,
+    "gather": gather_kernel,
 }
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
+PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
 # How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
 SHAPES = {
     "natural": ((0, 0, 1),),  # local, block
@@ -55,7 +57,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
     chosen = (
         Configuration(*map(int, tiles[0].split(",")))
         if tiles
-        else candidates("dq" if name == "delta" else name, architecture, 4 if dtype == "float32" else 2, width)[0]  # type: ignore[arg-type]
+        else candidates(name if name in PLANNED else "dq", architecture, 4 if dtype == "float32" else 2, width)[0]  # type: ignore[arg-type]
     )
     kernel = KERNELS[name]
     known = _constants(name, chosen, width, further)

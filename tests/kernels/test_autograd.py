@@ -1,0 +1,82 @@
+"""The custom op: what compilers and checkpointing see of it, and how its results lie in memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kernels import sparse_attention
+from kernels.autograd import accumulator_dtype
+from kernels.memory import empty_like_rows
+from kernels.patterns import Fixed, Pattern, Strided
+from tests.kernels.oracles import Shape, make_inputs
+
+WITHOUT_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = [
+    pytest.param("cpu", "cpu"),
+    pytest.param("triton", DEVICE, marks=WITHOUT_TRITON),
+]
+
+
+def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Tensor]:
+    """q, k, v and a gradient of the output, in either order of memory."""
+    inputs = [t.to(device) for t in make_inputs(shape, torch.float32)[:4]]
+    if heads_side_by_side:
+        inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
+    return [t.requires_grad_() for t in inputs[:3]] + [inputs[3]]
+
+
+@pytest.mark.parametrize("heads_side_by_side", [False, True])
+@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2, 2)], ids=str)
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_compile_and_checkpoint_see_through(
+    backend: str, device: str, pattern: Pattern, heads_side_by_side: bool
+) -> None:
+    *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=heads_side_by_side)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = sparse_attention(q * 2, k, v, pattern, backend=backend, return_lse=True)
+        return out + torch.where(lse == -math.inf, 0.0, lse)[..., None]
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    wanted = gradients(layer(*leaves))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for found in (gradients(compiled(*leaves)), gradients(checkpoint(layer, *leaves, use_reentrant=False))):
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("heads_side_by_side", [False, True])
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_results_lie_in_memory_as_the_inputs_do(backend: str, device: str, heads_side_by_side: bool) -> None:
+    """So that a model puts its heads back, and cuts them out in the backward pass, without a copy."""
+    *leaves, grad_out = leaves_of(Shape(2, 3, 24, 16, 32), device, heads_side_by_side=heads_side_by_side)
+    out = sparse_attention(*leaves, Strided(8), backend=backend)
+    for result, like in zip((out, *torch.autograd.grad(out, leaves, grad_out)), (leaves[2], *leaves), strict=True):
+        assert result.stride() == like.stride()
+        assert result.transpose(1, 2).is_contiguous() == heads_side_by_side
+
+
+@pytest.mark.parametrize("heads_side_by_side", [False, True])
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_the_op_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
+    *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    patterns = repr([{"type": "local", "window": 5}] * 2)
+    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_rows_are_allocated_in_the_order_of_their_model(dtype: torch.dtype) -> None:
+    packed = torch.empty(2, 8, 3 * 2 * 4)  # (B, N, H * D) of q, k and v
+    cut = packed.split(8, -1)[1].unflatten(-1, (2, 4)).transpose(1, 2)
+    found = empty_like_rows(cut, accumulator_dtype(dtype))
+    assert found.shape == cut.shape == (2, 2, 8, 4) and found.dtype == accumulator_dtype(dtype)
+    assert found.transpose(1, 2).is_contiguous() and empty_like_rows(cut.contiguous()).is_contiguous()
