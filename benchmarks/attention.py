@@ -79,6 +79,14 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=None, help="at most; a card ends long cases earlier")
     parser.add_argument("--threads", type=int, default=None, help="as torch has them")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention too")
+    parser.add_argument(
+        "--flex-patterns",
+        nargs="*",
+        choices=cases.NAMES,
+        default=cases.NAMES,
+        metavar="NAME",
+        help="under which patterns FlexAttention is timed; it compiles each anew",
+    )
     parser.add_argument("--dense-limit", type=int, default=None, help="positions beyond which dense is left out")
     parser.add_argument("--flex-limit", type=int, default=None, help="positions beyond which FlexAttention is")
     parser.add_argument("--time-limit", type=float, default=None, help="seconds after which no case starts")
@@ -164,17 +172,24 @@ def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, An
 
 def try_group(group: Group, found: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
     """Adds a group's rows to what was found, or the reason that it has none."""
+    settings = Settings(
+        options.backend,
+        options.repeats,
+        options.dense_limit,
+        options.flex_limit,
+        tuple(options.flex_patterns),
+        found["copy_bytes_per_second"],
+    )
     try:
-        settings = Settings(
-            options.backend, options.repeats, options.dense_limit, options.flex_limit, found["copy_bytes_per_second"]
-        )
-        rows = measure(group, device, settings)
+        rows, failures = measure(group, device, settings)
     except Exception as error:  # the cases after it are worth having all the same
-        found["failures"].append({**group.sizes(), "reason": reason_of(error)})
-        print(f"\n{group.title()}: {found['failures'][-1]['reason']}", file=sys.stderr)
-    else:
-        found["timings"] += rows
+        rows, failures = [], [{**group.sizes(), "reason": reason_of(error)}]
+    found["timings"] += rows
+    found["failures"] += failures
+    if rows:
         print_timings(group, rows)
+    for failure in failures:
+        print(f"\n{group.title()}: {failure.get('pattern', 'all')}: {failure['reason']}", file=sys.stderr)
     forget_compiled()
     gc.collect()
     if device.type == "cuda":
@@ -185,8 +200,11 @@ def finish(found: dict[str, Any], output: Path) -> None:
     """The last JSON, the plot beside it, and what was left out."""
     write_json(output, found)
     print(f"\nwrote {output}")
-    if plot(found, output.with_suffix(".png")):
-        print(f"wrote {output.with_suffix('.png')}")
+    try:
+        if plot(found, output.with_suffix(".png")):
+            print(f"wrote {output.with_suffix('.png')}")
+    except ImportError as error:  # the figures do not need it
+        print(f"no plot: {error}")
     for title in found["skipped"]:
         print(f"not started within the time limit: {title}")
 

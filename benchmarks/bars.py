@@ -101,7 +101,7 @@ def visited(phase: str) -> Callable[[Found], Measured | None]:
     def measure(found: Found) -> Measured | None:
         row = found.timing("local", 32_768, 1_024, 128)
         value = row["tflops_on_visited"][phase] if row else None
-        return None if value is None else Measured(value)
+        return None if value is None else Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
 
     return measure
 
@@ -112,14 +112,14 @@ def same_bits(found: Found) -> Measured | None:
     return Measured(sum(known) / len(known), f"{sum(known)} of {len(known)} cases") if known else None
 
 
-def bandwidth(phase: str) -> Callable[[Found], Measured | None]:
-    """The smallest share of the copy bandwidth, of heads that compulsory bytes bind."""
+def bandwidth(phase: str, merged: bool) -> Callable[[Found], Measured | None]:
+    """The smallest share of the copy bandwidth, of heads that compulsory bytes bind; merged ones apart."""
 
     def measure(found: Found) -> Measured | None:
         shares = [
             (row["gigabytes_per_second"][phase] * 1e9 / row["copy_bytes_per_second"], row)
             for row in found.timings
-            if row.get("bound", {}).get(phase) == "bytes" and row["copy_bytes_per_second"]
+            if row.get("bound", {}).get(phase) == "bytes" and ("merged" in row["pattern"]) == merged
         ]
         if not shares:
             return None
@@ -194,8 +194,10 @@ GPU_BARS = (
     Bar("column, n = 12,288, l = 128, forward", 17, X, times_dense("column", 12_288, 128, "forward", "flash")),
     Bar("column, n = 65,536, l = 256, forward", 90, X, times_dense("column", 65_536, 256, "forward", "flash")),
     Bar("fixed merged, c = 8, n = 12,288, both", 8, X, times_dense("fixed merged", 12_288, 128, "both")),
-    Bar("heads bound by bytes, forward, of copy bandwidth", 0.7, SHARE, bandwidth("forward")),
-    Bar("heads bound by bytes, backward, of copy bandwidth", 0.6, SHARE, bandwidth("backward")),
+    Bar("bound by bytes, one part, forward, of a copy", 0.7, SHARE, bandwidth("forward", False)),
+    Bar("bound by bytes, one part, backward, of a copy", 0.6, SHARE, bandwidth("backward", False)),
+    Bar("bound by bytes, merged, forward, of a copy", 0.7, SHARE, bandwidth("forward", True)),
+    Bar("bound by bytes, merged, backward, of a copy", 0.6, SHARE, bandwidth("backward", True)),
     Bar("enwik8 training step over dense flash, checkpointing", 1.5, X, training_step(True)),
     Bar("enwik8 training step over dense flash, none", 1.5, X, training_step(False)),
     Bar("strided merged, n = 1,048,576, both", 1, "{:.0f}", runs("strided merged"), said="runs"),

@@ -9,12 +9,12 @@ import torch
 from benchmarks.cases import Group
 from benchmarks.figures import OPERATIONS, PHASES, ByPhase, derived, fastest, rounded, rounded_all
 from benchmarks.gate import ours, same_bits
-from benchmarks.peers import dense_contenders, flex
+from benchmarks.peers import Flex, dense_contenders, flex, reason_of
 from benchmarks.tiles import allowed_pairs, visited_pairs
 from benchmarks.timing import Contender, Inputs, Turns, inputs_of, peak_bytes, take_turns
 from kernels.patterns import Pattern
 
-GROUP_SECONDS = 10.0  # of a card, for the turns of one group
+GROUP_SECONDS = 6.0  # of a card, for the turns of one group
 
 
 class Settings(NamedTuple):
@@ -24,18 +24,35 @@ class Settings(NamedTuple):
     repeats: int
     dense_limit: int  # positions
     flex_limit: int  # positions
+    flex_patterns: tuple[str, ...]  # names
     bandwidth: float  # bytes a second of a copy
 
 
-def measure(group: Group, device: torch.device, settings: Settings) -> list[dict[str, Any]]:
+class Measured(NamedTuple):
+    """A group's rows, and the patterns that could not run, each with its reason."""
+
+    rows: list[dict[str, Any]]
+    failures: list[dict[str, Any]]
+
+
+def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
     """A row a pattern."""
-    sets, patterns = inputs_of(group, device), group.patterns()
-    own = {name: Contender(ours(pattern, settings.backend)) for name, pattern in patterns.items()}
-    facts = {name: facts_of(one, sets[0], group, device) for name, one in own.items()}
+    sets = inputs_of(group, device)
+    own, facts, failures = {}, {}, []
+    for name, pattern in group.patterns().items():
+        one = Contender(ours(pattern, settings.backend))
+        try:
+            facts[name] = facts_of(one, sets[0], group, device)
+            own[name] = one
+        except Exception as error:  # the other patterns are worth having all the same
+            failures.append({"pattern": name, **group.sizes(), "reason": reason_of(error)})
+    patterns = {name: pattern for name, pattern in group.patterns().items() if name in own}
     dense, reasons = {}, {"torch": f"beyond --dense-limit {settings.dense_limit}"}
     if group.context <= settings.dense_limit:
         dense, reasons = dense_contenders(sets[0])
-    peers = {name: flex(pattern, sets[0], settings.flex_limit) for name, pattern in patterns.items()}
+    asked = {name: pattern for name, pattern in patterns.items() if name in settings.flex_patterns}
+    peers = dict.fromkeys(patterns, Flex(reason="not among --flex-patterns"))
+    peers.update({name: flex(pattern, sets[0], settings.flex_limit) for name, pattern in asked.items()})
     contenders = {
         **{f"dense {name}": one for name, one in dense.items()},
         **{f"ours {name}": one for name, one in own.items()},
@@ -69,7 +86,7 @@ def measure(group: Group, device: torch.device, settings: Settings) -> list[dict
                 **facts[name],
             }
         )
-    return rows
+    return Measured(rows, failures)
 
 
 def facts_of(one: Contender, inputs: Inputs, group: Group, device: torch.device) -> dict[str, Any]:

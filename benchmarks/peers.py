@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import warnings
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def why_not(contender: Contender, one: Inputs) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says at length what each kernel does not like
             if contender.backward:
-                torch.autograd.grad(contender.attention(*one.leaves), one.leaves, one.grad_out)
+                torch.autograd.grad(contender.attention(*one.leaves), one.leaves, one.grad_out, retain_graph=True)
             else:
                 with torch.no_grad():
                     contender.attention(*(x.detach() for x in one.leaves))
@@ -115,6 +116,7 @@ def flex(pattern: Pattern, one: Inputs, limit: int) -> Flex:
         from torch.nn.attention.flex_attention import flex_attention
 
         torch._dynamo.config.recompile_limit = FLEX_COMPILATIONS
+        torch._functorch.config.donated_buffer = False  # a graph that is kept for several backward passes cannot give
         mask, seconds, compiled_mask = _block_mask(pattern, context, device)
         # fullgraph: without it, torch would fall back to an eager version of all pairs and say nothing.
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -127,7 +129,8 @@ def flex(pattern: Pattern, one: Inputs, limit: int) -> Flex:
 
 def forget_compiled() -> None:
     """Drops what was compiled for sizes that are done."""
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def _block_mask(pattern: Pattern, context: int, device: torch.device) -> tuple[Any, float, bool]:
@@ -138,10 +141,11 @@ def _block_mask(pattern: Pattern, context: int, device: torch.device) -> tuple[A
         return pattern.mask(i, j)
 
     def made(compiled: bool) -> tuple[Any, float, bool]:
+        create = torch.compile(create_block_mask) if compiled else create_block_mask
         for _ in range(2):  # the second without what happens once a process
             synchronize(device)
             start = time.perf_counter()
-            mask = create_block_mask(allowed, None, None, context, context, device=str(device), _compile=compiled)
+            mask = create(allowed, None, None, context, context, device=str(device))
             synchronize(device)
             seconds = time.perf_counter() - start
         return mask, seconds, compiled

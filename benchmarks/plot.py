@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import NAMES
+from benchmarks.cases import NAMES, stride_of
 
 PHASES_SHOWN = ("forward", "backward", "both")
 
@@ -34,28 +34,35 @@ def plot(found: dict[str, Any], path: Path) -> bool:
         squeeze=False,
     )
     colours = dict(zip(NAMES, plt.get_cmap("tab10").colors, strict=False))
-    lines = {}
+    shown: dict[str, Any] = {}
     for panel_row, ((width, dtype), rows) in zip(panels, sorted(kinds.items()), strict=True):
         for axes, phase in zip(panel_row, PHASES_SHOWN, strict=True):
             for name in NAMES:
-                points = sorted(
-                    (row["context"], row["stride"], row["ratio_to_dense"][phase])
-                    for row in rows
-                    if row["pattern"] == name and row["ratio_to_dense"][phase] is not None
-                )
-                if points:
-                    x, _, y = zip(*points, strict=True)
-                    (lines[name],) = axes.plot(x, y, marker="o", markersize=4, color=colours[name], label=name)
+                shown |= draw(axes, [row for row in rows if row["pattern"] == name], phase, colours[name])
             decorate(axes, contexts)
             axes.set_title(f"{phase}, head width {width}, {dtype}", fontsize=10)
         panel_row[0].set_ylabel("times faster than dense")
     for axes in panels[-1]:
         axes.set_xlabel("context (positions)")
     figure.suptitle(f"{found['device']}, torch {found['torch']}, {found['date']}", fontsize=11)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=len(shown), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True
+
+
+def draw(axes: Any, rows: list[dict[str, Any]], phase: str, colour: Any) -> dict[str, Any]:
+    """One pattern's line; a stride other than the usual one of its context is a star beside the line."""
+    drawn = {}
+    for usual, style in ((False, {"marker": "*", "linestyle": "none"}), (True, {"marker": "o", "markersize": 4})):
+        points = sorted(
+            (row["context"], row["ratio_to_dense"][phase])
+            for row in rows
+            if row["ratio_to_dense"][phase] is not None and (row["stride"] == stride_of(row["context"])) == usual
+        )
+        if points:
+            (drawn[rows[0]["pattern"]],) = axes.plot(*zip(*points, strict=True), color=colour, **style)
+    return drawn
 
 
 def decorate(axes: Any, contexts: list[int]) -> None:
@@ -68,6 +75,8 @@ def decorate(axes: Any, contexts: list[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}×"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:g}×" if f"{y:e}"[0] in "25" else ""))
+    axes.tick_params(axis="y", which="both", labelsize=8)
     axes.set_xlim(contexts[0] / 1.4, contexts[-1] * 1.4)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.grid(True, which="major", alpha=0.3)

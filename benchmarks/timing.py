@@ -76,6 +76,7 @@ class HostClock:
 
     best = staticmethod(min)
     warm_ups = 1
+    keeps_graphs = False
     fewest_calls = 1
 
     def region(self, call: Callable[[int], None], count: int, host_seconds: float) -> Region:
@@ -100,6 +101,7 @@ class DeviceClock:
 
     best = staticmethod(statistics.median)
     warm_ups = 3
+    keeps_graphs = True  # several backward passes follow one forward pass
 
     def __init__(self, device: torch.device, fewest_calls: int) -> None:
         self.fewest_calls = fewest_calls
@@ -180,7 +182,7 @@ class Turns:
     def _backward(self, number: int) -> None:
         one, out = self._sets[number % len(self._sets)], self._outs[number % len(self._sets)]
         assert out is not None
-        torch.autograd.grad(out, one.leaves, one.grad_out, retain_graph=True)
+        torch.autograd.grad(out, one.leaves, one.grad_out, retain_graph=self._clock.keeps_graphs)
 
     def seconds(self) -> ByPhase:
         """Of each phase; both is forward and backward of the same turn."""
