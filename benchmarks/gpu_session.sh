@@ -68,12 +68,12 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 END
 }
-bars() { step bars 30 "$PYTHON" benchmarks/bars.py --results "$OUTPUT" --device "$DEVICE"; }
+bars() { step bars 20 "$PYTHON" benchmarks/bars.py --results "$OUTPUT" --device "$DEVICE"; }
 
 if [ -n "$WHEELS" ]; then
-  step wheels 60 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl
+  step wheels 40 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl
 fi
-step machine 60 "$PYTHON" - <<'END'
+step machine 30 "$PYTHON" - <<'END'
 import importlib.metadata, platform, shutil, subprocess
 import torch
 print("python", platform.python_version(), "torch", torch.__version__, "cuda", torch.version.cuda or torch.version.hip)
@@ -103,11 +103,11 @@ part_1() {
     workers=(-n 8) # compiling is what takes time
   fi
   # Plugins of a strange machine may warn; what is asked here is whether the kernels are right.
-  step kernels 210 "$PYTHON" -m pytest tests/kernels/test_triton_attention.py -q -W default -p no:cacheprovider \
+  step kernels 200 "$PYTHON" -m pytest tests/kernels/test_triton_attention.py -q -W default -p no:cacheprovider \
     "${workers[@]}" "${chosen[@]}"
   local options=(--preset bars --time-limit 200 --flex-patterns local) # each compiles for many seconds
   [ -z "$REHEARSE" ] || options=(--preset rehearsal --backend triton --no-flex --repeats 1)
-  step attention-bars 270 "$PYTHON" benchmarks/attention.py "${options[@]}" "${OVERWRITE[@]}" \
+  step attention-bars 260 "$PYTHON" benchmarks/attention.py "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/bars-$SLUG.json"
   bars
 }
@@ -117,7 +117,7 @@ part_2() {
   elif [ -n "$REHEARSE" ]; then
     step tuning 60 "$PYTHON" benchmarks/tune.py --help
   else
-    step tuning 520 "$PYTHON" benchmarks/tune.py
+    step tuning 500 "$PYTHON" benchmarks/tune.py
   fi
 }
 part_3() {
