@@ -15,6 +15,9 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
 SHOWN_CONTEXT = 12_288
+PHASES = ("forward", "backward", "both")
+GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal forward", "of ideal backward")
+PLAN_COLUMN = "plan for 1,048,576 positions"
 
 
 def main() -> int:
@@ -48,18 +51,37 @@ def table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: "
         f"n = {SHOWN_CONTEXT:,}, l = {first['stride']}, c = {first['summary']}, {first['heads']} heads of "
         f"{first['head_width']}, {first['dtype']}; "
-        "how many times faster than torch's dense causal attention in the same run.",
+        f"how many times faster than torch's dense causal attention{kernels_of(first)} in the same run.",
         "",
-        "| pattern | density | forward | backward | both | plan for 1,048,576 positions |",
-        "|---|---|---|---|---|---|",
     ]
     plans = {row["pattern"]: row for row in found["plans"] if row["context"] == 1_048_576}
+    columns = ["pattern", "density", *PHASES, *(GPU_COLUMNS if on_gpu(found) else ()), PLAN_COLUMN]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        ratios = " | ".join(f"{row['ratio_to_dense'][phase]:.1f}×" for phase in ("forward", "backward", "both"))
+        cells = [row["pattern"], f"{row['density']:.1%}", *(shown(row["ratio_to_dense"][phase]) for phase in PHASES)]
+        if on_gpu(found):
+            cells += [shown(row["ratio_to_flex"][phase]) for phase in ("forward", "both")]
+            cells += [shown(row["fraction_of_ideal"][phase], "{:.0%}") for phase in ("forward", "backward")]
         plan = plans.get(row["pattern"])
-        cost = f"{plan['plan_seconds']:.2f} s, {plan['plan_bytes'] / 2**20:.1f} MiB" if plan else "–"
-        lines.append(f"| {row['pattern']} | {row['density']:.1%} | {ratios} | {cost} |")
+        cells.append(f"{plan['plan_seconds']:.2f} s, {plan['plan_bytes'] / 2**10:.1f} KiB" if plan else "–")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def on_gpu(found: dict[str, Any]) -> bool:
+    """Whether a file's peers ran backward too, and its ideal is by a card's own bandwidth."""
+    return found.get("device_type") == "cuda"
+
+
+def kernels_of(row: dict[str, Any]) -> str:
+    """Which of torch's dense kernels the row is against, where torch has several."""
+    names = dict.fromkeys(name for name in row.get("dense_kernel", {}).values() if name not in (None, "torch"))
+    return f" (the faster in each phase: {', '.join(names)})" if names else ""
+
+
+def shown(value: float | None, form: str = "{:.1f}×") -> str:
+    """A number, or a dash where it was not measured."""
+    return "–" if value is None else form.format(value)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 if "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
@@ -202,12 +204,12 @@ def prepared(case: Case) -> tuple[Callable[[], object], Callable[[], list[Tensor
         elif case.kernel == "dq":
             over_queries(call, inputs, "all", dq, SCALE)
         else:
-            tiles = closed_choice(call.candidates("closed"), patterns, case.context)
-            if tiles is None:  # what the present table does without
+            choice = closed_choice(call.candidates("closed"), patterns, case.context)
+            if choice is None:  # what the present table does without
                 over_keys(call, inputs, "all", (dk, dv), SCALE)
                 over_queries(call, inputs, "all", dq, SCALE)
             else:
-                over_closed_runs(call, tiles, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
+                over_closed_runs(call, choice.configuration, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
 
     written = {"dkdv": [dk, dv], "dq": [dq]}.get(case.kernel, [dq, dk, dv])
     return run_backward, lambda: written

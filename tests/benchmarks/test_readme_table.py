@@ -36,4 +36,27 @@ def test_a_plan_that_was_not_measured_is_a_dash() -> None:
     plan = {"pattern": "local", "context": 1_048_576, "plan_seconds": 0.25, "plan_bytes": 2**20}
     (without,) = tables_of(results(timing()))
     (with_plan,) = tables_of(results(timing(), plans=(plan,)))
-    assert without.endswith("| – |\n") and with_plan.endswith("| 0.25 s, 1.0 MiB |\n")
+    assert without.endswith("| – |\n") and with_plan.endswith("| 0.25 s, 1024.0 KiB |\n")
+
+
+def test_a_card_also_shows_flex_attention_and_the_ideal() -> None:
+    phases = ("forward", "backward", "both")
+    row = {
+        **timing(dtype="bfloat16"),
+        "dense_kernel": {"forward": "flash", "backward": "cudnn", "both": "cudnn"},
+        "ratio_to_flex": dict(zip(phases, (4.0, 5.0, 4.5), strict=True)),
+        "fraction_of_ideal": dict(zip(phases, (0.71, 0.62, None), strict=True)),
+    }
+    (found,) = tables_of({**results(row), "device_type": "cuda"})
+    assert "attention (the faster in each phase: flash, cudnn) in the same run" in found
+    header, rule, line = found.splitlines()[2:]
+    assert "| × FlexAttention forward | × FlexAttention both | of ideal forward | of ideal backward |" in header
+    assert line == "| local | 1.0% | 2.0× | 3.0× | 2.5× | 4.0× | 4.5× | 71% | 62% | – |"
+    assert header.count("|") == rule.count("|") == line.count("|")
+
+
+def test_what_was_not_measured_on_a_card_is_a_dash() -> None:
+    missing: dict[str, Any] = dict.fromkeys(("forward", "backward", "both"))
+    row = {**timing(), "ratio_to_dense": missing, "ratio_to_flex": missing, "fraction_of_ideal": missing}
+    (found,) = tables_of({**results(row), "device_type": "cuda"})
+    assert found.splitlines()[-1] == "| local | 1.0% | – | – | – | – | – | – | – | – |"

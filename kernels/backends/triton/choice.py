@@ -20,6 +20,7 @@ class Choice(NamedTuple):
 
     configuration: Configuration
     longest: int  # column tiles of the row tile that visits most
+    pairs: int  # that all heads compute, masked ones included
 
 
 @lru_cache(maxsize=256)
@@ -44,13 +45,11 @@ def _priced(one: Configuration, heads: Counter[tuple[View, ...]], rows: Side) ->
             found = tiles(segment, tile_rows, tile_columns, edge)
             pairs += count * found.num_pairs()
             longest = max(longest, int(found.count.max(initial=0)))
-    return pairs / one.rate, Choice(one, longest)
+    return pairs / one.rate, Choice(one, longest, pairs)
 
 
 @lru_cache(maxsize=256)
-def closed_choice(
-    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int
-) -> Configuration | None:
+def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """The candidate that computes the fewest pairs for its rate, of those in which the closed runs of all heads fit."""
     parts = [closed_part(pattern, context) for pattern in patterns]
     views = [view(part, context, "keys") for part in parts if part is not None]
@@ -58,10 +57,12 @@ def closed_choice(
     longest = max((period for period in periods if period is not None), default=0)
     if len(views) < len(patterns):
         return None
-    fitting = (one for one in candidates if one.block_k >= longest)
-    return min(
-        fitting, key=lambda one: sum(one.block_k**2 / edge_of(v, one.block_k) for v in views) / one.rate, default=None
-    )
+    found = []
+    for one in candidates:
+        if one.block_k >= longest:
+            num_tiles = sum(-(-context // edge_of(v, one.block_k)) for v in views)
+            found.append(Choice(one, 1, num_tiles * one.block_k**2))
+    return min(found, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
 
 
 def num_slices(num_programs: int, longest: int, num_processors: int) -> int:

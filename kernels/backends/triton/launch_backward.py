@@ -74,7 +74,7 @@ def backward(
         over_keys(call, inputs, "all", (results[1], results[2]), scale)
         over_queries(call, inputs, "all", results[0], scale)
     else:
-        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
+        over_closed_runs(call, closed.configuration, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
     dq, dk, dv = results
     dq = dq if sign == 1 else dq * sign
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
@@ -102,7 +102,7 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
 def over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float) -> Sums:
     """dK and dV of some parts, into ``results`` or, where there are none, only into the workspace that is returned."""
     choices = call.choices("dkdv", parts)
-    passes = [call.packed("keys", parts, number, tiles.block_k) for number, (tiles, _) in enumerate(choices)]
+    passes = [call.packed("keys", parts, number, tiles.block_k) for number, (tiles, *_) in enumerate(choices)]
     slices = [call.num_slices(one, choice) for one, choice in zip(passes, choices, strict=True)]
     in_place = results is not None and slices[-1] == 1 and _covers(call)  # the last pass adds up as it goes
     through = len(passes) - in_place
@@ -111,7 +111,7 @@ def over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, T
     workspace = q.new_empty((*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1]), dtype=call.wide)
     sums = Sums(workspace, *sources(call.patterns, call.context, parts, tuple(slices[:through]), q.device))
     targets = results or (workspace, workspace)  # which no pass but the last one writes
-    for number, (one, (tiles, _)) in enumerate(zip(passes, choices, strict=True)):
+    for number, (one, (tiles, *_)) in enumerate(zip(passes, choices, strict=True)):
         descriptors, shapes = call.descriptors(tiles, "keys", parts, number, q, grad_out)
         call.launch(
             dkdv_kernel,
@@ -155,7 +155,7 @@ def over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None
     several = len(choices) > 1 or result is None
     between = torch.empty(q.shape, dtype=call.wide, device=q.device) if several else q
     result = between if result is None else result
-    for number, (tiles, _) in enumerate(choices):
+    for number, (tiles, *_) in enumerate(choices):
         one = call.packed("queries", parts, number, tiles.block_q)
         target = result if number == len(choices) - 1 else between
         descriptors, shapes = call.descriptors(tiles, "queries", parts, number, k, v)

@@ -20,7 +20,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
     choices = call.choices("forward", "all")
     between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
-    for number, (tiles, _) in enumerate(choices):
+    for number, (tiles, *_) in enumerate(choices):
         final = number == len(choices) - 1
         one = call.packed("queries", "all", number, tiles.block_q)
         target = out if final else between

@@ -1,0 +1,94 @@
+"""What a measurement ran on, and how fast that copies and multiplies: the two ceilings of every kernel."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COPY_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of the source; far beyond every cache
+MATMUL_EDGE = {"cuda": 8_192, "cpu": 1_536}
+REPEATS = {"cuda": 20, "cpu": 5}
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """The machine, the versions and the date, as they stand at the top of every result file."""
+    found = {
+        "device": device_name(device),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": next((d.version for d in importlib.metadata.distributions(name="triton")), None),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_bytes"] = properties.total_memory
+        found["cache_bytes"] = cache_bytes(device)
+        found["cuda"] = torch.version.cuda or torch.version.hip
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the card or the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def slug(device: torch.device) -> str:
+    """The device's name as a part of a file's name."""
+    return "-".join(re.findall(r"[a-z0-9]+", device_name(device).lower()))
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of a card's last cache; 0 on a CPU, where no inputs are rotated."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * 2**20))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for an accelerator."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
+    """Bytes a second of a large copy on the device, those read and those written counted alike."""
+    size = (num_bytes or COPY_BYTES[device.type]) // 4
+    source = torch.randn(size, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * source.element_size() / _seconds(lambda: target.copy_(source), device)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, edge: int | None = None) -> float:
+    """Operations a second of a large matrix product of random numbers."""
+    edge = edge or MATMUL_EDGE[device.type]
+    a, b = (torch.randn(edge, edge, device=device, dtype=dtype) for _ in range(2))
+    return 2 * edge**3 / _seconds(lambda: a @ b, device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call: the median on a card, the minimum on a CPU, whose cores others use too."""
+    runs = []
+    for _ in range(REPEATS[device.type] + 2):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        runs.append(time.perf_counter() - start)
+    return statistics.median(runs[2:]) if device.type == "cuda" else min(runs[2:])
