@@ -60,7 +60,7 @@ def attend_one(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Row ``position`` of ``sparse_attention``, from the keys that the pattern allows it (Child et al. 2019, section 4.2).
+    """Row ``position`` of ``sparse_attention``, from the keys that its pattern allows (Child et al. 2019, section 4.2).
 
     What a sparse pattern reads grows with the root of N. Rows of the caches that are not allowed, those behind
     ``position`` among them, may hold anything. There is no gradient.

@@ -36,7 +36,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
     rows, columns, bounds = zip(*SHAPES[shape], strict=True)
     known = {
         "SCALE": width**-0.5,
-        **{key: width for key in ("WIDTH", "W", "VALUE_WIDTH", "WV")},
+        **dict.fromkeys(("WIDTH", "W", "VALUE_WIDTH", "WV"), width),
         "BLOCK_K": block_of(width),
         "SPLITS": 1 if name == "decode" else MOST_SPLITS,
         "SEGMENTS": len(rows),
@@ -55,7 +55,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target_of(architecture), options={"num_warps": NUM_WARPS})
-    found = {"case": case, "shared": compiled.metadata.shared}
+    specialised = [parameter.name for parameter in kernel.params if not parameter.do_not_specialize]
+    found = {"case": case, "shared": compiled.metadata.shared, "by_position": "position" in specialised}
     asm = compiled.asm
     return found | (cubin_usage(asm["cubin"]) if "cubin" in asm else amdgcn_usage(asm["amdgcn"]))
 
