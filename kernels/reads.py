@@ -16,6 +16,8 @@ from kernels.patterns.base import Pattern
 from kernels.patterns.forms import Fold
 from kernels.plan import View, view
 
+MOST_COPIED = 2_048  # keys of wide blocks: more are quicker to read slice by slice, in place
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -134,6 +136,16 @@ def _blocks(order: Fold, low: int, high: int) -> Iterator[Run]:
     if low % period:
         yield Run(order(low), -low % period)
     if whole_first < whole_last:
-        yield Run(order(whole_first * period), period, whole_last - whole_first, order.step)
+        yield from _whole_blocks(Run(order(whole_first * period), period, whole_last - whole_first, order.step))
     if high % period:
         yield Run(order(whole_last * period), high % period)
+
+
+def _whole_blocks(run: Run) -> Iterator[Run]:
+    """The run itself, or where it is long as few slices as it can be cut into."""
+    if run.blocks == 1 or len(run) <= MOST_COPIED:
+        yield run
+    elif run.width <= run.blocks:
+        yield from (Run(run.first + i, 1, run.blocks, run.step) for i in range(run.width))
+    else:
+        yield from (Run(run.first + block * run.step, run.width) for block in range(run.blocks))

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import ConfigError, allowed_keys, attend_one, num_keys_read, sparse_attention
+from kernels import ConfigError, allowed_keys, attend_one, num_keys_read, reads, sparse_attention
 from kernels.attention import head_patterns
 from kernels.backends.reference import pattern_mask
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from kernels.reads import most_reads
 from tests.kernels.oracles import (
     Inputs,
     Shape,
@@ -193,9 +192,20 @@ def test_the_keys_are_those_of_the_mask(pattern: Pattern, context: int) -> None:
         mask = own.mask(position[:, None], position[None, :])
         counts = [num_keys_read(own, i, context) for i in range(context)]
         assert counts == mask.sum(1).tolist()
-        assert all(count <= most_reads(own, context) for count in counts)
+        assert all(count <= reads.most_reads(own, context) for count in counts)
         for i in range(context):
             assert torch.equal(allowed_keys(own, i, context), mask[i].nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize("pattern", [Summary(8, 3), Fixed(20, 15), Summary(9, 2, include_self=True)], ids=str)
+def test_long_runs_of_blocks_are_read_slice_by_slice(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "MOST_COPIED", 1)
+    assert all(isinstance(read, reads.Run) and 1 in (read.width, read.blocks) for read in reads.reads(pattern, 60, 72))
+    position = torch.arange(72)
+    mask = pattern.mask(position[:, None], position[None, :])
+    for i in range(72):
+        assert torch.equal(allowed_keys(pattern, i, 72), mask[i].nonzero().squeeze(1))
+    check("cpu", pattern, torch.float32, Shape(2, 2, 72, 16, 16))
 
 
 @pytest.mark.parametrize(
