@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
 import multiprocessing
 import os
 import sys
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -31,6 +29,9 @@ if "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.i
 import torch
 from torch import Tensor
 
+from benchmarks.figures import rounded
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
 from kernels.backends.triton import configurations
 from kernels.backends.triton.call import Call, architecture
 from kernels.backends.triton.choice import closed_choice
@@ -39,7 +40,6 @@ from kernels.backends.triton.launch_backward import Inputs, delta_of, over_close
 from kernels.backends.triton.launch_forward import forward
 from kernels.patterns import Block, Column, Local, Pattern
 
-RESULTS = Path(__file__).parent / "results"
 LARGE = [
     (block_q, block_k, warps, stages, described)
     for block_q, block_k in ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128))
@@ -111,14 +111,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--processes", type=int, default=None, help="compile in so many; as many as there are cores")
     parser.add_argument("--time-limit", type=float, default=420, help="seconds after which nothing more is timed")
-    parser.add_argument("--output", type=Path, default=None, help="the JSON file")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where there is one")
+    add_output_arguments(parser)
     options = parser.parse_args()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "interpreter"
-    options.output = options.output or RESULTS / f"tuning-{'-'.join(name.lower().split())}.json"
+    device = torch.device(options.device)
+    check_output(parser, options, f"tuning-{slug(device) if options.device == 'cuda' else 'rehearsal'}.json")
     options.processes = options.processes or os.cpu_count()
-    if options.output.exists() and not options.overwrite:
-        parser.error(f"{options.output}: exists already; --overwrite replaces it, --output names another")
     return options
 
 
@@ -256,12 +253,6 @@ def report(case: Case, found: list[tuple[Trial, str | None, float | None]]) -> b
 def write(output: Path, found: list[tuple[Trial, str | None, float | None]]) -> None:
     """All times as JSON."""
     device = found[0][0].case.device
-    about: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "interpreter",
-        "torch": torch.__version__,
-        "triton": __import__("triton").__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
     trials = [
         {
             "kernel": trial.case.kernel,
@@ -272,11 +263,11 @@ def write(output: Path, found: list[tuple[Trial, str | None, float | None]]) -> 
             **dict(itertools.islice(trial.configuration._asdict().items(), 4)),
             "described": trial.configuration.described,
             "problem": problem,
-            "seconds": seconds and float(f"{seconds:.4g}"),
+            "seconds": rounded(seconds),
         }
         for trial, problem, seconds in found
     ]
-    output.write_text(json.dumps({**about, "trials": trials}, indent=1) + "\n")
+    write_json(output, {**about(torch.device(device)), "trials": trials})
     print(f"wrote {output}")
 
 

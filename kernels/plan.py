@@ -52,13 +52,27 @@ class View:
         same = self.column_order is self.row_order
         return self.bounds.closed_period() if same and isinstance(self.bounds, Bounds) else None
 
+    @cached_property
+    def row_of_position(self) -> Tensor:
+        """The row of each original position, (N,) int64, where every position has one."""
+        assert self.row_positions is not None
+        inverse = torch.empty_like(self.row_positions)
+        inverse[self.row_positions] = torch.arange(self.num_rows)
+        return inverse
+
+    def row_of(self, position: int) -> int:
+        """The row of an original position that has one; at a cost that does not grow with N."""
+        if self.row_order is None:
+            return position
+        if isinstance(self.row_order, Fold):
+            return self.row_order.inverse()(position)
+        return int(self.row_of_position[position])
+
     def interval_of(self, row: int) -> tuple[int, int]:
-        """The columns of one row."""
+        """The columns of one row; at a cost that does not grow with N."""
         if isinstance(self.bounds, Bounds):
-            low, high = self.bounds(torch.tensor(row))
-        else:
-            low, high = self.bounds.low[row], self.bounds.high[row]
-        return int(low), int(high)
+            return self.bounds.low(row, self.bounds.period), self.bounds.high(row, self.bounds.period)
+        return int(self.bounds.low[row]), int(self.bounds.high[row])
 
 
 @lru_cache(maxsize=64)

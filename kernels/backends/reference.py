@@ -29,6 +29,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
         return (weights @ v.to(wide)).to(q.dtype), lse
 
 
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D), from the row of the mask: N reads."""
+    wide = accumulator_dtype(q.dtype)
+    context = torch.arange(k.shape[2], device=q.device)
+    allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
+    blind = ~allowed.any(-1, keepdim=True)
+    k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # what is not read may be NaN
+    with _as_written(q.device.type):
+        scores = (k @ q.to(wide)[..., None]).squeeze(-1) * scale
+        scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+        weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+        lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+        return (weights[..., None, :] @ v).squeeze(-2).to(q.dtype), lse
+
+
 def _as_written(device_type: str) -> AbstractContextManager:
     """Autocast would take the products down to 16 bits; not every device type has it."""
     if not torch.amp.is_autocast_available(device_type):

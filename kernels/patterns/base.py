@@ -45,6 +45,10 @@ class Part(Protocol):
 class Pattern(Protocol):
     """Which earlier positions each position attends to. A frozen, hashable value."""
 
+    def __hash__(self) -> int:
+        """What is known of a pattern is cached by it."""
+        ...
+
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """The definition: original positions q and k, int64 and broadcastable, to bool."""
         ...

@@ -8,10 +8,12 @@ and intervals take either.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Row = TypeVar("Row", int, Tensor)  # one row, or a vector of them
 
 
 class Intervals(NamedTuple):
@@ -45,7 +47,7 @@ class Fold:
     def __post_init__(self) -> None:
         assert self.stride == 1 or (self.step == 1 and self.shift == 0), self
 
-    def __call__(self, row: Tensor) -> Tensor:
+    def __call__(self, row: Row) -> Row:
         """The positions of rows; where a row does not count, something else."""
         return row // self.period * self.step + (row % self.period + self.shift) * self.stride
 
@@ -71,9 +73,12 @@ class Bound(NamedTuple):
     least: int
     most: int
 
-    def __call__(self, row: Tensor, period: int) -> Tensor:
+    def __call__(self, row: Row, period: int) -> Row:
         """Of rows, in columns."""
-        return row // period * self.step + (row % period + self.offset).clamp(self.least, self.most)
+        rest = row % period + self.offset
+        if isinstance(rest, int):
+            return row // period * self.step + min(max(rest, self.least), self.most)
+        return row // period * self.step + rest.clamp(self.least, self.most)
 
 
 @dataclass(frozen=True)

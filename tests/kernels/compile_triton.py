@@ -72,11 +72,11 @@ def compile_kernel(case: str) -> dict[str, Any]:
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    compiled = triton.compile(source, target=_target(architecture), options=options)
+    compiled = triton.compile(source, target=target_of(architecture), options=options)
     found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
     if "cubin" in compiled.asm:
-        return found | _cubin_usage(compiled.asm["cubin"]) | {"wgmma": "wgmma.mma_async" in compiled.asm["ptx"]}
-    return found | _amdgcn_usage(compiled.asm["amdgcn"])
+        return found | cubin_usage(compiled.asm["cubin"]) | {"wgmma": "wgmma.mma_async" in compiled.asm["ptx"]}
+    return found | amdgcn_usage(compiled.asm["amdgcn"])
 
 
 def _constants(name: str, chosen: Configuration, width: int, further: list[str]) -> dict[str, Any]:
@@ -122,13 +122,13 @@ def _type(parameter: str, dtype: str) -> str:
     return "*" + dtype if parameter in POINTERS else "i32"
 
 
-def _target(architecture: str) -> GPUTarget:
+def target_of(architecture: str) -> GPUTarget:
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     return GPUTarget("hip", architecture, 64)
 
 
-def _cubin_usage(cubin: bytes) -> dict[str, int]:
+def cubin_usage(cubin: bytes) -> dict[str, int]:
     program = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -139,7 +139,7 @@ def _cubin_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "spilled_bytes": int(stack)}
 
 
-def _amdgcn_usage(assembly: str) -> dict[str, int]:
+def amdgcn_usage(assembly: str) -> dict[str, int]:
     registers = re.findall(r"\.vgpr_count:\s+(\d+)", assembly)
     spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)
     return {"registers": int(registers[-1]), "spilled_bytes": 4 * int(spilled[-1])}

@@ -146,25 +146,34 @@ def assert_within_precision(
     patterns = head_patterns(pattern, inputs.q.shape[1])
     wanted = exact(inputs, pattern, scale)
     dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, patterns, factor), inputs)
-    magnitude = _magnitudes(inputs, factor)
-    eps = torch.finfo(accumulator_dtype(inputs.q.dtype)).eps
-    ratios = {}
-    for name in RESULTS:
-        assert found[name].dtype == dense[name].dtype, f"{name} is {found[name].dtype}, not {dense[name].dtype}"
-        assert found[name].shape == wanted[name].shape, f"{name} is {tuple(found[name].shape)}"
-        error, explained = (_errors(result[name], wanted[name], name) for result in (found, dense))
-        floor = ULPS * eps * magnitude[name]
-        # In fp64 the specification has an error of its own, which the dense computation repeats step by step.
-        floored = explained.mean == 0 or inputs.q.dtype == torch.float64
-        mean_limit = max(MEAN_RATIO * explained.mean, floor if floored else 0.0)
-        largest_limit = max(LARGEST_RATIO * explained.largest, floor)
-        where = f"{pattern} {inputs.q.dtype}"
-        assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
-        assert error.largest <= largest_limit, (
-            f"{name} is off by up to {error.largest:.3g}, {largest_limit:.3g} allowed: {where}"
-        )
-        ratios[name] = error.mean / explained.mean if explained.mean else 0.0
-    return ratios
+    magnitude = magnitudes(inputs, factor)
+    where = f"{pattern} {inputs.q.dtype}"
+    return {
+        name: assert_explained(name, found[name], dense[name], wanted[name], magnitude[name], inputs.q.dtype, where)
+        for name in RESULTS
+    }
+
+
+def assert_explained(
+    name: str, found: Tensor, dense: Tensor, wanted: Tensor, magnitude: float, dtype: torch.dtype, where: str
+) -> float:
+    """Assert that one result is within its precision: its mean error over that of ``dense``, computed in this dtype.
+
+    ``wanted`` is exact; ``magnitude`` is that of the largest intermediate; ``where`` names the case.
+    """
+    assert found.dtype == dense.dtype, f"{name} is {found.dtype}, not {dense.dtype}"
+    assert found.shape == wanted.shape, f"{name} is {tuple(found.shape)}"
+    error, explained = (_errors(result, wanted, name) for result in (found, dense))
+    floor = ULPS * torch.finfo(accumulator_dtype(dtype)).eps * magnitude
+    # In fp64 the specification has an error of its own, which the dense computation repeats step by step.
+    floored = explained.mean == 0 or dtype == torch.float64
+    mean_limit = max(MEAN_RATIO * explained.mean, floor if floored else 0.0)
+    largest_limit = max(LARGEST_RATIO * explained.largest, floor)
+    assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
+    assert error.largest <= largest_limit, (
+        f"{name} is off by up to {error.largest:.3g}, {largest_limit:.3g} allowed: {where}"
+    )
+    return error.mean / explained.mean if explained.mean else 0.0
 
 
 class _Error(NamedTuple):
@@ -184,7 +193,7 @@ def _errors(found: Tensor, wanted: Tensor, name: str) -> _Error:
     return _Error(float(difference.square().mean().sqrt()), float(difference.max()))
 
 
-def _magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
+def magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
     """The largest intermediate behind each result: what rounding is relative to where terms cancel."""
     q, k, v, grad_out = (t.double() for t in inputs[:4])
     gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight

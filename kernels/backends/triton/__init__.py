@@ -2,7 +2,8 @@
 
 ``packing`` turns the plans of all heads into a table of integers, ``choice`` picks tiles, ``tile`` is what kernels do
 to one. ``forward_kernel``, ``delta_kernel``, ``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel`` are the kernels;
-``launch_forward``, ``launch_backward`` and ``call`` launch them. triton is imported only by a call that can run.
+``launch_forward``, ``launch_backward`` and ``call`` launch them. ``decode_kernel`` and ``decode`` serve one query at a
+time. triton is imported only by a call that can run.
 """
 
 from __future__ import annotations
@@ -61,3 +62,12 @@ def backward(
     from kernels.backends.triton.launch_backward import backward
 
     return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
+
+
+def attend_one(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Dv) and logsumexp (B, H) of one query; the same bits on every run."""
+    from kernels.backends.triton.decode import attend_one
+
+    return attend_one(q, k, v, patterns, position, scale)

@@ -80,7 +80,7 @@ def groups(patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
     """The passes of heads with these patterns; the last one holds the views that cover the most rows."""
     own = {pattern: _groups_of(pattern, context, rows, parts) for pattern in dict.fromkeys(patterns)}
     count = max(len(found) for found in own.values())
-    nothing = _nothing(context, rows)
+    nothing = no_columns(context, rows)
     aligned = {pattern: ((nothing,),) * (count - len(found)) + found for pattern, found in own.items()}
     passes = []
     for number in range(count):
@@ -111,7 +111,7 @@ def closed_part(pattern: Pattern, context: int) -> Part | None:
     return next((part for part in pattern.parts() if view(part, context, "keys").closed_period() is not None), None)
 
 
-def _nothing(context: int, rows: Side) -> View:
+def no_columns(context: int, rows: Side) -> View:
     """Rows without columns; of keys not even rows."""
     num_rows = context if rows == "queries" else 0
     return View(None, None, num_rows, 0, Bounds(num_rows, whole(context), constant(0), constant(0)))
@@ -138,13 +138,13 @@ def packed(
     segments = list(zip(*group, strict=True))
     row_form = max(form_of(one.row_order) for head in group for one in head)
     columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
-    bounds = tuple(max(_form_of_bounds(one) for one in segment) for segment in segments)
+    bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
     data, table, num_row_tiles = Data(), [], 0
     for head in group:
         edge = row_edge(head, tile_rows)
         num_row_tiles = max(num_row_tiles, -(-head[0].num_rows // edge))
         for one, column_form, bound_form in zip(head, columns, bounds, strict=True):
-            table.append(_fields(one, edge, data, row_form, column_form, bound_form))
+            table.append(view_fields(one, edge, data, row_form, column_form, bound_form))
     return Pass(
         table=int32_table(table, device).view(len(group), len(segments), len(FIELDS)),
         data=data.tensor(device),
@@ -157,7 +157,7 @@ def packed(
     )
 
 
-def _fields(one: View, edge: int, data: Data, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
+def view_fields(one: View, edge: int, data: Data, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
     """One row of the table."""
     lists = [0, 0, 0, 0]
     if row_form == Form.LISTED:
@@ -235,7 +235,7 @@ def form_of(order: Order) -> Form:
     return Form.NATURAL if order is None else Form.FOLDED if isinstance(order, Fold) else Form.LISTED
 
 
-def _form_of_bounds(one: View) -> Form:
+def form_of_bounds(one: View) -> Form:
     return Form.FOLDED if isinstance(one.bounds, Bounds) else Form.LISTED
 
 

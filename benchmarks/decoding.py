@@ -1,0 +1,169 @@
+"""One query at a time, against caches of growing contexts: ``python benchmarks/decoding.py``.
+
+A gate comes first: each pattern's last row against fp64. Then, in every repeat, all patterns take turns; each is asked
+for the last positions of the context one after another, as generation does, and its time is the least mean over
+repeats. The growth of a figure is its exponent in the context, from the smallest to the largest: 1 for a dense read,
+1/2 for one of so many keys as the root of the context. The table goes to the terminal, all figures to JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+from torch import Tensor
+
+from benchmarks.figures import rounded
+from benchmarks.machine import about, slug, synchronize
+from benchmarks.report import add_output_arguments, check_output, write_json
+from kernels import attend_one, num_keys_read, sparse_attention
+from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
+
+GATE_CONTEXT, GATE_STRIDE = 192, 16
+SUMMARY = 8
+
+
+def patterns_of(stride: int) -> dict[str, Pattern]:
+    """What is measured, by the name it has in tables."""
+    return {
+        "local": Local(stride),
+        "column": Column(stride),
+        "summary": Summary(stride, SUMMARY),
+        "strided merged": Strided(stride),
+        "fixed merged": Fixed(stride, SUMMARY),
+        "dense": Dense(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where the gate fails."""
+    options = read_options(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    for name, pattern in patterns_of(GATE_STRIDE).items():
+        if problem := gate(pattern, options):
+            print(f"{name}: {problem}", file=sys.stderr)
+            return 1
+    timings = [row for context in sorted(options.contexts) for row in measure(context, options)]
+    growth = growth_of(timings)
+    print_table(timings, growth, options)
+    measured = {"backend": options.backend, "calls": options.calls, "repeats": options.repeats}
+    write_json(options.output, {**about(options.device), **measured, "timings": timings, "growth": growth})
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4_096, 16_384, 65_536, 262_144])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-width", type=int, default=64)
+    parser.add_argument("--calls", type=int, default=20, help="positions a repeat")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    options.device = torch.device(options.device)
+    check_output(parser, options, f"decoding-{slug(options.device)}.json")
+    options.dtype = getattr(torch, options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16"))
+    return options
+
+
+def gate(pattern: Pattern, options: argparse.Namespace) -> str | None:
+    """What is wrong, None where the last row is as near to fp64 as the dtype explains."""
+    shape = (2, 2, GATE_CONTEXT, options.head_width)
+    q, k, v = (torch.randn(shape, device=options.device, dtype=options.dtype) for _ in range(3))
+    last = GATE_CONTEXT - 1
+    found = attend_one(q[:, :, last], k, v, pattern, last, backend=options.backend)
+    wanted = sparse_attention(q.double(), k.double(), v.double(), pattern, backend="reference")[:, :, last]
+    error = float((found.double() - wanted).abs().max())
+    allowed = 4 * torch.finfo(options.dtype).eps * float(v.double().abs().max())
+    return None if error <= allowed else f"off by {error:.3g}, {allowed:.3g} allowed"
+
+
+def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a pattern: keys that the last position reads, and the seconds of a call."""
+    stride = 2 ** round(math.log2(context) / 2)
+    patterns = patterns_of(stride)
+    shape = (options.batch, options.heads, context, options.head_width)
+    k, v = (torch.randn(shape, device=options.device, dtype=options.dtype) for _ in range(2))
+    q = torch.randn((*shape[:2], shape[3]), device=options.device, dtype=options.dtype)
+    for pattern in patterns.values():  # what is kept from call to call, and compilation, are not what is timed
+        seconds_of(pattern, q, k, v, options)
+    runs: dict[str, list[float]] = {name: [] for name in patterns}
+    for _ in range(options.repeats):
+        for name, pattern in patterns.items():
+            runs[name].append(seconds_of(pattern, q, k, v, options))
+    return [
+        {
+            "pattern": name,
+            "context": context,
+            "stride": stride,
+            "summary": SUMMARY,
+            "batch": options.batch,
+            "heads": options.heads,
+            "head_width": options.head_width,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "keys_read": num_keys_read(pattern, context - 1, context),
+            "seconds": rounded(min(runs[name])),
+        }
+        for name, pattern in patterns.items()
+    ]
+
+
+def seconds_of(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, options: argparse.Namespace) -> float:
+    """Mean seconds of a call, at the last positions of the context."""
+    context = k.shape[2]
+    synchronize(options.device)
+    start = time.perf_counter()
+    for position in range(context - options.calls, context):
+        attend_one(q, k, v, pattern, position, backend=options.backend)
+    synchronize(options.device)
+    return (time.perf_counter() - start) / options.calls
+
+
+def growth_of(timings: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Of each pattern, the exponents of keys read and of time between the smallest and the largest context."""
+    found = {}
+    for name in dict.fromkeys(row["pattern"] for row in timings):
+        own = [row for row in timings if row["pattern"] == name]
+        wider = math.log(own[-1]["context"] / own[0]["context"])
+        if wider:
+            found[name] = {
+                key: rounded(math.log(own[-1][key] / own[0][key]) / wider) for key in ("keys_read", "seconds")
+            }
+    return found
+
+
+def print_table(
+    timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
+) -> None:
+    """A line a pattern: keys read and milliseconds at each context, and their growth."""
+    contexts = list(dict.fromkeys(row["context"] for row in timings))
+    print(f"B = {options.batch}, H = {options.heads}, D = {options.head_width}, {options.dtype}; keys read, ms a call")
+    print(f"{'pattern':<16}" + "".join(f"{f'n = {n:,}':>22}" for n in contexts) + f"{'growth: keys, time':>22}")
+    for name in dict.fromkeys(row["pattern"] for row in timings):
+        own = [row for row in timings if row["pattern"] == name]
+        cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>11.3f}" for row in own]
+        ends = growth.get(name)
+        cells.append(f"{ends['keys_read']:.2f}{ends['seconds']:>8.2f}" if ends else "-")
+        print(f"{name:<16}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

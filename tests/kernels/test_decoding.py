@@ -1,0 +1,365 @@
+"""One query at a time: against the row of attention over the whole context in fp64, and its reads against the mask."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import ConfigError, allowed_keys, attend_one, num_keys_read, reads, sparse_attention
+from kernels.attention import head_patterns
+from kernels.backends.reference import pattern_mask
+from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from tests.kernels.oracles import (
+    Inputs,
+    Shape,
+    assert_explained,
+    dense_same_precision,
+    example_patterns,
+    magnitudes,
+    make_inputs,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}  # a backend's; the CPU where none is named
+BACKENDS = ["cpu", "reference", *(["triton"] if HAS_TRITON else [])]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+LISTS = [
+    [Local(20), Column(3), Fixed(8, 2)],
+    [Summary(8, 2, num_summaries=3), Dense(), Summary(8, 2, num_summaries=3)],
+    [Fixed(8, 2, num_summaries=2), Fixed(8, 2, num_summaries=2), Strided(8), Fixed(8, 2, num_summaries=2)],
+    [Strided(8), Local(5), Local(5), Strided(8), Strided(8)],
+]
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that small contexts have several tiles and several splits, some of them without a key."""
+    if HAS_TRITON and "tiles_of_a_card" not in request.fixturenames:
+        from kernels.backends.triton import decode
+
+        monkeypatch.setattr(decode, "LONGEST_TILE", 16)
+        monkeypatch.setattr(decode, "KEYS_A_SPLIT", 16)
+
+
+@pytest.fixture
+def tiles_of_a_card() -> None:
+    """For tests that want no small tiles."""
+
+
+def some_positions(context: int) -> list[int]:
+    """The ends, the edges of blocks and columns, and one between."""
+    return sorted({0, 7, 8, 37, context - 1} & set(range(context)))
+
+
+def one_by_one(
+    backend: str, inputs: Inputs, pattern: Pattern | Sequence[Pattern], positions: list[int], scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of output (B, H, P, Dv) and logsumexp (B, H, P); whatever a head must not read is NaN."""
+    device = DEVICES.get(backend, "cpu")
+    mask = pattern_mask(head_patterns(pattern, inputs.q.shape[1]), inputs.q.shape[2], torch.device("cpu"))
+    rows = []
+    for position in positions:
+        hidden = ~mask[:, position, :, None]
+        k, v = (x.masked_fill(hidden, float("nan")).to(device) for x in (inputs.k, inputs.v))
+        q = inputs.q[:, :, position].to(device)
+        rows.append(attend_one(q, k, v, pattern, position, scale=scale, backend=backend, return_lse=True))
+    return tuple(torch.stack(found, 2).cpu() for found in zip(*rows, strict=True))  # type: ignore[return-value]
+
+
+def check(
+    backend: str,
+    pattern: Pattern | Sequence[Pattern],
+    dtype: torch.dtype,
+    shape: Shape,
+    *,
+    scale: float | None = None,
+    positions: list[int] | None = None,
+) -> None:
+    """Assert that rows are within the precision of their dtype."""
+    if backend == "triton" and dtype == torch.float64 and DEVICES["triton"] == "cuda":
+        pytest.skip("fp64 runs in the interpreter alone")
+    inputs = make_inputs(shape, dtype, seed=shape.context)
+    positions = some_positions(shape.context) if positions is None else positions
+    factor = shape.width**-0.5 if scale is None else scale
+    found = one_by_one(backend, inputs, pattern, positions, scale)
+    wide = [x.double() for x in inputs[:3]]
+    wanted = sparse_attention(*wide, pattern, scale=scale, backend="reference", return_lse=True)
+    dense = dense_same_precision(*inputs[:3], head_patterns(pattern, shape.heads), factor)
+    magnitude = magnitudes(inputs, factor)
+    for number, name in enumerate(("out", "lse")):
+        rows = (x[number][:, :, positions] for x in (dense, wanted))
+        assert_explained(name, found[number], *rows, magnitude[name], dtype, f"{backend} {pattern} {dtype}")
+
+
+@pytest.mark.parametrize("context", [50, 72])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_is_within_precision(backend: str, pattern: Pattern, dtype: torch.dtype, context: int) -> None:
+    check(backend, pattern, dtype, Shape(1 if backend == "triton" else 2, 3, context, 24, 16))
+
+
+@pytest.mark.parametrize("patterns", LISTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_may_differ(backend: str, dtype: torch.dtype, patterns: list[Pattern]) -> None:
+    for context in (50, 72):
+        check(backend, patterns, dtype, Shape(2, len(patterns), context, 16, 24), positions=[0, 6, context - 1])
+
+
+@pytest.mark.parametrize("context", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("pattern", [Dense(), Column(4), Fixed(4, 1)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_short_contexts(backend: str, pattern: Pattern, context: int) -> None:
+    positions = sorted({0, context // 2, context - 1})
+    check(backend, pattern, torch.float16, Shape(16, 1, context, 16, 16), positions=positions)
+
+
+@pytest.mark.usefixtures("tiles_of_a_card")
+@pytest.mark.parametrize("width, value_width", [(1, 3), (64, 64), (96, 40), (256, 256)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_width(backend: str, width: int, value_width: int) -> None:
+    shape = Shape(2, 2, 300, width, value_width)
+    check(backend, [Dense(), Strided(16)], torch.float16, shape, positions=[17, 150, 299])
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.5, 0.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_scale(backend: str, scale: float) -> None:
+    check(backend, Strided(8), torch.float32, Shape(2, 2, 50, 16, 16), scale=scale)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_caches_may_lie_head_by_head_or_position_by_position(backend: str) -> None:
+    q, k, v = (x.to(DEVICES.get(backend, "cpu")) for x in make_inputs(Shape(2, 3, 40, 16, 16), torch.float32)[:3])
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    for pattern in (Fixed(8, 2), Strided(8)):
+        found = attend_one(q[:, :, 30], *turned, pattern, 30, backend=backend)
+        torch.testing.assert_close(found, attend_one(q[:, :, 30], k, v, pattern, 30, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch_is_empty(backend: str) -> None:
+    q, k = (torch.empty(shape, device=DEVICES.get(backend, "cpu")) for shape in ((0, 2, 16), (0, 2, 8, 16)))
+    out, lse = attend_one(q, k, k, Strided(4), 5, backend=backend, return_lse=True)
+    assert out.shape == (0, 2, 16) and lse.shape == (0, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_without_keys_is_zero(backend: str) -> None:
+    q, k = (torch.ones(shape, device=DEVICES.get(backend, "cpu")) for shape in ((1, 1, 16), (1, 1, 16, 16)))
+    out, lse = attend_one(q, k, k, Summary(8, 2), 5, backend=backend, return_lse=True)
+    assert bool((out == 0).all()) and bool((lse == float("-inf")).all())
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Strided(8), Column(7)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_runs_give_the_same_bits(backend: str, pattern: Pattern) -> None:
+    q, k, v = (x.to(DEVICES.get(backend, "cpu")) for x in make_inputs(Shape(2, 2, 72, 16, 16), torch.float32)[:3])
+    runs = [attend_one(q[:, :, 70], k, v, pattern, 70, backend=backend, return_lse=True) for _ in range(2)]
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
+
+
+def test_autocast_leaves_the_products_wide() -> None:
+    q, k, v = make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3]
+    for backend in ("cpu", "reference"):
+        wanted = attend_one(q[:, :, 30], k, v, Strided(8), 30, backend=backend)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(attend_one(q[:, :, 30], k, v, Strided(8), 30, backend=backend), wanted)
+
+
+# What is read
+
+
+@pytest.mark.parametrize("context", [1, 7, 50, 72])
+@pytest.mark.parametrize("pattern", [*example_patterns(), Column(7), Summary(9, 9), Fixed(6, 6)], ids=str)
+def test_the_keys_are_those_of_the_mask(pattern: Pattern, context: int) -> None:
+    position = torch.arange(context)
+    for head in range(3):
+        own = pattern.for_head(head)
+        mask = own.mask(position[:, None], position[None, :])
+        counts = [num_keys_read(own, i, context) for i in range(context)]
+        assert counts == mask.sum(1).tolist()
+        assert all(count <= reads.most_reads(own, context) for count in counts)
+        for i in range(context):
+            assert torch.equal(allowed_keys(own, i, context), mask[i].nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize("pattern", [Summary(8, 3), Fixed(20, 15), Summary(9, 2, include_self=True)], ids=str)
+def test_long_runs_of_blocks_are_read_slice_by_slice(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "MOST_COPIED", 1)
+    assert all(isinstance(read, reads.Run) and 1 in (read.width, read.blocks) for read in reads.reads(pattern, 60, 72))
+    position = torch.arange(72)
+    mask = pattern.mask(position[:, None], position[None, :])
+    for i in range(72):
+        assert torch.equal(allowed_keys(pattern, i, 72), mask[i].nonzero().squeeze(1))
+    check("cpu", pattern, torch.float32, Shape(2, 2, 72, 16, 16))
+
+
+@pytest.mark.parametrize(
+    "pattern, most",
+    [
+        (Local(256), 256),
+        (Column(256), 256),
+        (Block(256), 256),
+        (Summary(256, 8), 8 * 256),
+        (Strided(256), 2 * 256),
+        (Fixed(256, 8), 9 * 256),
+        (Column(255), 258),
+    ],
+    ids=str,
+)
+def test_no_more_is_touched_than_is_read(pattern: Pattern, most: int) -> None:
+    context, width, position = 65_536, 4, 65_530
+    assert num_keys_read(pattern, position, context) <= most
+    k = torch.ones(1, 1, context, width)
+    q = k[:, :, 0]
+    attend_one(q, k, k, pattern, position)  # vectors of an order without a closed form are made once
+    with Elements() as made:
+        attend_one(q, k, k, pattern, position)
+    assert 0 < made.largest <= most * width
+    with Elements() as made:
+        allowed_keys(pattern, position, context)
+    assert 0 < made.largest <= most
+
+
+class Elements(TorchDispatchMode):
+    """The most elements of any tensor that an operation reads or gives while this is entered; views do neither."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            read = args[2:] if func is torch.ops.aten.index_select.default else args  # of the first, some rows
+            touched = [x for x in (*read, out) if isinstance(x, Tensor)]
+            self.largest = max([self.largest, *(x.numel() for x in touched)])
+        return out
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.usefixtures("tiles_of_a_card")
+def test_splits_follow_from_pattern_and_context() -> None:
+    from kernels.backends.triton.decode import KEYS_A_SPLIT, MOST_SPLITS, layout
+
+    def splits(pattern: Pattern, context: int) -> int:
+        return layout((pattern,), context, KEYS_A_SPLIT, torch.device("cpu")).splits
+
+    assert [splits(p, 65_536) for p in (Local(256), Strided(256), Fixed(256, 8), Dense())] == [1, 2, 16, MOST_SPLITS]
+    assert [splits(Dense(), context) for context in (100, 256, 257, 1024)] == [1, 1, 2, 4]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        (((1, 2, 1, 16), (1, 2, 9, 16), (1, 2, 9, 16)), r"q must be \(B, H, D\), not \(1, 2, 1, 16\)"),
+        (((1, 2, 16), (2, 9, 16), (1, 2, 9, 16)), r"k must be \(B, H, N, D\), not \(2, 9, 16\)"),
+        (((1, 2, 16), (1, 2, 9, 8), (1, 2, 9, 8)), r"k \(1, 2, 9, 8\) must have the batch, heads and channels of q"),
+        (
+            ((1, 2, 16), (1, 2, 9, 16), (1, 2, 8, 16)),
+            r"v \(1, 2, 8, 16\) must have the batch, heads and positions of k",
+        ),
+        (((1, 0, 16), (1, 0, 9, 16), (1, 0, 9, 16)), r"q \(1, 0, 16\) must have at least one head"),
+    ],
+)
+def test_unfit_shapes_are_refused(shapes: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend_one(*(torch.zeros(shape) for shape in shapes), Dense(), 0)
+
+
+def test_unfit_values_are_refused() -> None:
+    q, k = torch.zeros(1, 2, 16), torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=r"k is torch.float16: q, k and v must share one of"):
+        attend_one(q, k.half(), k, Dense(), 0)
+    with pytest.raises(ValueError, match=r"k is on meta, q on cpu"):
+        attend_one(q, k.to("meta"), k, Dense(), 0)
+    with pytest.raises(ValueError, match=r"v has strides .*: its channels must be adjacent"):
+        attend_one(q, k, torch.zeros(1, 2, 16, 9).transpose(2, 3), Dense(), 0)
+    with pytest.raises(ValueError, match=r"scale=nan: must be a finite number"):
+        attend_one(q, k, k, Dense(), 0, scale=float("nan"))
+    with pytest.raises(ValueError, match="3 patterns for 2 heads"):
+        attend_one(q, k, k, [Dense()] * 3, 0)
+    with pytest.raises(ConfigError, match='backend="flex": must be one of auto, triton, cpu, reference'):
+        attend_one(q, k, k, Dense(), 0, backend="flex")
+    with pytest.raises(ConfigError, match='backend="cpu": cannot run here: it needs CPU tensors, not meta'):
+        attend_one(q.to("meta"), k.to("meta"), k.to("meta"), Dense(), 0, backend="cpu")
+    with pytest.raises(ValueError, match="heads differ in"):
+        allowed_keys(Summary(8, 2, num_summaries=3), 8, 16)
+
+
+@pytest.mark.parametrize("position", [-1, 9, 100])
+def test_positions_outside_the_context_are_refused(position: int) -> None:
+    q, k = torch.zeros(1, 2, 16), torch.zeros(1, 2, 9, 16)
+    for call in (
+        lambda: attend_one(q, k, k, Dense(), position),
+        lambda: allowed_keys(Dense(), position, 9),
+        lambda: num_keys_read(Dense(), position, 9),
+    ):
+        with pytest.raises(ValueError, match=rf"position={position}: must be 0 to 8, within the context"):
+            call()
+
+
+@pytest.mark.parametrize("position", [1.0, True, torch.tensor(1)], ids=str)
+def test_positions_that_are_no_int_are_refused(position: Any) -> None:
+    with pytest.raises(ValueError, match="position must be an int, not"):
+        attend_one(torch.zeros(1, 2, 16), *[torch.zeros(1, 2, 9, 16)] * 2, Dense(), position)
+
+
+def test_inputs_that_ask_for_a_gradient_are_refused() -> None:
+    q, k = torch.zeros(1, 2, 16), torch.zeros(1, 2, 9, 16, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"k requires a gradient, and attend_one has none: call it under torch.no_grad"
+    ):
+        attend_one(q, k, k, Dense(), 3)
+    with torch.no_grad():
+        assert attend_one(q, k, k, Dense(), 3).shape == (1, 2, 16)
+
+
+# The kernels on cards that need not be there
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "gfx942"])
+def test_the_kernels_compile_without_spilling_and_once_for_all_positions(architecture: str) -> None:
+    from triton.backends import backends
+
+    if architecture.startswith("gfx") and "amd" not in backends:
+        pytest.skip("this triton has no AMD backend")
+    cases = [
+        "decode:bfloat16:64:natural",
+        "split:bfloat16:64:merged",
+        "split:float16:128:strided",
+        "decode:float32:256:listed",
+        "merge:bfloat16:64:natural",
+        "merge:float32:256:natural",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests/kernels/compile_decode.py"),
+            *(f"{architecture}:{case}" for case in cases),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for found in map(json.loads, done.stdout.splitlines()):
+        print(found)
+        assert found["spilled_bytes"] == 0 and not found["by_position"], found
