@@ -88,7 +88,9 @@ def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
             f"{' / '.join(cell(row[name][phase], form, factor) for phase in PHASES if phase in row[name]):>{width}}"
             for _, width, name, form, factor in COLUMNS
         ]
-        bound = "/".join((row["bound"][phase] or DASH)[:5] for phase in PHASES[:2])
+        bound = "/".join(
+            {"operations": "work", "bytes": "bytes"}.get(row["bound"][phase], DASH) for phase in PHASES[:2]
+        )
         same = {None: DASH, True: "yes", False: "NO"}[row["deterministic"]]
         facts = f"{bound:>12} {same:>4} {cell(row['bytes_per_position'], ',.0f'):>8}"
         print(" ".join([f"{row['pattern']:<15}{row['density']:>8.2%}", *shown, facts]))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.patterns.base import Part
+from kernels.patterns.forms import Fold
 from kernels.plan import View, view
 
 # The cost of a chunk in pairs of a query and a key, as measured: reading a row of keys and adding to its gradient costs
@@ -57,7 +58,8 @@ class Batch:
 class Chunks:
     """A part's orders and the batches that cover its pairs, each pair once."""
 
-    query_order: Tensor | None  # (N,) int64; None is natural
+    columns: Fold | None  # both orders, where chunks can be read and written in place: see ``_in_place``
+    query_order: Tensor | None  # (N,) int64; None is natural, or in place
     query_inverse: Tensor | None  # (N,) int64, the row of each original position
     key_order: Tensor | None  # (M,) int64
     num_keys: int
@@ -78,21 +80,37 @@ def chunked(part: Part, context: int) -> Chunks:
     start, stop = _trimmed(o, start, stop)
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     first, last = low[start], high[stop - 1]
-    order, inverse = o.row_positions, None
-    if order is not None:
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(context)
+    batches = tuple(_batches(o, start, stop))
+    columns = o.row_order if isinstance(o.row_order, Fold) and _in_place(o, o.row_order, batches) else None
     return Chunks(
-        query_order=order,
-        query_inverse=inverse,
-        key_order=o.column_positions,
+        columns=columns,
+        query_order=None if columns else o.row_positions,
+        query_inverse=None if columns or o.row_order is None else o.row_of_position,
+        key_order=None if columns else o.column_positions,
         num_keys=o.num_columns,
-        batches=tuple(_batches(o, start, stop)),
+        batches=batches,
         has_all_rows=int((stop - start).sum()) == context,
         has_all_keys_once=bool((first[1:] == last[:-1]).all())
         and len(first) > 0
         and first[0] == 0
         and last[-1] == o.num_columns,
+    )
+
+
+def _in_place(o: View, order: Fold, batches: tuple[Batch, ...]) -> bool:
+    """Whether all chunks lie each in one column, and at equal steps there: then they are views of what is unordered."""
+    rows = order.period
+    return (
+        o.column_order is order
+        and order.step == 1
+        and all(
+            first % rows + length <= rows and step % rows == 0
+            for batch in batches
+            for first, step, length in (
+                (batch.row, batch.row_step, batch.rows),
+                (batch.key, batch.key_step, batch.width),
+            )
+        )
     )
 
 

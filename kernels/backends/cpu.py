@@ -21,6 +21,7 @@ from kernels.autograd import accumulator_dtype
 from kernels.chunks import Batch, Chunks, chunked
 from kernels.memory import empty_like_rows
 from kernels.patterns.base import Part, Pattern
+from kernels.patterns.forms import Fold
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
 VALUES_IN_WORK = 1 << 20  # of q (or v) at once, likewise
@@ -275,6 +276,7 @@ class Slab(NamedTuple):
     """The chunks of a batch that are in work at once: ``chunks`` from the first, of ``groups`` from the first."""
 
     batch: Batch
+    columns: Fold | None  # the order of rows and keys, where x is in the natural one all the same
     first_group: int
     groups: int
     first_chunk: int
@@ -315,8 +317,12 @@ class Slab(NamedTuple):
     def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
         """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
         _, rows, width = x.shape
-        offset = self.first_group * rows + first + self.first_chunk * step
-        strides = (rows * width, step * width, width, 1)
+        apart = 1  # positions from one row of a chunk to the next
+        first += self.first_chunk * step
+        if self.columns is not None:
+            first, step, apart = self.columns(first), step // self.columns.period, self.columns.stride
+        offset = self.first_group * rows + first
+        strides = (rows * width, step * width, apart * width, 1)
         return x.as_strided((self.groups, self.chunks, length, width), strides, x.storage_offset() + offset * width)
 
 
@@ -336,7 +342,7 @@ def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
         for group in range(0, groups, groups_at_once):
             for chunk in range(0, batch.count, chunks_at_once):
                 here = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
-                yield Slab(batch, group, here[0], chunk, here[1])
+                yield Slab(batch, chunks.columns, group, here[0], chunk, here[1])
 
 
 def _shared(work: Callable[[range], None], groups: int) -> None:
