@@ -63,7 +63,7 @@ def table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             cells += [shown(row["ratio_to_flex"][phase]) for phase in ("forward", "both")]
             cells += [shown(row["fraction_of_ideal"][phase], "{:.0%}") for phase in ("forward", "backward")]
         plan = plans.get(row["pattern"])
-        cells.append(f"{plan['plan_seconds']:.2f} s, {plan['plan_bytes'] / 2**10:.1f} KiB" if plan else "–")
+        cells.append(f"{plan['plan_seconds'] * 1e3:.1f} ms, {plan['plan_bytes'] / 2**10:.1f} KiB" if plan else "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

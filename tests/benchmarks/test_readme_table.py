@@ -36,7 +36,7 @@ def test_a_plan_that_was_not_measured_is_a_dash() -> None:
     plan = {"pattern": "local", "context": 1_048_576, "plan_seconds": 0.25, "plan_bytes": 2**20}
     (without,) = tables_of(results(timing()))
     (with_plan,) = tables_of(results(timing(), plans=(plan,)))
-    assert without.endswith("| – |\n") and with_plan.endswith("| 0.25 s, 1024.0 KiB |\n")
+    assert without.endswith("| – |\n") and with_plan.endswith("| 250.0 ms, 1024.0 KiB |\n")
 
 
 def test_a_card_also_shows_flex_attention_and_the_ideal() -> None:
