@@ -138,7 +138,7 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
 def pass_gate(groups: list[Group], device: torch.device, backend: str) -> bool:
     """Whether every head width and dtype of the groups is right; says what is not."""
     kinds = dict.fromkeys((group.dtype, group.head_width) for group in groups)
-    wrong = [line for dtype, width in kinds for line in problems(getattr(torch, dtype), width, device, backend)]
+    wrong = problems([(getattr(torch, dtype), width) for dtype, width in kinds], device, backend)
     for line in wrong:
         print(line, file=sys.stderr)
     if not wrong:

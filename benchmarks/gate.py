@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +20,54 @@ from kernels.backends.reference import pattern_mask
 from kernels.patterns import Pattern
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, D) to (B, H, N, D)
-# Contexts and strides: multiples of the stride, ragged in larger tiles. A card has tiles enough for a longer one too.
-SIZES = {"cpu": ((192, 16),), "cuda": ((192, 16), (1_632, 32))}
+# Contexts and strides. On a card also some for which plans take large tiles; blocks of 128 stand alone, of 256 do not.
+SIZES = {"cpu": ((192, 16),), "cuda": ((192, 16), (3_072, 128), (4_096, 256))}
 SUMMARY = 2
+MOST_PROCESSES = 12
 
 
-def problems(dtype: torch.dtype, head_width: int, device: torch.device, backend: str) -> list[str]:
-    """A line for every pattern whose output or gradients are beyond twice the error of dense attention."""
-    found = []
-    for context, stride in SIZES[device.type]:
-        for name, pattern in patterns_of(stride, SUMMARY).items():
-            if problem := gate(pattern, context, dtype, head_width, device, backend):
-                found.append(f"{name}, n = {context:,}, D = {head_width}, {dtype}: {problem}")
-    return found
+class Case(NamedTuple):
+    """One pattern in one size."""
+
+    name: str
+    context: int
+    stride: int
+    dtype: torch.dtype
+    head_width: int
+    device: str
+    backend: str
+
+
+def problems(kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, backend: str) -> list[str]:
+    """A line for every pattern whose output or gradients, in some dtype and head width, are too far from fp64.
+
+    On a card the cases share out several processes: compiling is what takes their time, and its results stay on disk.
+    """
+    cases = [
+        Case(name, context, stride, dtype, head_width, device.type, backend)
+        for dtype, head_width in kinds
+        for context, stride in SIZES[device.type]
+        for name in patterns_of(stride, SUMMARY)
+    ]
+    if device.type == "cpu":
+        found = list(map(problem_of, cases))
+    else:
+        processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(problem_of, cases))
+    return [line for line in found if line is not None]
+
+
+def problem_of(case: Case) -> str | None:
+    """A line that says what is wrong with a case, or None."""
+    torch.manual_seed(0)
+    pattern = patterns_of(case.stride, SUMMARY)[case.name]
+    where = f"{case.name}, n = {case.context:,}, D = {case.head_width}, {case.dtype}"
+    try:
+        wrong = gate(pattern, case.context, case.dtype, case.head_width, torch.device(case.device), case.backend)
+    except Exception as error:
+        return f"{where}: {type(error).__name__}: {str(error)[:300]}"
+    return wrong and f"{where}: {wrong}"
 
 
 def gate(

@@ -100,14 +100,14 @@ part_1() {
   if [ -n "$REHEARSE" ]; then
     chosen=(-k "ragged or same_bits or strides") workers=(-p no:xdist)
   elif [ -z "$(missing xdist)" ]; then
-    workers=(-n 8) # compiling is what takes time
+    workers=(-n 14) # compiling is what takes time
   fi
   # Plugins of a strange machine may warn; what is asked here is whether the kernels are right.
-  step kernels 200 "$PYTHON" -m pytest tests/kernels/test_triton_attention.py -q -W default -p no:cacheprovider \
+  step kernels 240 "$PYTHON" -m pytest tests/kernels/test_triton_attention.py -q -W default -p no:cacheprovider \
     "${workers[@]}" "${chosen[@]}"
-  local options=(--preset bars --time-limit 200 --flex-patterns local) # each compiles for many seconds
+  local options=(--preset bars --time-limit 180 --flex-patterns local) # each compiles for many seconds
   [ -z "$REHEARSE" ] || options=(--preset rehearsal --backend triton --no-flex --repeats 1)
-  step attention-bars 260 "$PYTHON" benchmarks/attention.py "${options[@]}" "${OVERWRITE[@]}" \
+  step attention-bars 240 "$PYTHON" benchmarks/attention.py "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/bars-$SLUG.json"
   bars
 }
