@@ -66,7 +66,7 @@ def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[s
             cached.cache_clear()
         start = time.perf_counter()
         found = [
-            packed((pattern,), context, side, "all", number, TILE_ROWS, torch.device("cpu"))
+            packed((pattern,), context, side, "all", number, TILE_ROWS, True, torch.device("cpu"))
             for side in SIDES
             for number in range(len(groups((pattern,), context, side, "all")))
         ]

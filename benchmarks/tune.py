@@ -206,7 +206,7 @@ def prepared(case: Case) -> tuple[Callable[[], object], Callable[[], list[Tensor
                 over_keys(call, inputs, "all", (dk, dv), SCALE)
                 over_queries(call, inputs, "all", dq, SCALE)
             else:
-                over_closed_runs(call, choice.configuration, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
+                over_closed_runs(call, choice, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
 
     written = {"dkdv": [dk, dv], "dq": [dq]}.get(case.kernel, [dq, dk, dv])
     return run_backward, lambda: written

@@ -17,6 +17,9 @@ from kernels.memory import empty_like_rows
 from kernels.patterns import pattern_from_json, pattern_to_json
 from kernels.patterns.base import Pattern
 
+# A captured graph would keep the addresses of plans, which are made at first use and forgotten to make room for others.
+TAGS = (torch.Tag.cudagraph_unsafe,)
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, backend: str
@@ -28,7 +31,7 @@ def attend(
     return _attention(q, k, v, _encode(patterns), scale, backend)
 
 
-@torch.library.custom_op("longstride::attention", mutates_args=())
+@torch.library.custom_op("longstride::attention", mutates_args=(), tags=TAGS)
 def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
     module = load(backend)
     return module.forward(q, k, v, _decode(patterns), scale)
@@ -41,7 +44,7 @@ def _attention_fake(
     return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
-@torch.library.custom_op("longstride::attention_backward", mutates_args=())
+@torch.library.custom_op("longstride::attention_backward", mutates_args=(), tags=TAGS)
 def _attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -116,9 +119,17 @@ def load(backend: str) -> ModuleType:
 
 
 def _encode(patterns: tuple[Pattern, ...]) -> str:
+    """Patterns as text; remembered where no compiler looks on, which would trace the memory itself."""
+    return _written(patterns) if torch.compiler.is_compiling() else _remembered(patterns)
+
+
+def _written(patterns: tuple[Pattern, ...]) -> str:
     """Patterns as text, the only form in which an op takes them: what ``pattern_from_json`` reads, all fields given."""
     # torch.compile traces this: hence repr, not json.
     return repr([pattern_to_json(pattern) for pattern in patterns])
+
+
+_remembered = lru_cache(maxsize=256)(_written)
 
 
 @lru_cache(maxsize=256)

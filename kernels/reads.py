@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.patterns.base import Pattern
-from kernels.patterns.forms import Fold
+from kernels.patterns.forms import Fold, intervals_of
 from kernels.plan import View, view
 
 MOST_COPIED = 2_048  # keys of wide blocks: more are quicker to read slice by slice, in place
@@ -101,7 +101,8 @@ def num_reads(pattern: Pattern, position: int, context: int) -> int:
 @lru_cache(maxsize=256)
 def most_reads(pattern: Pattern, context: int) -> int:
     """No query reads more keys than this: the sum of each part's most; cached."""
-    intervals = (one.intervals for one in query_views(pattern, context))
+    # Of vectors that are not kept: the views of other calls do without them.
+    intervals = (intervals_of(one.bounds) for one in query_views(pattern, context))
     return sum(int((high - low).max()) for low, high in intervals)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.patterns.forms import Bound, Bounds, constant
+from kernels.patterns.forms import Bound, Bounds, constant, whole
 from kernels.patterns.single import SinglePart, require_divides, require_positive
 
 
@@ -25,13 +25,15 @@ class Block(SinglePart):
 
     def by_query(self, context: int) -> Bounds:
         """Query i reads its block from the first position to i."""
-        return Bounds(context, self.stride, constant(0, self.stride), Bound(self.stride, 1, 1, self.stride))
+        stride = min(self.stride, whole(context))
+        return Bounds(context, stride, constant(0, stride), Bound(stride, 1, 1, stride))
 
     def by_key(self, context: int) -> Bounds | None:
         """Key i is read by the queries from i to the end of its block."""
-        if context % self.stride:
+        stride = min(self.stride, whole(context))
+        if context % stride:
             return None  # the last block is short
-        return Bounds(context, self.stride, Bound(self.stride, 0, 0, self.stride), constant(self.stride, self.stride))
+        return Bounds(context, stride, Bound(stride, 0, 0, stride), constant(stride, stride))
 
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""

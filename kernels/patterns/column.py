@@ -13,7 +13,7 @@ from kernels.patterns.single import SinglePart, positions, require_divides, requ
 
 def column_order(context: int, stride: int) -> Order:
     """Positions grouped by residue, so that each column is dense and causal."""
-    if stride == 1:
+    if stride == 1 or stride >= context:
         return None
     if context % stride == 0:
         return Fold(context, context // stride, 1, stride)
@@ -26,10 +26,9 @@ def column_by_query(context: int, stride: int, skip: int) -> Bounds | Intervals:
     rows = context // stride
     if context % stride == 0:
         return Bounds(context, rows, constant(0, rows), Bound(rows, 1 - skip, 0, rows))
-    position = positions_of(column_order(context, stride))
-    assert position is not None  # stride 1 divides every context
     row = positions(context)
-    top = row - position // stride
+    position = positions_of(column_order(context, stride))
+    top = row - (row if position is None else position) // stride
     return Intervals(top, torch.maximum(row + 1 - skip, top))
 
 

@@ -25,8 +25,8 @@ class Local(SinglePart):
 
     def by_query(self, context: int) -> Bounds:
         """Query i reads keys max(0, i - window + 1) … i."""
-        return Bounds(context, whole(context), ramp(1 - self.window, 0, context), ramp(1, 1, context))
+        return Bounds(context, whole(context), ramp(1 - min(self.window, context), 0, context), ramp(1, 1, context))
 
     def by_key(self, context: int) -> Bounds:
         """Key i is read by queries i … min(i + window, N) - 1."""
-        return Bounds(context, whole(context), ramp(0, 0, context), ramp(self.window, 0, context))
+        return Bounds(context, whole(context), ramp(0, 0, context), ramp(min(self.window, context), 0, context))

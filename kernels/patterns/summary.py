@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.errors import ConfigError
 from kernels.patterns.base import Part, Pattern
-from kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of
+from kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
 from kernels.patterns.single import require_divides, require_positive
 
 
@@ -100,11 +100,16 @@ class SummaryKeys:
         """The summary positions alone, ascending."""
         p = self.pattern
         last = min(max(context % p.stride - p.first(), 0), p.summary)  # those of a last block that is not whole
+        if p.stride > context:
+            return Fold(last, max(last, 1), whole(context), 1, min(p.first(), context))
         return Fold(context // p.stride * p.summary + last, p.summary, p.stride, 1, p.first())
 
     def by_query(self, context: int) -> Bounds:
         """Query i reads every summary key of earlier blocks, and those of its own up to itself."""
         p = self.pattern
+        if p.stride > context:  # one block, and not a whole one
+            own = constant(0) if self.earlier_blocks else ramp(1 - min(p.first(), context), 0, min(p.summary, context))
+            return Bounds(context, whole(context), constant(0), own)
         own = constant(0, p.summary) if self.earlier_blocks else Bound(p.summary, 1 - p.first(), 0, p.summary)
         return Bounds(context, p.stride, constant(0), own)
 

@@ -65,6 +65,13 @@ def test_results_lie_in_memory_as_the_inputs_do(backend: str, device: str, heads
         assert result.transpose(1, 2).is_contiguous() == heads_side_by_side
 
 
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_the_op_is_what_it_tells_compilers_of_columns_apart(backend: str, device: str) -> None:
+    leaves = [torch.randn(1, 16, 16, 2, device=device).permute(0, 3, 1, 2).requires_grad_() for _ in range(3)]
+    patterns = repr([{"type": "local", "window": 5}] * 2)
+    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend))
+
+
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -363,3 +364,10 @@ def test_the_kernels_compile_without_spilling_and_once_for_all_positions(archite
     for found in map(json.loads, done.stdout.splitlines()):
         print(found)
         assert found["spilled_bytes"] == 0 and not found["by_position"], found
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+def test_a_context_in_which_no_query_has_a_key_gives_zeros(backend: str) -> None:
+    k = torch.randn(1, 2, 3, 16, device=DEVICES.get(backend, "cpu"))
+    out, lse = attend_one(k[:, :, 2], k, k, Summary(8, 2), 2, backend=backend, return_lse=True)
+    assert not out.any() and bool((lse == -math.inf).all())

@@ -83,7 +83,7 @@ def test_a_plan_for_a_million_positions_is_small_and_quick(pattern: Pattern) -> 
         cached.cache_clear()
     start = time.process_time()
     found = [
-        packed((pattern,), 1 << 20, side, "all", number, 128, CPU)
+        packed((pattern,), 1 << 20, side, "all", number, 128, True, CPU)
         for side in SIDES
         for number in range(len(groups((pattern,), 1 << 20, side, "all")))
     ]

@@ -104,7 +104,7 @@ def test_triton_reads_tiles_through_descriptors(
 def test_descriptors_serve_every_order_of_whole_blocks() -> None:
     def shapes(pattern: Pattern, context: int, rows: Side) -> list[Shape_]:
         passes = range(len(groups((pattern,), context, rows, "all")))
-        found = (boxes((pattern,), context, rows, "all", number, 32, 16) for number in passes)
+        found = (boxes((pattern,), context, rows, "all", number, 32, 16, True) for number in passes)
         return [box.shape for one in found for box in one]
 
     natural, column, blocks, addresses = Shape_.NATURAL, Shape_.COLUMN, Shape_.BLOCKS, Shape_.ADDRESSES
@@ -280,6 +280,13 @@ def test_triton_later_positions_change_nothing_earlier(pattern: Pattern) -> None
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one[:, :, :changed], other[:, :, :changed])
         assert not torch.equal(one[:, :, changed:], other[:, :, changed:])
+
+
+@pytest.mark.parametrize(
+    "pattern", [Local(2**31 - 1), Local(2**62), Block(2**31), Column(2**40), Fixed(2**31, 2), Strided(2**33)], ids=str
+)
+def test_triton_serves_sizes_far_beyond_the_context(pattern: Pattern) -> None:
+    check_against_reference("triton", pattern, torch.float32, Shape(1, 1, 40, 16, 16), device=DEVICE)
 
 
 def test_triton_serves_no_heads_at_all() -> None:

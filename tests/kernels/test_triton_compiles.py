@@ -81,6 +81,16 @@ def test_every_shipped_configuration_compiles_without_spilling(architecture: str
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_second_passes_in_16_bits_keep_next_to_nothing_on_the_stack(architecture: str) -> None:
+    cases = [case.replace("folded", "merged:resume") for case in shipped(architecture) if not case.startswith("closed")]
+    cases = [case.replace("merged", "folded") if case.startswith("dkdv") else case for case in cases]
+    for found in _compiled(architecture, [case for case in cases if "bfloat16" in case]):
+        print(found)
+        assert found["spilled_bytes"] <= 8, found
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
 def test_all_kernels_compile_and_fit(architecture: str) -> None:
     for found in _compiled(architecture, ALL):

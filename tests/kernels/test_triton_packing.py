@@ -7,15 +7,28 @@ import torch
 
 from kernels.backends.triton.choice import chosen, num_slices
 from kernels.backends.triton.configurations import Configuration
-from kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, UNREACHED, Form, divisor, groups, packed, sources
+from kernels.backends.triton.packing import (
+    FIELDS,
+    SOURCE_FIELDS,
+    UNREACHED,
+    Form,
+    divisor,
+    groups,
+    packed,
+    row_edge,
+    sources,
+)
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from kernels.plan import tiles, view
 
 CPU = torch.device("cpu")
 
 
 def test_passes_are_packed_once() -> None:
     heads = (Strided(8), Strided(8))
-    assert packed(heads, 40, "queries", "all", 0, 16, CPU) is packed(heads, 40, "queries", "all", 0, 16, CPU)
+    assert packed(heads, 40, "queries", "all", 0, 16, True, CPU) is packed(
+        heads, 40, "queries", "all", 0, 16, True, CPU
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +47,7 @@ def test_parts_of_one_order_of_rows_share_a_pass(heads: tuple[Pattern, ...], by_
     passes = groups(heads, 40, "queries", "all")
     assert [len(group[0]) for group in passes] == by_query
     assert len(groups(heads, 40, "keys", "all")) == by_key
-    one = packed(heads, 40, "queries", "all", 0, 16, CPU)
+    one = packed(heads, 40, "queries", "all", 0, 16, True, CPU)
     assert one.table.shape == (len(heads), by_query[0], len(FIELDS))
 
 
@@ -47,14 +60,14 @@ def test_passes_over_keys_end_with_the_part_that_holds_every_key() -> None:
 def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
     for pattern in (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2)):
         for number in range(len(groups((pattern,), 40, "queries", "all"))):
-            one = packed((pattern,), 40, "queries", "all", number, 16, CPU)
+            one = packed((pattern,), 40, "queries", "all", number, 16, True, CPU)
             assert one.num_bytes() == 4 * (one.segments * len(FIELDS) + 1), pattern
             assert {one.rows, *one.columns, *one.bounds} <= {Form.NATURAL, Form.FOLDED}
 
 
 def test_heads_whose_forms_differ_are_read_by_the_more_general_one() -> None:
-    assert packed((Local(8), Column(8)), 40, "queries", "all", 0, 16, CPU).rows == Form.FOLDED
-    listed = packed((Local(8), Column(8)), 41, "queries", "all", 0, 16, CPU)
+    assert packed((Local(8), Column(8)), 40, "queries", "all", 0, 16, True, CPU).rows == Form.FOLDED
+    listed = packed((Local(8), Column(8)), 41, "queries", "all", 0, 16, True, CPU)
     assert (listed.rows, listed.columns, listed.bounds) == (Form.LISTED, (Form.LISTED,), (Form.LISTED,))
 
 
@@ -86,6 +99,18 @@ LARGE, SMALL = Configuration(64, 64, 4, 2), Configuration(16, 16, 1, 2, 0.5)
 def test_short_runs_take_small_tiles(pattern: Pattern, context: int, wanted: Configuration) -> None:
     (choice,) = chosen((LARGE, SMALL), (pattern,), context, "queries", "all")
     assert choice.configuration == wanted
+
+
+@pytest.mark.parametrize("rows, apart", [(24, True), (96, False), (136, False), (1024, True)])
+def test_tiles_keep_closed_runs_apart_where_that_computes_less(rows: int, apart: bool) -> None:
+    (choice,) = chosen((LARGE,), (Block(rows),), rows * 32, "queries", "all")
+    assert choice.apart == apart
+    sizes = {
+        kept: tiles(view(Block(rows), rows * 32, "queries"), 64, 64, row_edge(group, 64, kept)).num_pairs()
+        for kept in (True, False)
+        for group in [(view(Block(rows), rows * 32, "queries"),)]
+    }
+    assert choice.pairs == min(sizes.values())
 
 
 def test_a_pass_is_split_where_its_programs_would_leave_a_card_idle() -> None:

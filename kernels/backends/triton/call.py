@@ -64,9 +64,13 @@ class Call:
             "WV": max(16, triton.next_power_of_2(v.shape[-1])),
         }
 
+    def readable_dtype(self) -> torch.dtype:
+        """The dtype that the kernels read and write."""
+        return torch.float32 if self.round_bf16 else self.dtype
+
     def readable(self, tensor: Tensor) -> Tensor:
         """The tensor with adjacent columns, in a dtype that the kernels can read."""
-        tensor = tensor.float() if self.round_bf16 else tensor
+        tensor = tensor.to(self.readable_dtype())
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
     def candidates(self, kernel: Kernel) -> tuple[Configuration, ...]:
@@ -79,9 +83,10 @@ class Call:
         rows: Side = "keys" if kernel == "dkdv" else "queries"
         return chosen(self.candidates(kernel), self.patterns, self.context, rows, parts)
 
-    def packed(self, rows: Side, parts: Parts, number: int, tile_rows: int) -> Pass:
+    def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """A pass on this device."""
-        return packed(self.patterns, self.context, rows, parts, number, tile_rows, self.device)
+        tile_rows = choice.configuration.block_q if rows == "queries" else choice.configuration.block_k
+        return packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.apart, self.device)
 
     def forms(self, one: Pass) -> dict[str, object]:
         """How kernels over tiles of queries read a pass."""
@@ -89,14 +94,15 @@ class Call:
         return {"SEGMENTS": one.segments, "ROWS": int(one.rows), "COLUMNS": columns, "BOUNDS": bounds}
 
     def descriptors(
-        self, tiles: Configuration, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
+        self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
     ) -> tuple[list[Any], tuple[int, ...]]:
         """Of a pass, descriptors of two tensors for each segment a kernel has parameters for, and the tiles' shapes.
 
         Where there is no descriptor, the tensors themselves fill the parameter, which the kernel then does not read.
         """
+        tiles = choice.configuration
         sizes = (tiles.block_q, tiles.block_k) if rows == "queries" else (tiles.block_k, tiles.block_q)
-        found = boxes(self.patterns, self.context, rows, parts, number, *sizes)
+        found = boxes(self.patterns, self.context, rows, parts, number, *sizes, choice.apart)
         if not tiles.described or not describable(one, other):
             found = (ADDRESSES,) * len(found)
         arguments: list[Any] = []

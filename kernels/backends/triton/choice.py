@@ -21,6 +21,7 @@ class Choice(NamedTuple):
     configuration: Configuration
     longest: int  # column tiles of the row tile that visits most
     pairs: int  # that all heads compute, masked ones included
+    apart: bool  # tiles keep closed runs of rows apart: see ``kernels.plan.edge_of``
 
 
 @lru_cache(maxsize=256)
@@ -31,21 +32,22 @@ def chosen(
     found = []
     for group in groups(patterns, context, rows, parts):
         heads = Counter(group)
-        found.append(min((_priced(one, heads, rows) for one in candidates), key=lambda pair: pair[0])[1])
+        priced = (_priced(one, heads, rows, apart) for one in candidates for apart in (True, False))
+        found.append(min(priced, key=lambda pair: pair[0])[1])
     return tuple(found)
 
 
-def _priced(one: Configuration, heads: Counter[tuple[View, ...]], rows: Side) -> tuple[float, Choice]:
+def _priced(one: Configuration, heads: Counter[tuple[View, ...]], rows: Side, apart: bool) -> tuple[float, Choice]:
     """Pairs over rate, and the choice that costs it."""
     tile_rows, tile_columns = (one.block_q, one.block_k) if rows == "queries" else (one.block_k, one.block_q)
     pairs, longest = 0, 0
     for segments, count in heads.items():
-        edge = row_edge(segments, tile_rows)
+        edge = row_edge(segments, tile_rows, apart)
         for segment in segments:
             found = tiles(segment, tile_rows, tile_columns, edge)
             pairs += count * found.num_pairs()
             longest = max(longest, int(found.count.max(initial=0)))
-    return pairs / one.rate, Choice(one, longest, pairs)
+    return pairs / one.rate, Choice(one, longest, pairs, apart)
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +63,7 @@ def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern
     for one in candidates:
         if one.block_k >= longest:
             num_tiles = sum(-(-context // edge_of(v, one.block_k)) for v in views)
-            found.append(Choice(one, 1, num_tiles * one.block_k**2))
+            found.append(Choice(one, 1, num_tiles * one.block_k**2, True))
     return min(found, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
 
 

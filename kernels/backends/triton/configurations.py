@@ -32,7 +32,7 @@ class Widest(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The candidates of the three kernels."""
+    """The candidates of each kernel."""
 
     forward: tuple[Configuration, ...]
     dkdv: tuple[Configuration, ...]

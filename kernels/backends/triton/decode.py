@@ -92,7 +92,7 @@ def block_of(width: int) -> int:
 
 def num_splits(most_keys: int, keys_a_split: int) -> int:
     """Programs a head where no position reads more keys than this."""
-    return min(MOST_SPLITS, triton.next_power_of_2(-(-most_keys // keys_a_split)))
+    return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-most_keys // keys_a_split))))
 
 
 @lru_cache(maxsize=64)

@@ -84,12 +84,13 @@ def boxes(
     number: int,
     tile_rows: int,
     tile_columns: int,
+    apart: bool,
 ) -> tuple[Box, ...]:
     """Of each segment of a pass, how the columns of all its heads can be described."""
     group = groups(patterns, context, rows, parts)[number]
     found = []
     for segment in range(len(group[0])):
-        distinct = {box_of(head[segment], context, row_edge(head, tile_rows), tile_columns) for head in group}
+        distinct = {box_of(head[segment], context, row_edge(head, tile_rows, apart), tile_columns) for head in group}
         found.append(distinct.pop() if len(distinct) == 1 else ADDRESSES)
     return tuple(found) if len(found) <= SEGMENTS else (ADDRESSES,) * len(found)
 

@@ -186,7 +186,9 @@ def dkdv_kernel(
     query_list = data + tl.load(fields + COLUMN_LIST)
     low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
     origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
-    begin, stop = count * part // num_slices, count * (part + 1) // num_slices  # the tiles of this slice
+    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
+    begin = part * share + tl.minimum(part, rest)  # the tiles of this slice
+    stop = begin + share + (part < rest).to(tl.int32)
     full_first = tl.minimum(tl.maximum(full_first, begin), stop)
     full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
     if SHAPE == 0:

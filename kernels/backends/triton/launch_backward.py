@@ -13,9 +13,8 @@ import triton
 from torch import Tensor
 
 from kernels.backends.triton.call import Call, positive_scale
-from kernels.backends.triton.choice import closed_choice
+from kernels.backends.triton.choice import Choice, closed_choice
 from kernels.backends.triton.closed_kernel import closed_kernel
-from kernels.backends.triton.configurations import Configuration
 from kernels.backends.triton.delta_kernel import delta_kernel
 from kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
 from kernels.backends.triton.dq_kernel import dq_kernel
@@ -62,19 +61,20 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
+    call = Call(q, v, patterns)
+    dtype = call.readable_dtype()
+    results = (empty_like_rows(q, dtype), empty_like_rows(k, dtype), empty_like_rows(v, dtype))
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
-    call = Call(q, v, patterns)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    results = (empty_like_rows(q), empty_like_rows(k), empty_like_rows(v))
     closed = closed_choice(call.candidates("closed"), patterns, call.context)
     if closed is None:
         inputs = Inputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
         over_keys(call, inputs, "all", (results[1], results[2]), scale)
         over_queries(call, inputs, "all", results[0], scale)
     else:
-        over_closed_runs(call, closed.configuration, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
+        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
     dq, dk, dv = results
     dq = dq if sign == 1 else dq * sign
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
@@ -102,7 +102,7 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
 def over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float) -> Sums:
     """dK and dV of some parts, into ``results`` or, where there are none, only into the workspace that is returned."""
     choices = call.choices("dkdv", parts)
-    passes = [call.packed("keys", parts, number, tiles.block_k) for number, (tiles, *_) in enumerate(choices)]
+    passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
     slices = [call.num_slices(one, choice) for one, choice in zip(passes, choices, strict=True)]
     in_place = results is not None and slices[-1] == 1 and _covers(call)  # the last pass adds up as it goes
     through = len(passes) - in_place
@@ -111,15 +111,15 @@ def over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, T
     workspace = q.new_empty((*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1]), dtype=call.wide)
     sums = Sums(workspace, *sources(call.patterns, call.context, parts, tuple(slices[:through]), q.device))
     targets = results or (workspace, workspace)  # which no pass but the last one writes
-    for number, (one, (tiles, *_)) in enumerate(zip(passes, choices, strict=True)):
-        descriptors, shapes = call.descriptors(tiles, "keys", parts, number, q, grad_out)
+    for number, (one, choice) in enumerate(zip(passes, choices, strict=True)):
+        descriptors, shapes = call.descriptors(choice, "keys", parts, number, q, grad_out)
         call.launch(
             dkdv_kernel,
             one.num_row_tiles * slices[number],
             (*inputs, workspace, *targets, one.table, one.data, sums.table, sums.data, *descriptors[:2]),
             (q, k, v, grad_out, *targets),
             (one.num_row_tiles, slices[number], one.num_rows, sum(rows[:number]), *sums.sizes()),
-            tiles,
+            choice.configuration,
             **call.widths,
             ROWS=int(one.rows),
             COLUMNS=int(one.columns[0]),
@@ -155,17 +155,17 @@ def over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None
     several = len(choices) > 1 or result is None
     between = torch.empty(q.shape, dtype=call.wide, device=q.device) if several else q
     result = between if result is None else result
-    for number, (tiles, *_) in enumerate(choices):
-        one = call.packed("queries", parts, number, tiles.block_q)
+    for number, choice in enumerate(choices):
+        one = call.packed("queries", parts, number, choice)
         target = result if number == len(choices) - 1 else between
-        descriptors, shapes = call.descriptors(tiles, "queries", parts, number, k, v)
+        descriptors, shapes = call.descriptors(choice, "queries", parts, number, k, v)
         call.launch(
             dq_kernel,
             one.num_row_tiles,
             (*inputs, between, target, one.table, one.data, *descriptors),
             (q, k, v, grad_out, target),
             (one.num_row_tiles,),
-            tiles,
+            choice.configuration,
             **call.widths,
             **call.forms(one),
             SHAPES=shapes,
@@ -177,7 +177,7 @@ def over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None
 
 def over_closed_runs(
     call: Call,
-    tiles: Configuration,
+    choice: Choice,
     tensors: tuple[Tensor, ...],
     grad_lse: Tensor | None,
     results: tuple[Tensor, Tensor, Tensor],
@@ -193,7 +193,7 @@ def over_closed_runs(
         inputs = Inputs(q, k, v, grad_out, lse, delta)
         sums = over_keys(call, inputs, "open", None, scale)
         previous = over_queries(call, inputs, "open", None, scale)
-    one = call.packed("keys", "closed", 0, tiles.block_k)
+    one, tiles = call.packed("keys", "closed", 0, choice), choice.configuration
     call.launch(
         closed_kernel,
         one.num_row_tiles,

@@ -15,23 +15,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
     q, scale = positive_scale(q, scale)
     call = Call(q, v, patterns)
+    out = empty_like_rows(v, call.readable_dtype())
     q, k, v = (call.readable(t) for t in (q, k, v))
-    out = empty_like_rows(v)
     lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
     choices = call.choices("forward", "all")
     between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
-    for number, (tiles, *_) in enumerate(choices):
+    for number, choice in enumerate(choices):
         final = number == len(choices) - 1
-        one = call.packed("queries", "all", number, tiles.block_q)
+        one = call.packed("queries", "all", number, choice)
         target = out if final else between
-        descriptors, shapes = call.descriptors(tiles, "queries", "all", number, k, v)
+        descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
         call.launch(
             forward_kernel,
             one.num_row_tiles,
             (q, k, v, between, target, lse, one.table, one.data, *descriptors),
             (q, k, v, target),
             (one.num_row_tiles,),
-            tiles,
+            choice.configuration,
             **call.widths,
             **call.forms(one),
             SHAPES=shapes,

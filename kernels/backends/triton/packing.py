@@ -117,10 +117,10 @@ def no_columns(context: int, rows: Side) -> View:
     return View(None, None, num_rows, 0, Bounds(num_rows, whole(context), constant(0), constant(0)))
 
 
-def row_edge(segments: tuple[View, ...], tile_rows: int) -> int:
-    """How many rows a tile takes that serves all segments."""
-    closed = (one for one in segments if one.closed_period() is not None)
-    return edge_of(next(closed, segments[0]), tile_rows)
+def row_edge(segments: tuple[View, ...], tile_rows: int, apart: bool) -> int:
+    """How many rows a tile takes that serves all segments: all, or what keeps the closed runs of one of them apart."""
+    closed = next((one for one in segments if one.closed_period() is not None), None)
+    return edge_of(closed, tile_rows) if apart and closed is not None else tile_rows
 
 
 @lru_cache(maxsize=64)
@@ -131,9 +131,10 @@ def packed(
     parts: Parts,
     number: int,
     tile_rows: int,
+    apart: bool,
     device: torch.device,
 ) -> Pass:
-    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows; cached."""
+    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows that keep closed runs apart or not; cached."""
     group = groups(patterns, context, rows, parts)[number]
     segments = list(zip(*group, strict=True))
     row_form = max(form_of(one.row_order) for head in group for one in head)
@@ -141,7 +142,7 @@ def packed(
     bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
     data, table, num_row_tiles = Data(), [], 0
     for head in group:
-        edge = row_edge(head, tile_rows)
+        edge = row_edge(head, tile_rows, apart)
         num_row_tiles = max(num_row_tiles, -(-head[0].num_rows // edge))
         for one, column_form, bound_form in zip(head, columns, bounds, strict=True):
             table.append(view_fields(one, edge, data, row_form, column_form, bound_form))
@@ -258,7 +259,9 @@ def _bound_fields(bound: Bound) -> list[int]:
 
 def int32_table(rows: list[list[int]], device: torch.device) -> Tensor:
     """Rows of integers, some of them unsigned, as int32."""
-    return torch.from_numpy(np.array(rows, dtype=np.int64).astype(np.uint32).view(np.int32)).to(device)
+    wide = np.array(rows, dtype=np.int64)
+    assert ((wide >= -(2**31)) & (wide < 2**32)).all(), "a form reaches beyond 32 bits"
+    return torch.from_numpy(wide.astype(np.uint32).view(np.int32)).to(device)
 
 
 class Data:
