@@ -139,6 +139,16 @@ def test_triton_serves_every_width(width: int, value_width: int, dtype: torch.dt
     )
 
 
+@pytest.mark.parametrize("width", [16, 64, 128, pytest.param(256, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_triton_serves_every_pattern_dtype_and_width(
+    pattern: Pattern, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tiles(monkeypatch, (32, 32), closed=32)
+    check_against_reference("triton", pattern, dtype, Shape(1, 1, 72, width, width), device=DEVICE)
+
+
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 64])
 @pytest.mark.parametrize("pattern", [Dense(), Column(4), Fixed(4, 1)], ids=str)
 def test_triton_serves_ragged_contexts(pattern: Pattern, context: int) -> None:
