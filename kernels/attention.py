@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels.autograd import attend, load
-from kernels.errors import ConfigError
+from kernels.checks import check_tensors, choose_backend
 from kernels.patterns import PATTERNS
 from kernels.patterns.base import Pattern
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @overload
@@ -127,15 +126,7 @@ def _require_pattern(name: str, value: object) -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must be (B, H, N, D), not {tuple(tensor.shape)}")
-        if 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have at least one head, position and channel")
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}: q, k and v must share one of fp16, bf16, fp32, fp64")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: they must share a device")
+    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
     if k.shape != q.shape:
         raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
     if v.shape[:3] != q.shape[:3]:
@@ -143,14 +134,5 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend to run: the named one, or the fast one of the device; never a slower one in its place."""
-    if name != "auto" and name not in BACKENDS:
-        raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(BACKENDS)}")
-    chosen = name if name != "auto" else "triton" if q.is_cuda else "cpu"
-    reason = load(chosen).why_not(q, k, v)
-    if reason is None:
-        return chosen
-    if name != "auto":
-        raise ConfigError.at("backend", name, f"cannot run here: {reason}")
     advice = 'backend="reference" runs everywhere, with memory that grows with N^2'
-    raise ConfigError.at("backend", name, f"{chosen} cannot run here: {reason}; {advice}")
+    return choose_backend(name, BACKENDS, load, (q, k, v), advice)

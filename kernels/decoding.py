@@ -13,8 +13,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.attention import DTYPES, head_patterns
-from kernels.errors import ConfigError
+from kernels.attention import head_patterns
+from kernels.checks import check_tensors, choose_backend
 from kernels.patterns.base import Pattern
 from kernels.reads import num_reads, reads
 
@@ -89,7 +89,9 @@ def attend_one(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
-    out, lse = _choose(backend, q, k, v).attend_one(q, k, v, patterns, position, scale)
+    advice = 'backend="reference" runs everywhere, and reads the whole cache'
+    module = _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice))
+    out, lse = module.attend_one(q, k, v, patterns, position, scale)
     return (out, lse) if return_lse else out
 
 
@@ -130,15 +132,8 @@ def _check_position(position: int, context: int) -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor, axes in (("q", q, "BHD"), ("k", k, "BHND"), ("v", v, "BHND")):
-        if tensor.dim() != len(axes):
-            raise ValueError(f"{name} must be ({', '.join(axes)}), not {tuple(tensor.shape)}")
-        if 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have at least one head, position and channel")
-        if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}: q, k and v must share one of fp16, bf16, fp32, fp64")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, q on {q.device}: they must share a device")
+    check_tensors({"q": (q, "BHD"), "k": (k, "BHND"), "v": (v, "BHND")})
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, and attend_one has none: call it under torch.no_grad()")
         if name != "q" and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -147,21 +142,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k {tuple(k.shape)} must have the batch, heads and channels of q {tuple(q.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
-
-
-def _choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
-    """The backend to run: the named one, or the fast one of the device; never a slower one in its place."""
-    if name != "auto" and name not in BACKENDS:
-        raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(BACKENDS)}")
-    chosen = name if name != "auto" else "triton" if q.is_cuda else "cpu"
-    module = _load(chosen)
-    reason = module.why_not(q, k, v)
-    if reason is None:
-        return module
-    if name != "auto":
-        raise ConfigError.at("backend", name, f"cannot run here: {reason}")
-    advice = 'backend="reference" runs everywhere, and reads the whole cache'
-    raise ConfigError.at("backend", name, f"{chosen} cannot run here: {reason}; {advice}")
 
 
 def _load(backend: str) -> ModuleType:

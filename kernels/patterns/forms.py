@@ -51,13 +51,6 @@ class Fold:
         """The positions of rows; where a row does not count, something else."""
         return row // self.period * self.step + (row % self.period + self.shift) * self.stride
 
-    def counts(self, row: Tensor) -> Tensor:
-        """Which rows stand for something."""
-        if self.width is None:
-            return row < self.length
-        offset = row % self.period + self.shift
-        return (offset >= 0) & (offset < self.width) & (self(row) < self.length)
-
     def inverse(self) -> Fold:
         """Position to row; its ``length`` is that of the rows."""
         if self.stride == 1:

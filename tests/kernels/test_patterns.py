@@ -97,6 +97,12 @@ def test_intervals_are_the_mask_in_the_parts_orders(pattern: Pattern, context: i
             assert torch.equal((natural >= low[:, None]) & (natural < high[:, None]), inside.T)
 
 
+def has_a_row(inverse: Fold, position: torch.Tensor) -> torch.Tensor:
+    """Which positions an inverse gives a row, by its width and length: what a kernel asks."""
+    offset = position % inverse.period + inverse.shift
+    return (offset >= 0) & (offset < (inverse.width or 0)) & (inverse(position) < inverse.length)
+
+
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
 @pytest.mark.parametrize("context", [1, 40, 50, 72])
 def test_orders_in_closed_form_have_an_inverse(pattern: Pattern, context: int) -> None:
@@ -105,10 +111,9 @@ def test_orders_in_closed_form_have_an_inverse(pattern: Pattern, context: int) -
             if not isinstance(order, Fold):
                 continue
             row, inverse = torch.arange(order.length), order.inverse()
-            assert bool(order.counts(row).all()) and not bool(order.counts(row + order.length).any())
             assert torch.equal(inverse(order(row)), row)
             position = torch.arange(context)
-            assert torch.equal(position[inverse.counts(position)], order(row).sort().values)
+            assert torch.equal(position[has_a_row(inverse, position)], order(row).sort().values)
 
 
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)

@@ -61,7 +61,7 @@ def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
     for pattern in (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2)):
         for number in range(len(groups((pattern,), 40, "queries", "all"))):
             one = packed((pattern,), 40, "queries", "all", number, 16, True, CPU)
-            assert one.num_bytes() == 4 * (one.segments * len(FIELDS) + 1), pattern
+            assert one.num_bytes() == 4 * (len(one.columns) * len(FIELDS) + 1), pattern
             assert {one.rows, *one.columns, *one.bounds} <= {Form.NATURAL, Form.FOLDED}
 
 

@@ -91,7 +91,7 @@ class Call:
     def forms(self, one: Pass) -> dict[str, object]:
         """How kernels over tiles of queries read a pass."""
         columns, bounds = (tuple(int(form) for form in forms) for forms in (one.columns, one.bounds))
-        return {"SEGMENTS": one.segments, "ROWS": int(one.rows), "COLUMNS": columns, "BOUNDS": bounds}
+        return {"SEGMENTS": len(columns), "ROWS": int(one.rows), "COLUMNS": columns, "BOUNDS": bounds}
 
     def descriptors(
         self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor

@@ -186,6 +186,7 @@ def over_closed_runs(
     """All gradients of closed runs at once, after those of the other parts, to which it adds."""
     q, k, v, out, grad_out, lse = tensors
     resume = len(groups(call.patterns, call.context, "queries", "open")) > 0
+    # Where no other part came before, the kernel reads neither of these two.
     previous, sums = lse, Sums(lse[..., None], *sources(call.patterns, call.context, "open", (), q.device))
     delta = lse if grad_lse is None else grad_lse
     if resume:

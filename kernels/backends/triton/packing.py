@@ -63,7 +63,6 @@ class Pass:
 
     table: Tensor  # (H, S, FIELDS) int32
     data: Tensor  # int32
-    segments: int
     num_row_tiles: int  # the most of any head
     num_rows: int  # likewise
     rows: Form
@@ -149,7 +148,6 @@ def packed(
     return Pass(
         table=int32_table(table, device).view(len(group), len(segments), len(FIELDS)),
         data=data.tensor(device),
-        segments=len(segments),
         num_row_tiles=num_row_tiles,
         num_rows=max(head[0].num_rows for head in group),
         rows=row_form,
