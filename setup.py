@@ -3,6 +3,8 @@
 from setuptools import find_packages, setup
 
 ROOMS = ["launcher", "sparse_model", "data_pipelines", "kernels"]
+# What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
+REMOTE = ["aiohttp>=3.9,<4", "s3fs>=2024.6"]
 
 setup(
     name="longstride",
@@ -19,19 +21,24 @@ setup(
         "webdataset>=1.0,<2",
         "mpi4py>=4.0,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
         "numpy>=1.26,<3",
+        "pillow>=10,<14",
+        "fsspec>=2024.6",
         "pydantic>=2.7,<3",
         "safetensors>=0.4.3,<1",
         "tqdm>=4.66,<5",
         "matplotlib>=3.8,<4",
     ],
     extras_require={
+        "remote": REMOTE,
         "dev": [
+            *REMOTE,
             "pytest>=8,<10",
             "pytest-xdist>=3.5,<4",
             "hypothesis>=6.100,<7",
             "ruff==0.17.5",
             "mypy==2.4.1",
             "pre-commit>=4,<5",
+            "openmpi>=4.1,<6; platform_system == 'Linux'",  # mpirun, beside Python: tests build with several ranks
         ],
     },
     entry_points={"console_scripts": ["longstride = launcher.cli:main"]},

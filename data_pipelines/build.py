@@ -1,58 +1,51 @@
 """Files on disk to a data folder of WebDataset shards. The same input gives the same bytes, whoever builds it.
 
-Which split a file goes to is a hash of (seed, its path under the input), so that it stays there when other files are
-added; its place among the documents of the split is another such hash, so that each shard is a mixture of all folders.
+The first rank finds the documents and plans every shard; shards are dealt to the ranks in rounds. What is finished
+is kept where a build is killed, and the same command goes on from there, with any number of ranks.
 """
 
-import hashlib
 import logging
-import secrets
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from data_pipelines.crew import Crew, join_crew
+from data_pipelines.durable import durable_file, flush_folder
 from data_pipelines.errors import DataError
-from data_pipelines.modalities import Modality, modality_named
-from data_pipelines.shard_writer import SAMPLE_BYTES, ShardFile, pack
-from data_pipelines.shards import (
-    MANIFEST_NAME,
-    Manifest,
-    SplitRecord,
-    load_manifest,
-    verify,
-)
-from data_pipelines.walk import Document, WalkCounts, find_documents
+from data_pipelines.manifest import Manifest, ShardRecord
+from data_pipelines.modalities import Modality, Properties, modality_named
+from data_pipelines.places import check_places, real_path, unfinished_folder
+from data_pipelines.planning import Plan, Settings, make_plan
+from data_pipelines.present import PresentOutput, check_output, is_occupied
+from data_pipelines.shard_writer import Piece, write_shard
+from data_pipelines.unfinished import UnfinishedBuild, Workplace
+from data_pipelines.verify import Progress
 
 SHARD_BYTES = 16 * 2**20  # payload of a shard, unless told otherwise
-_KEPT = "nothing is overwritten: name another output, or remove this one first"
-Progress = Callable[[int, int], None]  # (bytes written, bytes in all)
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    """What decides the bytes of a build, beside the input."""
+class _Task:
+    """A shard to make, or to compare with the one that is there."""
 
-    modality: Modality
-    suffixes: tuple[str, ...]
-    exclude: tuple[str, ...]
-    validation_fraction: float
-    shard_bytes: int
-    seed: int
+    name: str
+    pieces: list[Piece]
+    there: ShardRecord | None  # what it must turn out to be
 
-    def to_json(self) -> dict[str, Any]:
-        """As the manifest records it."""
-        return {
-            "suffixes": list(self.suffixes),
-            "exclude": list(self.exclude),
-            "validation_fraction": self.validation_fraction,
-            "shard_bytes": self.shard_bytes,
-            "sample_bytes": SAMPLE_BYTES,
-            "seed": self.seed,
-        }
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """What every rank has to know of a build."""
+
+    modality: str
+    properties: Properties
+    place: Workplace | None  # None: nothing is written
+    output: Path
+    content_bytes: int
 
 
 def build(
@@ -60,142 +53,198 @@ def build(
     output: Path,
     *,
     modality: str = "text",
+    properties: Properties | None = None,
     suffixes: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     validation_fraction: float = 0.05,
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
     progress: Progress | None = None,
+    crew: Crew | None = None,
 ) -> Manifest:
     """Write the files under ``inputs`` as shards into the folder ``output``, which appears only when whole.
 
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all); hidden files,
     ``__pycache__``, symlinks and files or folders named in ``exclude`` are left out. A file named in ``inputs`` is
-    taken whatever its name. An identical data folder that is already there is left as it is.
+    taken whatever its name. An identical data folder that is already there is left as it is. ``crew``: the processes
+    that build together, all with the same arguments (None: those of the MPI job, if there is one); the first rank's
+    arguments count, and ``progress`` is called there alone.
 
-    Raises DataError for an input that is missing or unreadable, where nothing or only one split is found, and for an
-    output that holds anything else.
+    Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
+    output that do not lie apart, where nothing or only one split is found, for an output that holds anything else or
+    cannot be made, and for an unfinished build of another plan.
     """
-    settings = _Settings(
-        modality=modality_named(modality),
-        suffixes=modality_named(modality).suffixes if suffixes is None else tuple(sorted(suffixes)),
-        exclude=tuple(sorted(exclude)),
-        validation_fraction=validation_fraction,
-        shard_bytes=shard_bytes,
-        seed=seed,
-    )
-    _check_settings(settings)
-    output = Path(output).absolute()
-    _check_output(output, settings)
-    documents, counts = find_documents([Path(path) for path in inputs], settings.suffixes, settings.exclude)
-    splits = _split(documents, settings)
-    unfinished = output.parent / f".{output.name}.unfinished-{secrets.token_hex(4)}"
-    try:
-        unfinished.mkdir(parents=True)
-        manifest = _write_folder(unfinished, splits, counts, settings, progress)
-        if _occupied(output):
-            _check_identical(output, manifest)
-            _log.info("%s: already there, and identical", output)
-        else:
-            unfinished.rename(output)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or output}: {error.strerror or error}; nothing was built and nothing is left of it"
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return manifest
+    crew = join_crew() if crew is None else crew
 
-
-def _check_settings(settings: _Settings) -> None:
-    if not 0 <= settings.validation_fraction < 1:
-        raise DataError(f"validation_fraction={settings.validation_fraction}: must be at least 0 and less than 1")
-    if settings.shard_bytes < 1:
-        raise DataError(f"shard_bytes={settings.shard_bytes}: must be at least 1")
-
-
-def _occupied(output: Path) -> bool:
-    return output.exists() and (not output.is_dir() or any(output.iterdir()))
-
-
-def _check_output(output: Path, settings: _Settings) -> None:
-    """Refuse at once what cannot become an identical build."""
-    if not _occupied(output):
-        return
-    if not (output / MANIFEST_NAME).is_file():
-        raise DataError(f"{output}: there already, and no data folder; nothing is overwritten: name another output")
-    there = _loaded(output)
-    if there.modality != settings.modality.name or dict(there.made["settings"]) != settings.to_json():
-        raise DataError(f"{output}: holds a data set made with other settings; {_KEPT}")
-
-
-def _check_identical(output: Path, manifest: Manifest) -> None:
-    if _loaded(output).fingerprint != manifest.fingerprint:
-        raise DataError(f"{output}: holds a data set made from other files; {_KEPT}")
-    findings = verify(output)
-    if findings:
-        raise DataError(f"{findings[0]}; {_KEPT}")
-
-
-def _loaded(output: Path) -> Manifest:
-    try:
-        return load_manifest(output)
-    except DataError as error:
-        raise DataError(f"{error}; {_KEPT}") from error
-
-
-def _split(documents: list[Document], settings: _Settings) -> dict[str, list[Document]]:
-    """Train and validation documents, each in the order in which they are written."""
-
-    def place(document: Document) -> int:
-        return _hash(settings.seed, "split", document.relative)
-
-    fraction = settings.validation_fraction
-    splits: dict[str, list[Document]] = {"train": [], "validation": []}
-    for document in documents:
-        splits["validation" if place(document) < fraction * 2**64 else "train"].append(document)
-    if fraction and len({document.relative for document in documents}) < 2:
-        raise DataError(
-            f"validation_fraction={fraction}: the only file, {documents[0].path}, cannot be in both splits; "
-            "add files or set it to 0"
+    def prepare() -> _Site:
+        chosen = modality_named(modality)
+        settings = Settings(
+            modality=chosen,
+            asked=dict(properties or {}),
+            suffixes=chosen.suffixes if suffixes is None else tuple(sorted(suffixes)),
+            exclude=tuple(sorted(exclude)),
+            validation_fraction=validation_fraction,
+            shard_bytes=shard_bytes,
+            seed=seed,
         )
-    for empty, full, nearest in (("validation", "train", min), ("train", "validation", max)):
-        if fraction and not splits[empty]:  # too few files for the fraction: the nearest one to it
-            chosen = nearest(splits[full], key=place).relative
-            splits[empty] = [document for document in documents if document.relative == chosen]
-            splits[full] = [document for document in documents if document.relative != chosen]
-    for members in splits.values():
-        members.sort(key=lambda document: _hash(settings.seed, f"order {document.occurrence}", document.relative))
-    return {name: members for name, members in splits.items() if members}
+        return _prepare([Path(path) for path in inputs], Path(output), settings)
+
+    with crew.bound_together():
+        site = crew.on_first(prepare)
+        try:
+            orders = crew.broadcast(site.orders if site else None)
+            assert orders is not None  # the first rank has a site
+            return _build_together(crew, site, orders, progress)
+        finally:
+            if site is not None:
+                site.close()
 
 
-def _hash(seed: int, use: str, relative: bytes) -> int:
-    """64 bits of SHA-256 over the seed, what the number is for, and a document's path."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\0{use}\0".encode() + relative).digest()[:8], "big")
+class _Site:
+    """The first rank's side of a build: which shards are to be made, and what becomes of them."""
+
+    def __init__(self, plan: Plan, output: Path, unfinished: UnfinishedBuild | None, there: PresentOutput | None):
+        self._plan, self._output, self._unfinished, self._there = plan, output, unfinished, there
+        self._records: dict[str, ShardRecord] = {}
+        self.done_bytes = 0  # content bytes of the shards that are finished
+        self.orders = _Orders(
+            modality=plan.settings.modality.name,
+            properties=plan.properties,
+            place=unfinished.place if unfinished else None,
+            output=output,
+            content_bytes=plan.content_bytes,
+        )
+
+    def tasks(self) -> Iterator[_Task]:
+        """The shards that are not finished, in canonical order."""
+        for name, pieces in self._plan.shards():
+            finished = self._unfinished.place.finished(name, pieces) if self._unfinished else None
+            if finished is not None:
+                self.add(finished)
+            else:
+                yield _Task(name, pieces, self._there.records[name] if self._there else None)
+
+    def add(self, record: ShardRecord) -> None:
+        """Take note of a shard that is finished."""
+        self._records[record.name] = record
+        self.done_bytes += record.content_bytes
+
+    def finish(self) -> Manifest:
+        """Make the output appear, or find it as it should be. Raises DataError where that fails."""
+        manifest = self._plan.manifest(self._records)
+        if self._unfinished:
+            self._unfinished.finish(self._output, manifest)
+        elif self._there:
+            self._there.check_content(manifest)
+            _log.info("%s: already there, and identical", self._output)
+            _tidy(self._output)
+        return manifest
+
+    def close(self) -> None:
+        """Let other builds go on."""
+        if self._unfinished:
+            self._unfinished.let_go()
 
 
-def _write_folder(
-    folder: Path,
-    splits: dict[str, list[Document]],
-    counts: WalkCounts,
-    settings: _Settings,
-    progress: Progress | None,
-) -> Manifest:
-    total = sum(document.size for members in splits.values() for document in members)
-    done = 0
-    records = {}
-    for split, members in splits.items():
-        shards = []
-        for number, pieces in enumerate(pack(members, settings.shard_bytes)):
-            with ShardFile(folder, f"{split}-{number:05d}.tar", settings.modality.extension) as shard:
-                for piece in pieces:
-                    shard.add(piece.read())
-                    done += piece.size
-                    if progress is not None:
-                        progress(done, total)
-            shards.append(shard.record())
-        records[split] = SplitRecord(len(members), tuple(shards))
-    made = {"settings": settings.to_json(), "left_out": {"empty_files": counts.empty, "symlinks": counts.symlinks}}
-    manifest = Manifest(modality=settings.modality.name, splits=records, made=made)
-    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+def _prepare(inputs: list[Path], output: Path, settings: Settings) -> _Site:
+    settings.check()
+    output = real_path(output)  # a link to a folder on a larger disk is meant to be built there
+    check_output(output, settings)
+    check_places(inputs, output)
+    plan = make_plan(inputs, settings)
+    if is_occupied(output):
+        return _Site(plan, output, None, PresentOutput(output, plan))
+    unfinished = UnfinishedBuild(output)
+    try:
+        if not is_occupied(output):
+            unfinished.begin(plan)
+            return _Site(plan, output, unfinished, None)
+        unfinished.tidy()  # a build has ended while this one looked for files
+    except BaseException:
+        unfinished.let_go()
+        raise
+    unfinished.let_go()
+    return _Site(plan, output, None, PresentOutput(output, plan))
+
+
+def _tidy(output: Path) -> None:
+    """Remove what a build left that was killed after its output was whole."""
+    if unfinished_folder(output).is_dir():
+        with suppress(DataError):  # another build may be at it, or the folder be read-only: no harm
+            left = UnfinishedBuild(output)
+            left.tidy()
+            left.let_go()
+
+
+def _build_together(crew: Crew, site: _Site | None, orders: _Orders, progress: Progress | None) -> Manifest:
+    try:
+        _make_shards(crew, site, orders, progress)
+        manifest = crew.broadcast(crew.on_first(lambda: site.finish() if site else None))
+    except DataError as error:
+        if orders.place is None or not orders.place.holds_finished:
+            raise
+        kept = orders.place.folder
+        raise DataError(
+            f"{error}; finished shards are kept in {kept} for the same command with the same files and options; "
+            f"where a file or an option has to change, remove {kept} first"
+        ) from error
+    assert manifest is not None
     return manifest
+
+
+def _make_shards(crew: Crew, site: _Site | None, orders: _Orders, progress: Progress | None) -> None:
+    """Rounds of a shard a rank, until all are made. An outcome of each rank is known to all after every round."""
+    modality = modality_named(orders.modality)
+    tasks = site.tasks() if site else iter(())
+    teller = _Teller(progress if crew.is_first else None, orders.content_bytes)
+    while True:
+        any_left, task = crew.deal(tasks)
+        if site:
+            teller.settle(site.done_bytes)
+        if not any_left:
+            return
+        for record in crew.on_each(partial(_make_shard, task, orders, modality, teller.advance)):
+            if site and record is not None:
+                site.add(record)
+
+
+def _make_shard(
+    task: _Task | None, orders: _Orders, modality: Modality, advance: Callable[[int], None]
+) -> ShardRecord | None:
+    """Make the shard, or compare it with the one that is there; None where there is none for this rank."""
+    if task is None:
+        return None
+    place = orders.place
+    if place is None:
+        record, _ = write_shard(None, task.name, task.pieces, modality, orders.properties, advance)
+        if record != task.there:
+            raise DataError(PresentOutput.other_files(orders.output))
+        return record
+    with durable_file(place.data / task.name, place.partial) as file:
+        record, index = write_shard(file, task.name, task.pieces, modality, orders.properties, advance)
+    with durable_file(place.data / record.index_name, place.partial) as file:
+        file.write(index)
+    flush_folder(place.data)
+    place.keep_record(record)
+    return record
+
+
+class _Teller:
+    """Tells how far all ranks are: the first one's own bytes as they come, the others' after each round."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._settled = self._own = self._told = 0
+
+    def settle(self, done: int) -> None:
+        """So many bytes are in finished shards, whoever made them."""
+        self._settled, self._own = done, 0
+        self.advance(0)
+
+    def advance(self, size: int) -> None:
+        """So many more bytes were read on this rank."""
+        self._own += size
+        done = self._settled + self._own
+        if self._progress is not None and done > self._told:
+            self._told = done
+            self._progress(done, self._total)

@@ -1,4 +1,4 @@
-"""Documents to shards: which pieces go into which shard, and writing one with its index and checksums.
+"""Documents to shards: which pieces go into which shard, and one shard with its index and checksums.
 
 What a shard will hold follows from the documents' sizes alone, so that any shard may be written apart from the others.
 """
@@ -6,26 +6,20 @@ What a shard will hold follows from the documents' sizes alone, so that any shar
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import webdataset as wds
 
 from data_pipelines.errors import DataError
-from data_pipelines.shards import (
-    BLOCK_BYTES,
-    INDEX_DTYPE,
-    ShardRecord,
-    index_name,
-    index_to_bytes,
-    member_bytes,
-    sample_key,
-)
+from data_pipelines.manifest import ShardRecord, sample_key
+from data_pipelines.modalities import Modality, Properties
+from data_pipelines.shards import BLOCK_BYTES, INDEX_DTYPE, index_to_bytes, member_bytes
 from data_pipelines.walk import Document
 
-SAMPLE_BYTES = 2**20  # a longer file becomes several samples, each checked whole before a byte of it is used
+SAMPLE_BYTES = 2**16  # a longer document becomes several samples: each is checked whole, and lost whole if damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +27,47 @@ class Piece:
     """What becomes one sample: a document, or a part of a long one."""
 
     document: Document
-    offset: int  # bytes of the document before the piece
-    size: int  # bytes
+    offset: int  # content bytes of the document before the piece
+    size: int  # content bytes
 
-    def read(self) -> bytes:
-        """The piece's bytes. Raises DataError where the document is no longer as the walk found it."""
-        with self.document.path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read(self.size)
-            if os.fstat(file.fileno()).st_size != self.document.size or len(content) != self.size:
-                raise DataError(f"{self.document.path}: changed size while it was read; build again when it is at rest")
+    @property
+    def ends(self) -> bool:
+        """Whether the document ends with this piece."""
+        return self.offset + self.size == self.document.size
+
+    def read(self, modality: Modality, properties: Properties) -> bytes:
+        """The piece's content. Raises DataError where the document is no longer as the walk found it."""
+        document = self.document
+        try:
+            with document.path.open("rb") as file:
+                self._check(os.fstat(file.fileno()))
+                content = modality.load(document.path, file, properties, self.offset, self.size)
+                self._check(os.fstat(file.fileno()))
+        except OSError as error:
+            raise DataError(f"{document.path}: cannot be read ({error.strerror})") from error
+        if len(content) != self.size:
+            raise DataError(f"{document.path}: changed since the build began")
         return content
 
+    def _check(self, status: os.stat_result) -> None:
+        document = self.document
+        if (status.st_size, status.st_mtime_ns) != (document.file_bytes, document.modified_ns):
+            raise DataError(f"{document.path}: changed since the build began")
 
-def pack(documents: Sequence[Document], shard_bytes: int) -> Iterator[list[Piece]]:
-    """The pieces of each shard: in order, as many as fit into ``shard_bytes`` and at least one."""
+
+def pack(documents: Sequence[Document], shard_bytes: int, modality: Modality) -> Iterator[list[Piece]]:
+    """The pieces of each shard: in order, as many as fit into ``shard_bytes`` and at least one.
+
+    A document goes on in the next shard only where it is longer than a shard, so that few contexts of its own are cut.
+    """
     pieces: list[Piece] = []
     filled = 0
     for document in documents:
-        for offset in range(0, document.size, SAMPLE_BYTES):
-            piece = Piece(document, offset, min(SAMPLE_BYTES, document.size - offset))
-            if pieces and filled + piece.size > shard_bytes:
+        step = SAMPLE_BYTES if modality.divisible else document.size
+        for offset in range(0, document.size, step):
+            piece = Piece(document, offset, min(step, document.size - offset))
+            together = document.size if offset == 0 and document.size <= shard_bytes else piece.size
+            if pieces and filled + together > shard_bytes:
                 yield pieces
                 pieces, filled = [], 0
             pieces.append(piece)
@@ -62,50 +76,88 @@ def pack(documents: Sequence[Document], shard_bytes: int) -> Iterator[list[Piece
         yield pieces
 
 
-class ShardFile:
-    """A shard being written, with its index and checksum."""
+def write_shard(
+    file: BinaryIO | None,
+    name: str,
+    pieces: Sequence[Piece],
+    modality: Modality,
+    properties: Properties,
+    advance: Callable[[int], None],
+) -> tuple[ShardRecord, bytes]:
+    """Write the shard ``name`` to ``file``, or nowhere; its line of the manifest and its index file's content.
 
-    def __init__(self, folder: Path, name: str, extension: str) -> None:
-        self.folder, self.name, self.extension = folder, name, extension
-        self.rows: list[tuple[int, int, int, int]] = []
-        self.payload_bytes = self.file_bytes = self._offset = 0
+    ``advance`` is told the content bytes of each piece. Raises DataError for a document that is not as it was found.
+    """
+    shard = _ShardStream(file, name, modality, properties)
+    try:
+        for piece in pieces:
+            shard.add(piece.read(modality, properties), piece.ends)
+            advance(piece.size)
+        return shard.finish()
+    finally:
+        shard.close()
+
+
+class _ShardStream:
+    """A tar stream that takes the checksums of what goes by, so that nothing is read again."""
+
+    def __init__(self, file: BinaryIO | None, name: str, modality: Modality, properties: Properties) -> None:
+        self._file, self._name = file, name
+        self._modality, self._properties = modality, properties
+        self._rows: list[tuple[int, int, int, int, bool]] = []
+        self._members_end = 0  # of those added so far; what comes by after the last is the end of the archive
+        self._file_bytes = 0
         self._digest = hashlib.sha256()
-
-    def __enter__(self) -> "ShardFile":
-        self._file = (self.folder / self.name).open("wb")
+        self._crc32s: list[int] = []  # of the members that went by
+        self._crc32 = 0  # of the one that is going by
         # Nothing of the machine or the moment may enter the file.
         self._tar = wds.TarWriter(self, encoder=False, compress=False, mtime=0, user="", group="", mode=0o644)
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._tar.close()
-        finally:
-            self._file.close()
+    def add(self, content: bytes, ends: bool) -> None:
+        """Append one sample; ``ends`` says whether its document ends with it."""
+        header = self._modality.header(len(content), self._properties)
+        payload = header + content
+        place = self._members_end + BLOCK_BYTES + len(header)
+        self._rows.append((self._members_end, place, len(content), 0, ends))
+        self._members_end += member_bytes(len(payload))
+        self._tar.write({"__key__": sample_key(self._name, len(self._rows) - 1), self._modality.extension: payload})
 
     def write(self, content: bytes) -> int:
-        """The file that TarWriter writes to."""
+        """The file that TarWriter writes to, in blocks that do not end where members end."""
+        if self._file is not None:
+            self._file.write(content)
+        self._file_bytes += len(content)
         self._digest.update(content)
-        self.file_bytes += len(content)
-        return self._file.write(content)
+        view = memoryview(content)
+        while view and len(self._crc32s) < len(self._rows):
+            row = len(self._crc32s)
+            end = self._rows[row + 1][0] if row + 1 < len(self._rows) else self._members_end
+            left = end - (self._file_bytes - len(view))
+            self._crc32 = zlib.crc32(view[:left], self._crc32)
+            if left <= len(view):
+                self._crc32s.append(self._crc32)
+                self._crc32 = 0
+            view = view[left:]
+        return len(content)
 
-    def add(self, payload: bytes) -> None:
-        """Append one sample."""
-        key = sample_key(self.name, len(self.rows))
-        self._tar.write({"__key__": key, self.extension: payload})
-        self.rows.append((self._offset, self._offset + BLOCK_BYTES, len(payload), zlib.crc32(payload)))
-        self._offset += member_bytes(len(payload))
-        self.payload_bytes += len(payload)
-
-    def record(self) -> ShardRecord:
-        """Write the index of the closed shard; what the manifest says about it."""
-        index = index_to_bytes(np.array(self.rows, dtype=INDEX_DTYPE))
-        (self.folder / index_name(self.name)).write_bytes(index)
-        return ShardRecord(
-            name=self.name,
-            samples=len(self.rows),
-            payload_bytes=self.payload_bytes,
-            file_bytes=self.file_bytes,
+    def finish(self) -> tuple[ShardRecord, bytes]:
+        """End the archive; its line of the manifest and its index file's content."""
+        self._tar.close()
+        rows = np.array(self._rows, dtype=INDEX_DTYPE)
+        rows["crc32"] = self._crc32s
+        index = index_to_bytes(rows)
+        record = ShardRecord(
+            name=self._name,
+            samples=len(rows),
+            documents=int(rows["ends"].sum(dtype=np.int64)),
+            content_bytes=int(rows["length"].sum(dtype=np.int64)),
+            file_bytes=self._file_bytes,
             sha256=self._digest.hexdigest(),
             index_sha256=hashlib.sha256(index).hexdigest(),
         )
+        return record, index
+
+    def close(self) -> None:
+        """Let go of the file. A tar stream left open would write to it when it is collected."""
+        self._file = None
+        self._tar.close()

@@ -3,19 +3,27 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from data_pipelines.errors import DataError
+from data_pipelines.modalities import Modality, Properties
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file of the input."""
+    """A file of the input. There may be millions: a folder is one string that all its documents share."""
 
-    path: Path
+    folder: str  # the input, or the folder that holds it where the input is a file
     relative: bytes  # path under its input, with slashes: its identity, wherever the input lies
     occurrence: int  # how many earlier inputs hold the same relative path
-    size: int  # bytes
+    size: int  # content bytes
+    file_bytes: int
+    modified_ns: int  # with the size: whether the file is still the one that was found
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return Path(self.folder, os.fsdecode(self.relative))
 
 
 @dataclass(slots=True)
@@ -27,45 +35,59 @@ class WalkCounts:
 
 
 def find_documents(
-    inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...]
-) -> tuple[list[Document], WalkCounts]:
-    """The non-empty files of the inputs, sorted by relative path within each input, and what was left out.
+    inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], modality: Modality, asked: Properties
+) -> tuple[list[Document], dict[str, int], WalkCounts]:
+    """The documents of the inputs that are not empty, their common properties, and what was left out.
 
-    Raises DataError for an input that is missing or unreadable, and where no file is found.
+    Documents are sorted by relative path within each input. Raises DataError for an input that is missing or
+    unreadable, for a document that does not fit the others, and where none is found.
     """
     if not inputs:
         raise DataError("inputs: none given; name at least one folder or file")
     counts = WalkCounts()
-    documents = []
+    documents: list[Document] = []
+    properties: dict[str, int] | None = None
     seen: dict[bytes, int] = {}
-    for root in inputs:
-        for path in _files_of(root, suffixes, exclude, counts):
-            size = _readable_size(path)
+    for given in inputs:
+        folder, names = _files_of(given, suffixes, exclude, counts)
+        for relative in names:
+            path = Path(folder, os.fsdecode(relative))
+            status = _readable(path)
+            if status.st_size and properties is None:
+                with path.open("rb") as file:
+                    properties = modality.settle(path, file, asked)
+            size = modality.measure(path, properties) if status.st_size and properties is not None else 0
             if size == 0:
                 counts.empty += 1
                 continue
-            relative = os.fsencode(path.name if path == root else path.relative_to(root).as_posix())
-            documents.append(Document(path, relative, seen.get(relative, 0), size))
-            seen[relative] = seen.get(relative, 0) + 1
-    if not documents:
+            occurrence = seen.get(relative, 0)
+            documents.append(Document(folder, relative, occurrence, size, status.st_size, status.st_mtime_ns))
+            seen[relative] = occurrence + 1
+    if not documents or properties is None:
         wanted = " ".join(suffixes) or "any"
         raise DataError(
             f"{', '.join(map(str, inputs))}: no file to take (suffixes: {wanted}; left out: {counts.empty} empty, "
             f"{counts.symlinks} symlinks); name other suffixes or folders"
         )
-    return documents, counts
+    return documents, properties, counts
 
 
-def _files_of(root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], counts: WalkCounts) -> Iterator[Path]:
-    if root.is_file():
-        yield root
-    elif root.is_dir():
-        yield from sorted(_walk(root, suffixes, exclude, counts), key=lambda path: os.fsencode(path.relative_to(root)))
-    else:
-        raise DataError(f"{root}: no such file or folder; name an input that exists")
+def _files_of(
+    given: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], counts: WalkCounts
+) -> tuple[str, list[bytes]]:
+    """A folder, and the paths under it of the files that an input stands for."""
+    try:
+        is_file, is_folder = given.is_file(), given.is_dir()
+    except OSError as error:
+        raise DataError(f"{given}: cannot be looked at ({error.strerror}); allow reading the folders above") from error
+    if is_file:
+        return str(given.parent), [os.fsencode(given.name)]
+    if is_folder:
+        return str(given), sorted(_walk(given, suffixes, exclude, counts))
+    raise DataError(f"{given}: no such file or folder; name an input that exists")
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], counts: WalkCounts) -> Iterator[Path]:
+def _walk(root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], counts: WalkCounts) -> Iterator[bytes]:
     def wanted(name: str) -> bool:
         return not name.startswith(".") and name != "__pycache__" and name not in exclude
 
@@ -74,19 +96,20 @@ def _walk(root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], count
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         names = [name for name in folders if wanted(name)]
-        folders[:] = [name for name in names if not (Path(folder) / name).is_symlink()]
+        folders[:] = [name for name in names if not Path(folder, name).is_symlink()]
         counts.symlinks += len(names) - len(folders)
+        under = PurePath(folder).relative_to(root)
         for name in files:
-            path = Path(folder) / name
-            if not wanted(name) or (suffixes and path.suffix not in suffixes):
+            if not wanted(name) or (suffixes and PurePath(name).suffix not in suffixes):
                 continue
+            path = Path(folder, name)
             if path.is_symlink():
                 counts.symlinks += 1
             elif path.is_file():
-                yield path
+                yield os.fsencode((under / name).as_posix())
 
 
-def _readable_size(path: Path) -> int:
+def _readable(path: Path) -> os.stat_result:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: the file cannot be read; allow reading or exclude it")
-    return path.stat().st_size
+    return path.stat()

@@ -115,13 +115,17 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str, w
     pairs = (
         ("data.train_split", ours.train_split, others.train_split),
         ("data.shuffle_bytes", ours.shuffle_bytes, others.shuffle_bytes),
+        ("data.order", ours.order, others.order),
+        ("data.packing", ours.packing, others.packing),
+        ("data.separator", ours.separator, others.separator),
+        ("data.hop", ours.hop, others.hop),
         ("data.seed", ours.seed, state.seed),
         ("train.global_batch", config.train.global_batch, state.global_batch),
         ("deepspeed.zero_optimization.stage", zero_stage(config.deepspeed), manifest.zero_stage),
     )
     problems += [Problem(path, f"{origin} has {has}", asked) for path, asked, has in pairs if asked != has]
-    # Context, split and shuffling are part of the fingerprint; a line of their own has said so already.
-    told = {"model.context", "data.train_split", "data.shuffle_bytes"} & {problem.path for problem in problems}
+    # Context, split, cutting and shuffling are part of the fingerprint; a line of their own has said so already.
+    told = any(each.path == "model.context" or each.path.startswith("data.") for each in problems)
     if state.fingerprint != fingerprint and not told:
         problems.append(Problem("data.path", f"{origin} belongs to other data", ours.path))
     if precision(config.deepspeed) != manifest.precision:

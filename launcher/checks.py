@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from data_pipelines import ByteStream, check_split, evaluation_contexts
 from kernels.errors import ConfigError
-from launcher.config import RunConfig
 from launcher.folders import CHECKPOINTS, CONFIG, METRICS
 
 _MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
@@ -20,6 +18,8 @@ def check_output(output: str, resume: str) -> None:
         ConfigError: --resume is no choice, or the folder is a file, cannot be written or holds a run already.
     """
     run = Path(output)
+    if "://" in output:
+        raise ConfigError.at("train.output", output, "must be a folder on this machine, or one that it mounts")
     if resume not in ("auto", "never") and not (resume.isascii() and resume.isdecimal()):
         raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
     if run.exists() and not run.is_dir():
@@ -33,17 +33,3 @@ def check_output(output: str, resume: str) -> None:
     if resume == "never" and taken:
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
-
-
-def check_data(config: RunConfig) -> None:
-    """Whether a run can be trained and evaluated on its data folder: manifest, indexes and the beginning of each shard.
-
-    Raises:
-        DataError: a folder, split or shard is missing, damaged or too small.
-    """
-    folder, data, context = Path(config.data.path), config.data, config.model.context
-    ByteStream(folder, data.train_split, context=context, global_batch=config.train.global_batch, seed=data.seed)
-    # The generator checks the split as soon as it is called, and reads nothing until it is asked to.
-    evaluation_contexts(folder, data.validation_split, context=context, batch_size=1)
-    for split in (data.train_split, data.validation_split):
-        check_split(folder, split)

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from launcher.reporting import EXIT_WRONG_INPUT, is_wrong_input, report
 
@@ -22,9 +22,12 @@ class Verb(NamedTuple):
     run: str = "run"
 
 
+EXIT_STOPPED = 130  # by Ctrl-C, as shells count it
+
 VERBS = (
     Verb("data build", "make shards from files", "launcher.data", "add_build_arguments", "run_build"),
     Verb("data verify", "check a data folder", "launcher.data", "add_verify_arguments", "run_verify"),
+    Verb("data show", "a few samples of a data folder", "launcher.show_data"),
     Verb("train", "train, or go on training", "launcher.start"),
     Verb("evaluate", "bits per byte over a split", "launcher.evaluate"),
     Verb("export", "a checkpoint as safetensors", "launcher.export"),
@@ -34,17 +37,34 @@ VERBS = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells what is wrong with a command line as every other mistake is told: in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        sys.exit(report(ValueError(f"{' '.join(message.split())}; `{self.prog} --help` tells the options")))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit code: 2 and no traceback for what a person got wrong."""
+    """Runs a command line; returns its exit code: no traceback, and 2 for what a person got wrong, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
         return _help(words)
+    try:
+        return _run(verb, words[len(verb.words.split()) :])
+    except KeyboardInterrupt as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print("; ".join(["longstride: stopped", *map(str, stop.args)]), file=sys.stderr)
+        return EXIT_STOPPED
+
+
+def _run(verb: Verb, words: list[str]) -> int:
     module = importlib.import_module(verb.module)
-    parser = argparse.ArgumentParser(prog=f"longstride {verb.words}", description=module.__doc__)
+    parser = Parser(prog=f"longstride {verb.words}", description=f"{verb.summary[0].upper()}{verb.summary[1:]}.")
     getattr(module, verb.arguments)(parser)
-    options = parser.parse_intermixed_args(words[len(verb.words.split()) :])
+    options = parser.parse_intermixed_args(words)
     try:
         return getattr(module, verb.run)(options)
     except (OSError, ValueError) as error:

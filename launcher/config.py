@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from data_pipelines import SHUFFLE_BYTES
+from data_pipelines import SHUFFLE_BYTES, RemoteSettings
 from kernels.errors import ConfigError, Problem
 from launcher.deepspeed_keys import check_keys
 from launcher.json_file import load_json_object, parse_override, put
@@ -23,14 +24,73 @@ _NAME_OR_OBJECT = {
 }
 
 
+_REMOTE = RemoteSettings()
+_URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<query>\?.*)?")
+
+
+class RemoteConfig(StrictModel):
+    """How remote shards are fetched. Credentials come from the environment of the store's library, never from here."""
+
+    cache: str | None = Field(default=None, min_length=1, description="folder; null: longstride in the user's cache")
+    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
+    attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
+    timeout_seconds: float = Field(default=_REMOTE.timeout_seconds, gt=0, description="of one that stalls")
+    parallel: int = Field(default=_REMOTE.parallel, gt=0, description="files fetched ahead at once")
+
+
 class DataConfig(StrictModel):
     """Where the bytes come from."""
 
-    path: str = Field(min_length=1, description="folder written by `longstride data build`")
-    seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
-    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
+    path: str = Field(min_length=1, description="folder of `longstride data build`, or its http(s):// or s3:// URL")
     train_split: str = Field(default="train", min_length=1)
     validation_split: str = Field(default="validation", min_length=1)
+    order: Literal["exact", "streaming"] = Field(
+        default="exact", description="streaming: plain WebDataset shards without an index, inexact on resume"
+    )
+    modality: str | None = Field(default=None, description="of plain shards; a built folder knows its own")
+    extension: str | None = Field(default=None, description="of the member that holds a plain sample's content")
+    seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
+    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
+    packing: bool | None = Field(
+        default=None, description="documents laid end to end; null: text yes, pictures and sounds no"
+    )
+    separator: int | None = Field(default=None, ge=0, le=255, description="a byte behind each packed document")
+    hop: int | None = Field(
+        default=None, gt=0, description="bytes between the contexts of a document that is not packed; null: the context"
+    )
+    on_damage: Literal["abort", "substitute"] = Field(
+        default="abort", description="what becomes of a context that cannot be read"
+    )
+    workers: int = Field(default=0, ge=0, description="processes a rank that read ahead")
+    prefetch: int = Field(default=2, gt=0, description="steps that each worker reads ahead")
+    remote: RemoteConfig = RemoteConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> DataConfig:
+        problems = []
+        url = _URL.fullmatch(self.path)
+        if url and (url["user"] or url["query"]):
+            rule = (
+                "has a user or a query, which would be saved with the run: leave them out, and give credentials by "
+                "the environment (~/.netrc, AWS_PROFILE)"
+            )
+            problems.append(Problem("path", rule, f"{url['protocol']}***{url['path']}"))
+        if self.train_split == self.validation_split:
+            rule = (
+                "must be another split than train_split, or the score would be of what was learned; such as validation"
+            )
+            problems.append(Problem("validation_split", rule, self.validation_split))
+        if self.order == "exact":
+            for name in ("modality", "extension"):
+                if getattr(self, name) is not None:
+                    rule = "is asked of plain shards alone; leave it out, or set order to streaming"
+                    problems.append(Problem(name, rule, getattr(self, name)))
+        elif self.on_damage != "abort":
+            rule = "plain shards have no index to tell what is damaged; must be abort where order is streaming"
+            problems.append(Problem("on_damage", rule, self.on_damage))
+        if problems:
+            raise ConfigError(*problems)
+        return self
 
 
 class TrainConfig(StrictModel):

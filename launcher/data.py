@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data_pipelines import MODALITIES, Manifest, build, check_data_folder, verify
+from data_pipelines import MODALITIES, DataError, Manifest, build, verify
+from data_pipelines.crew import Crew, join_crew
+from data_pipelines.modalities.image import MAX_PIXELS
+from data_pipelines.unfinished import kept_folder
+from launcher.reporting import EXIT_WRONG_INPUT, is_wrong_input, report
+
+_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+_SETTINGS = {  # of `build`, by the names that they have here
+    "validation_fraction": "--validation-fraction",
+    "shard_bytes": "--shard-bytes",
+    "exclude": "--exclude",
+    "suffixes": "--suffix",
+}
+_OPTIONS = {"image": "image_size", "audio": "rate"}  # of one modality alone
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data build`."""
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="PATH", help="files and folders")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="data folder to make")
+    parser.add_argument("inputs", nargs="+", metavar="PATH", help="files and folders")
+    parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
     parser.add_argument("--modality", choices=sorted(MODALITIES), default="text")
+    parser.add_argument("--image-size", metavar="HxW", help="crop and resize pictures (default: all have one size)")
+    parser.add_argument("--rate", metavar="HZ", help="which all sounds must have (default: the first one's)")
     parser.add_argument("--suffix", action="append", default=None, help="of files to take, such as .py (repeatable)")
     parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help="file or folder (repeatable)")
     parser.add_argument("--validation-fraction", type=float, default=0.05)
@@ -24,32 +41,114 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_build(arguments: argparse.Namespace) -> int:
-    """Runs `data build`."""
+    """Runs `data build`, on every rank of an MPI job; the first one speaks for all.
+
+    Raises:
+        DataError: the processes of a launcher do not find each other.
+        KeyboardInterrupt: with where the finished shards are kept, if there are any.
+    """
+    crew = join_crew()
+    try:
+        manifest = _build(arguments, crew)
+    except (DataError, OSError) as error:
+        if not is_wrong_input(error):
+            raise
+        code = report(_by_option(error)) if crew.is_first else EXIT_WRONG_INPUT
+        crew.meet()  # the launcher ends all ranks once one has failed: not before it is told why
+        return code
+    except KeyboardInterrupt:
+        kept = kept_folder(Path(arguments.output))
+        if kept is None:
+            raise
+        raise KeyboardInterrupt(f"what is finished is kept in {kept}: the same command goes on from there") from None
+    if crew.is_first:
+        print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
+    return 0
+
+
+def _build(arguments: argparse.Namespace, crew: Crew) -> Manifest:
+    for given in arguments.inputs:
+        _check_on_this_machine("PATH", given, "a file or folder on this machine, such as texts; fetch it first")
+    rule = "a folder on this machine, such as data/mine; build, then upload"
+    _check_on_this_machine("--output", arguments.output, rule)
     sizes = {} if arguments.shard_bytes is None else {"shard_bytes": arguments.shard_bytes}
-    with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        manifest = build(
-            arguments.inputs,
-            arguments.output,
+    with _progress(silent=not crew.is_first) as show:
+        return build(
+            [Path(given) for given in arguments.inputs],
+            Path(arguments.output),
             modality=arguments.modality,
+            properties=asked_properties(arguments),
             suffixes=arguments.suffix,
             exclude=arguments.exclude,
             validation_fraction=arguments.validation_fraction,
             seed=arguments.seed,
             progress=show,
+            crew=crew,
             **sizes,
         )
-    print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
-    return 0
+
+
+@contextmanager
+def _progress(silent: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar over bytes, and what moves it."""
+    # A launcher's ranks have no terminal: lines far apart then, and none for what is done at once.
+    apart = 0.1 if sys.stderr.isatty() else _PLAIN_SECONDS
+    with tqdm(unit="B", unit_scale=True, mininterval=apart, maxinterval=apart, delay=apart, disable=silent) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _check_on_this_machine(option: str, value: str, rule: str) -> None:
+    if not value or "://" in value:
+        raise DataError(f"{option}={value!r}: must be {rule}")
+
+
+def _by_option(error: DataError | OSError) -> Exception:
+    """The same about a setting of a build by the option's name, which a person wrote."""
+    setting, equals, rest = str(error).partition("=")
+    return DataError(f"{_SETTINGS[setting]}={rest}") if equals and setting in _SETTINGS else error
+
+
+def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
+    """What the options ask of all documents.
+
+    Raises:
+        DataError: an option of another modality, or a value that cannot be read.
+    """
+    for modality, name in _OPTIONS.items():
+        value = getattr(arguments, name)
+        if value is not None and modality != arguments.modality:
+            option = f"--{name.replace('_', '-')}={value}"
+            raise DataError(f"{option}: goes with --modality {modality}, and this is {arguments.modality}")
+    if arguments.image_size is not None:
+        height, cross, width = arguments.image_size.partition("x")
+        rule = "must be height x width in pixels, or one number for both; such as 32x32"
+        size = {
+            "height": _whole_number("--image-size", arguments.image_size, height, rule),
+            "width": _whole_number("--image-size", arguments.image_size, width if cross else height, rule),
+        }
+        if size["height"] * size["width"] > MAX_PIXELS:
+            rule = f"must be at most {MAX_PIXELS:,} pixels in all, such as 64x64"
+            raise DataError(f"--image-size={arguments.image_size}: {rule}")
+        return size
+    if arguments.rate is not None:
+        return {"rate": _whole_number("--rate", arguments.rate, arguments.rate, "must be in Hz; such as 12000")}
+    return {}
+
+
+def _whole_number(option: str, value: str, part: str, rule: str) -> int:
+    if not part.isascii() or not part.isdecimal() or len(part) > 9 or int(part) == 0:
+        raise DataError(f"{option}={value}: {rule}")
+    return int(part)
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data verify`."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="data folder")
+    parser.add_argument("location", metavar="DIR|URL", help="data folder")
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -58,14 +157,27 @@ def run_verify(arguments: argparse.Namespace) -> int:
     Raises:
         DataError: there is no data folder.
     """
-    check_data_folder(arguments.folder)
-    findings = verify(arguments.folder)
+    check_location(arguments.location)
+    with _progress() as show:
+        findings = verify(arguments.location, show)
     for finding in findings:
         print(finding)
     if not findings:
-        print(f"{arguments.folder}: whole", file=sys.stderr)
+        print(f"{arguments.location}: whole", file=sys.stderr)
     return 1 if findings else 0
 
 
+def check_location(location: str) -> None:
+    """Raises DataError for an empty name, which would be the folder that a person is in."""
+    if not location:
+        raise DataError("DIR|URL='': must be a data folder, such as data/mine")
+
+
 def _summary(manifest: Manifest) -> str:
-    return ", ".join(f"{name} {split.payload_bytes:,} bytes" for name, split in manifest.splits.items())
+    """What was made, and what was left out of it."""
+    made = [
+        f"{name} {split.content_bytes:,} bytes of {split.documents:,} documents"
+        for name, split in manifest.splits.items()
+    ]
+    left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in manifest.made["left_out"].items() if count]
+    return "; ".join([", ".join(made), *([f"left out {', '.join(left_out)}"] if left_out else [])])

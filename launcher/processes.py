@@ -103,6 +103,12 @@ def gather_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> to
     return torch.stack(everyone).cpu()
 
 
+def gather_float64(value: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """Every rank's () float64 value on the CPU, in rank order: (W,). All ranks must call."""
+    # The float's bits travel as an integer, and come back unchanged on devices without float64.
+    return gather_int64(value.reshape(1).view(torch.int64), ranks, device).view(torch.float64)[:, 0]
+
+
 def gather_objects(value: object, ranks: Ranks) -> list:
     """Every rank's value in rank order. All ranks must call."""
     if ranks.world_size == 1:

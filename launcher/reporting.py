@@ -6,12 +6,16 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 EXIT_WRONG_INPUT = 2
 _FIRST_REPORTS_SECONDS = 30.0  # long enough for a slow start; the launcher ends all ranks once the first has ended
 _FULL_OR_FORBIDDEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # told by a write, which knows no name
+
+
+class AgreedError(ValueError):
+    """A mistake that every rank knows of, whoever found it: the first rank tells it for all."""
 
 
 def is_wrong_input(error: Exception) -> bool:
@@ -21,6 +25,8 @@ def is_wrong_input(error: Exception) -> bool:
     """
     if isinstance(error, OSError):
         return error.strerror is not None and (error.filename is not None or error.errno in _FULL_OR_FORBIDDEN)
+    if isinstance(error, AgreedError):
+        return True
     families = (("kernels.errors", "ConfigError"), ("data_pipelines.errors", "DataError"))
     return any(isinstance(error, getattr(sys.modules[room], name)) for room, name in families if room in sys.modules)
 
@@ -38,17 +44,21 @@ def report(error: Exception) -> int:
 
 
 @contextmanager
-def told_at_once() -> Iterator[None]:
+def told_at_once(meet: Callable[[], None]) -> Iterator[None]:
     """Ends this rank by exit code 2 for a mistake found inside, which may meet one rank alone, such as a bad sample.
 
-    It is told before the other ranks, left alone in a collective, can bring the run down.
+    It is told before the other ranks, left alone in a collective, can bring the run down. What all ranks have agreed on
+    is told once, and all leave together: ``meet`` waits for the others.
     """
     try:
         yield
     except (OSError, ValueError) as error:
         if not is_wrong_input(error):
             raise
-        _tell(error)
+        if not isinstance(error, AgreedError) or os.environ.get("RANK", "0") == "0":
+            _tell(error)
+        if isinstance(error, AgreedError):
+            meet()  # a launcher ends all ranks once one has ended: not before the first has spoken
         sys.exit(EXIT_WRONG_INPUT)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipelines import DataError, StreamState
 from kernels.errors import ConfigError
+from launcher.batches import RunData
 from launcher.checkpoint import (
     Checkpoint,
     check_matches,
@@ -17,10 +18,8 @@ from launcher.checkpoint import (
     set_aside,
     verify_together,
 )
-from launcher.checks import check_data, check_output
 from launcher.config import RunConfig
 from launcher.folders import CHECKPOINTS, CONFIG
-from launcher.loop import make_stream
 from launcher.manifest import write_json
 from launcher.metrics import cut_metrics
 from launcher.processes import Ranks, barrier
@@ -36,7 +35,7 @@ class Start:
     may_begin: bool = True  # where no candidate is whole
 
 
-def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
+def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks) -> Start:
     """Reads data and run folder, and writes nothing.
 
     Raises:
@@ -44,10 +43,9 @@ def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
         DataError: the data cannot be trained on.
     """
     settings, run = config.train, Path(config.train.output)
-    check_output(settings.output, resume)
-    fingerprint = make_stream(config, ranks).fingerprint
+    fingerprint = data.stream().fingerprint
     if ranks.local_rank == 0:  # once a host
-        check_data(config)
+        data.check()
     if resume == "never":
         return Start()
     if resume == "auto":
@@ -62,7 +60,7 @@ def choose_start(config: RunConfig, resume: str, ranks: Ranks) -> Start:
             rule = f"the checkpoint {checkpoint.folder} is already beyond it"
             raise ConfigError.at("train.steps", settings.steps, rule)
         try:
-            make_stream(config, ranks, StreamState.from_json(checkpoint.manifest.stream))
+            data.stream(StreamState.from_json(checkpoint.manifest.stream))
         except DataError as error:
             raise ConfigError(f"{checkpoint.folder}: {error}") from None
     if not start.candidates and start.refused:

@@ -8,19 +8,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # before pyplot: there may be no screen
-
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
 
 from kernels.errors import ConfigError
 from kernels.patterns.base import Pattern
 from launcher.folders import METRICS
 from launcher.json_file import load_json_object
+from launcher.pictures import check_output, plt, write_picture
 from sparse_model import ModelConfig
 
 SHOWN_POSITIONS = 192  # of a pattern; more would not be told apart
@@ -38,18 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
-    output: Path = arguments.output
-    if output.exists():
-        raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
-    if output.suffix != ".png" or not output.parent.is_dir():
-        raise ConfigError(f"--output={output}: must be a .png in a folder that exists")
+    check_output(arguments.output)
     figure = draw_pattern(arguments.source) if arguments.what == "pattern" else draw_loss(arguments.source)
-    try:
-        figure.savefig(output, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--output={output}: cannot be written: {error.strerror}") from None
-    plt.close(figure)
-    print(output)
+    write_picture(figure, arguments.output)
     return 0
 
 

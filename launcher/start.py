@@ -12,8 +12,10 @@ import torch
 
 from kernels.errors import ConfigError
 from launcher import train
-from launcher.checks import check_data, check_output
+from launcher.batches import RunData
+from launcher.checks import check_output
 from launcher.config import check_world_size, load_config
+from launcher.processes import Ranks
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--processes={processes}: must be at least 1")
         check_world_size(config, processes)
     if not HOSTFILE.exists():  # the ranks run here, with the data that is here
-        check_data(config)
+        RunData(config, Ranks()).check()
     command = launcher_command(arguments, processes)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -55,10 +55,12 @@ def _run(config: RunConfig, resume: str) -> int:
     """Checks everything that can be checked alone, then trains."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
     from launcher import engine as ours
+    from launcher.batches import RunData
     from launcher.checkpoint import load_checkpoint
+    from launcher.checks import check_output
     from launcher.cpu_accelerator import prepare_accelerator
     from launcher.loop import train
-    from launcher.processes import process_group, ranks_from_environment
+    from launcher.processes import barrier, process_group, ranks_from_environment
     from launcher.resume import begin, choose_start
 
     ranks = ranks_from_environment(os.environ)
@@ -68,16 +70,18 @@ def _run(config: RunConfig, resume: str) -> int:
     ours.check_environment()
     ours.check_section(config, ranks.world_size, on_cpu)
     _check_attention(config, ranks.local_rank)
-    start = choose_start(config, resume, ranks)
+    check_output(config.train.output, resume)  # before the data, which may take a while
+    data = RunData(config, ranks)
+    start = choose_start(config, resume, data, ranks)
     with process_group(ranks, config.train.timeout_seconds):
         checkpoint = begin(start, config, ranks)
-        with told_at_once():
+        with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             state = None
             if checkpoint is not None:
                 state = load_checkpoint(engine, checkpoint, ranks)
                 ours.apply_settings(engine, config.train)
-            train(engine, config, ranks, state)
+            train(engine, config, ranks, data, state)
             engine.destroy()
     return 0
 

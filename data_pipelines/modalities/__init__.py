@@ -1,10 +1,13 @@
 """The kinds of data a shard can hold: one file and one line of ``MODALITIES`` each."""
 
 from data_pipelines.errors import DataError
-from data_pipelines.modalities.modality import Modality
-from data_pipelines.modalities.text import TEXT
+from data_pipelines.modalities.audio import Audio
+from data_pipelines.modalities.image import Image
+from data_pipelines.modalities.modality import Modality, Properties
+from data_pipelines.modalities.text import Text
 
-MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (TEXT,)}
+_REGISTERED: tuple[Modality, ...] = (Text(), Image(), Audio())
+MODALITIES = {modality.name: modality for modality in _REGISTERED}
 
 
 def modality_named(name: str) -> Modality:
@@ -14,4 +17,4 @@ def modality_named(name: str) -> Modality:
     return MODALITIES[name]
 
 
-__all__ = ["MODALITIES", "Modality", "modality_named"]
+__all__ = ["MODALITIES", "Modality", "Properties", "modality_named"]

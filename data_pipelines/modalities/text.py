@@ -1,24 +1,44 @@
-"""Text: the bytes of a file are the bytes of the context, whatever their encoding."""
+"""Text: the bytes of a file are the content, whatever their encoding."""
+
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.modality import Modality
+from data_pipelines.modalities.modality import Properties, token_bytes
 
 
-def decode(payload: bytes) -> np.ndarray:
-    """Payload of a sample -> (n,) uint8, read-only: a view, nothing is copied."""
-    return np.frombuffer(payload, dtype=np.uint8)
+class Text:
+    """Bytes as they are."""
 
+    name = "text"
+    extension = "txt"
+    suffixes: tuple[str, ...] = (".md", ".py", ".rst", ".txt")
+    asks: tuple[str, ...] = ()
+    packing = True
+    divisible = True
 
-def encode(tokens: np.ndarray) -> bytes:
-    """(n,) integers 0..255 -> the bytes of a text file. Raises DataError for another shape or range."""
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(f"tokens of shape {tokens.shape} and type {tokens.dtype}: text is one row of integers")
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= 255:
-        raise DataError(f"tokens from {tokens.min()} to {tokens.max()}: a byte is an integer from 0 to 255")
-    return tokens.astype(np.uint8).tobytes()
+    def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
+        """Texts have nothing in common."""
+        return {}
 
+    def document_bytes(self, properties: Properties) -> int | None:
+        """Texts are of any length."""
+        return None
 
-TEXT = Modality(name="text", extension="txt", suffixes=(".md", ".py", ".rst", ".txt"), decode=decode, encode=encode)
+    def measure(self, path: Path, properties: Properties) -> int:
+        """The file's size."""
+        return path.stat().st_size
+
+    def load(self, path: Path, file: BinaryIO, properties: Properties, offset: int, size: int) -> bytes:
+        """A part of the file."""
+        file.seek(offset)
+        return file.read(size)
+
+    def header(self, size: int, properties: Properties) -> bytes:
+        """A text file has none."""
+        return b""
+
+    def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
+        """(n,) integers 0..255 -> the bytes of a text file."""
+        return token_bytes(tokens)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_pipelines import Manifest, build
+from data_pipelines.manifest import ShardRecord
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,12 @@ class Corpus:
 
     def shard_payloads(self, split: str) -> list[bytes]:
         """The payload bytes of each shard in canonical order, read by the standard library alone."""
-        payloads = []
-        for shard in self.manifest.splits[split].shards:
-            with tarfile.open(self.folder / shard.name, "r:") as archive:
-                payloads.append(b"".join(archive.extractfile(member).read() for member in archive))
-        return payloads
+        return [b"".join(self.documents_of(shard)) for shard in self.manifest.splits[split].shards]
+
+    def documents_of(self, shard: ShardRecord) -> list[bytes]:
+        """The documents of a shard, a sample each."""
+        with tarfile.open(self.folder / shard.name, "r:") as archive:
+            return [archive.extractfile(member).read() for member in archive]
 
 
 def write_sources(folder: Path, num_files: int, seed: int = 0) -> None:

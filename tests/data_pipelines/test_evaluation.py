@@ -1,7 +1,7 @@
 """A split scored once: each byte on exactly one rank, every rank the same number of batches."""
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,17 +32,16 @@ def test_evaluation_covers_split_once(corpus, context, batch_size, world_size, l
         )
         lengths.add(len(batches))
         for batch in batches:
-            assert batch.tokens.shape == batch.mask.shape == (batch_size, context)
-            for row, mask, number in zip(
-                batch.tokens.numpy(), batch.mask.numpy(), batch.sample_ids.tolist(), strict=True
+            assert batch.tokens.shape == (batch_size, context) and batch.tokens.dtype == torch.uint8
+            for row, size, number in zip(
+                batch.tokens.numpy(), batch.lengths.tolist(), batch.sample_ids.tolist(), strict=True
             ):
-                size = int(mask.sum())
-                assert mask[:size].all() and not row[size:].any()
+                assert not row[size:].any()
                 if number < 0:
                     assert size == 0
                     continue
                 assert number not in found
-                found[number] = row[:size].astype(np.uint8).tobytes()
+                found[number] = row[:size].tobytes()
     assert len(lengths) == 1
     in_all = -(-len(content) // context)
     assert len(found) == min(limit or in_all, in_all)
@@ -54,7 +53,7 @@ def test_evaluation_covers_split_once(corpus, context, batch_size, world_size, l
 def test_evaluation_limit_is_spread_evenly(corpus):
     batches = evaluation_contexts(corpus.folder, "train", context=100, batch_size=4, limit=4)
     numbers = [number for batch in batches for number in batch.sample_ids.tolist()]
-    in_all = -(-corpus.manifest.splits["train"].payload_bytes // 100)
+    in_all = -(-corpus.manifest.splits["train"].content_bytes // 100)
     assert numbers == [place * in_all // 4 for place in range(4)]
 
 

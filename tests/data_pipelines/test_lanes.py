@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipelines import DataError, Lanes, StreamState
-from data_pipelines.lanes import shard_order
+from data_pipelines.lanes import block_order, shard_order, substitutes
 
 LANES = st.builds(
     lambda context, extra, global_batch: Lanes(context + extra, context, global_batch),
@@ -34,9 +34,9 @@ def test_epoch_contexts_each_once(lanes, epoch):
 
 
 @given(LANES, st.integers(0, 30))
-def test_epoch_ends_within_its_own_bytes(lanes, epoch):
-    end = lanes.batches_before(epoch + 1) * lanes.batch_bytes
-    assert end <= (epoch + 1) * lanes.total_bytes < end + lanes.batch_bytes
+def test_epoch_ends_within_its_own_units(lanes, epoch):
+    end = lanes.batches_before(epoch + 1) * lanes.batch_units
+    assert end <= (epoch + 1) * lanes.total_units < end + lanes.batch_units
 
 
 @given(LANES, st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]))
@@ -50,7 +50,7 @@ def test_ranks_share_lanes_in_order(lanes, world_size):
 
 
 def test_position_far_away_is_exact():
-    lanes = Lanes(total_bytes=10**12 + 7, context=12_288, global_batch=512)
+    lanes = Lanes(total_units=10**12 + 7, context_units=12_288, global_batch=512)
     epoch, step = lanes.position(10**15)
     assert lanes.batch_number(epoch, step) == 10**15
 
@@ -72,6 +72,17 @@ def test_shard_order_is_pinned():
     assert shard_order(8, seed=0, epoch=0).tolist() == [7, 4, 2, 6, 5, 0, 1, 3]
     assert shard_order(8, seed=0, epoch=1).tolist() == [0, 1, 5, 4, 6, 2, 3, 7]
     assert shard_order(8, seed=2**64 - 1, epoch=0).tolist() == [6, 2, 5, 4, 1, 3, 7, 0]
+
+
+def test_block_order_and_substitutes_are_pinned():
+    assert block_order(8, seed=0, epoch=1, lane=2, block=3).tolist() == [7, 6, 0, 2, 3, 1, 4, 5]
+    assert substitutes(range(100, 200), seed=0, epoch=1, context=150)[:4] == [173, 123, 157, 112]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**70))
+def test_substitutes_are_of_the_epoch(seed, context):
+    chosen = substitutes(range(10, 17), seed, 3, context)
+    assert len(chosen) > 20 and set(chosen) <= set(range(10, 17)) and len(set(chosen)) > 1
 
 
 @given(st.integers(0, 200), st.integers(0, 2**64 - 1), st.integers(0, 2**40))

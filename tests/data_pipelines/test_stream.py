@@ -1,21 +1,23 @@
 """The stream against the definition of the order, over world sizes, resumes and epochs."""
 
+import contextlib
 import functools
 import itertools
 import os
 import pickle
+import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipelines import ByteStream, DataError, Lanes, StreamState
+from data_pipelines import ByteStream, Cut, DataError, Lanes, StreamState
 from data_pipelines.lanes import block_order, shard_order
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
+WORKERS = (0, 1, 3)
 SHORT_BLOCKS = 700  # bytes: some ten contexts, so that each lane has several blocks and resumes land inside later ones
 
 
@@ -27,21 +29,25 @@ def defined_stream(corpus, seed: int, num_epochs: int) -> bytes:
 
 
 def take(stream, count):
-    return list(itertools.islice(stream, count))
+    """Leaves no worker process behind."""
+    with contextlib.closing(iter(stream)) as batches:
+        return list(itertools.islice(batches, count))
 
 
-def global_batches(corpus, count, world_size=1, state=None, context=64, global_batch=24, seed=5):
+def global_batches(corpus, count, world_size=1, state=None, workers=0, prefetch=2):
     """The first ``count`` global batches, put together from all ranks."""
     ranks = [
         take(
             ByteStream(
                 corpus.folder,
-                context=context,
-                global_batch=global_batch,
-                seed=seed,
+                context=64,
+                global_batch=24,
+                seed=5,
                 rank=rank,
                 world_size=world_size,
                 shuffle_bytes=SHORT_BLOCKS,
+                workers=workers,
+                prefetch=prefetch,
                 state=state,
             ),
             count,
@@ -80,7 +86,7 @@ def assert_follows_definition(corpus, context, global_batch, seed, num_epochs, s
         for lane, (row, sample) in enumerate(zip(batch.tokens, batch.sample_ids.tolist(), strict=True)):
             wanted = defined_context(stream.lanes, seed, epoch, step, lane, max(1, shuffle_bytes // context))
             assert sample == wanted
-            assert row.numpy().astype(np.uint8).tobytes() == content[sample * context : (sample + 1) * context]
+            assert row.numpy().tobytes() == content[sample * context : (sample + 1) * context]
             seen.append(sample)
     # Every byte of the epochs is delivered exactly once, save the carry, which is less than one global batch.
     assert sorted(seen) == list(range(num_batches * global_batch))
@@ -143,12 +149,41 @@ def assert_same(found, expected):
         assert torch.equal(tokens, other_tokens) and torch.equal(ids, other_ids) and state == other_state
 
 
-def assert_resumes(corpus, uninterrupted, data):
-    """A chain of resumes, each at a random step and world size, delivers what one run delivers."""
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("world_size", [1, 6])
+def test_stream_does_not_depend_on_workers(corpus, uninterrupted, world_size, workers):
+    assert_same(global_batches(corpus, 40, world_size, workers=workers, prefetch=3), uninterrupted[:40])
+
+
+def test_stream_leaves_the_random_numbers_of_others_alone(corpus):
+    """Dropout draws from the same generator as a loader would: a resume must find it where it was."""
+    for workers in WORKERS:
+        before = torch.get_rng_state()
+        take(ByteStream(corpus.folder, context=64, global_batch=24, workers=workers), 3)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_hand_on_damage_as_it_is(corpus, tmp_path):
+    """One line, without the traceback of the worker."""
+    folder = shutil.copytree(corpus.folder, tmp_path / "data")
+    for path in folder.glob("train-*.tar"):
+        path.write_bytes(path.read_bytes()[:600] + bytes(path.stat().st_size - 600))
+    for workers in (0, 2):
+        with pytest.raises(DataError, match=r"^/\S+train-\d+\.tar: [^\n]+$"):
+            take(ByteStream(folder, context=64, global_batch=4, workers=workers), 100)
+
+
+def assert_resumes(corpus, uninterrupted, data, workers):
+    """A chain of resumes, each at a random step, world size and number of workers, delivers what one run delivers."""
     place, state = 0, None
     while place < len(uninterrupted):
         count = data.draw(st.integers(1, len(uninterrupted) - place))
-        part = list(global_batches(corpus, count, data.draw(st.sampled_from(WORLD_SIZES)), state))
+        world_size = data.draw(st.sampled_from(WORLD_SIZES))
+        part = list(
+            global_batches(
+                corpus, count, world_size, state, data.draw(st.sampled_from(workers)), data.draw(st.integers(1, 4))
+            )
+        )
         assert_same(part, uninterrupted[place : place + count])
         place += count
         state = StreamState.from_json(part[-1][2].to_json())
@@ -162,28 +197,34 @@ def test_stream_resumes_within_a_later_block(corpus, uninterrupted):
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_stream_resumes_anywhere_with_any_world_size(corpus, uninterrupted, data):
-    assert_resumes(corpus, uninterrupted, data)
+    assert_resumes(corpus, uninterrupted, data, workers=[0])
+
+
+@settings(max_examples=2, deadline=None)
+@given(data=st.data())
+def test_stream_resumes_anywhere_with_any_workers(corpus, uninterrupted, data):
+    assert_resumes(corpus, uninterrupted[:60], data, WORKERS)
 
 
 @pytest.mark.campaign
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_stream_resumes_campaign(corpus, uninterrupted, data):
-    assert_resumes(corpus, uninterrupted, data)
+    assert_resumes(corpus, uninterrupted, data, WORKERS)
 
 
 def test_stream_far_ahead_costs_the_same(corpus):
     """Resuming in epoch 10 million reads no more than the first batch does."""
-    lanes = Lanes(corpus.manifest.splits["train"].payload_bytes, 64, 24)
+    lanes = Lanes(corpus.manifest.splits["train"].content_bytes, 64, 24)
     start = ByteStream(corpus.folder, context=64, global_batch=24).state
     epoch, step = lanes.position(lanes.batches_before(10_000_000) + 3)
     state = StreamState(start.fingerprint, 0, epoch, step, 24)
     batch = next(iter(ByteStream(corpus.folder, context=64, global_batch=24, state=state)))
     content = b"".join(corpus.shard_payloads("train")[number] for number in shard_order(lanes_shards(corpus), 0, epoch))
     sample = int(batch.sample_ids[12])
-    offset = sample * 64 - epoch * lanes.total_bytes
-    assert 0 <= offset < lanes.total_bytes - 64
-    assert batch.tokens[12].numpy().astype(np.uint8).tobytes() == content[offset : offset + 64]
+    offset = sample * 64 - epoch * lanes.total_units
+    assert 0 <= offset < lanes.total_units - 64
+    assert batch.tokens[12].numpy().tobytes() == content[offset : offset + 64]
 
 
 def lanes_shards(corpus):
@@ -199,7 +240,7 @@ def test_stream_epochs_differ_in_order(corpus):
 
 def test_stream_batch_has_shapes_and_types(corpus):
     batch = next(iter(ByteStream(corpus.folder, context=64, global_batch=24, rank=1, world_size=3)))
-    assert batch.tokens.shape == (8, 64) and batch.tokens.dtype == torch.int64
+    assert batch.tokens.shape == (8, 64) and batch.tokens.dtype == torch.uint8
     assert batch.sample_ids.shape == (8,) and batch.sample_ids.dtype == torch.int64
     assert (batch.state.epoch, batch.state.step) == (0, 1)
 
@@ -216,19 +257,19 @@ def test_stream_can_be_sent_to_another_process(corpus):
 
 
 def test_stream_passes_over_epochs_without_a_step(corpus):
-    total = corpus.manifest.splits["train"].payload_bytes
+    total = corpus.manifest.splits["train"].content_bytes
     stream = ByteStream(corpus.folder, context=total // 2, global_batch=5)
     assert [stream.lanes.steps_in(epoch) for epoch in range(3)] == [0, 0, 1]
     assert (stream.state.epoch, stream.state.step) == (2, 0)
     content = defined_stream(corpus, seed=0, num_epochs=3)
-    tokens = next(iter(stream)).tokens.numpy().astype(np.uint8)
+    tokens = next(iter(stream)).tokens.numpy()
     assert tokens.tobytes() == content[: tokens.size]
 
 
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"fingerprint": "0" * 64}, "another data set, split, context length or shuffle"),
+        ({"fingerprint": "0" * 64}, "another data set, split, cutting into contexts or shuffle"),
         ({"seed": 1}, "another order"),
         ({"global_batch": 12}, "steps of another size"),
         ({"step": 10_000}, "has .* steps"),
@@ -244,7 +285,7 @@ def test_stream_refuses_state_of_another_stream(corpus, change, rule):
 @pytest.mark.parametrize("change", [{"context": 128}, {"split": "validation"}, {"shuffle_bytes": 0}], ids=str)
 def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change):
     state = ByteStream(corpus.folder, context=64, global_batch=4).state
-    with pytest.raises(DataError, match="another data set, split, context length or shuffle"):
+    with pytest.raises(DataError, match="another data set, split, cutting into contexts or shuffle"):
         ByteStream(corpus.folder, **{"context": 64, "global_batch": 4, "state": state, **change})
 
 
@@ -257,6 +298,13 @@ def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change
         ({"split": "test"}, "no split 'test'.*train"),
         ({"seed": -1}, "seed=-1"),
         ({"shuffle_bytes": -1}, "shuffle_bytes=-1: must be at least 0"),
+        ({"workers": -1}, "workers=-1: must be at least 0"),
+        ({"prefetch": 0}, "prefetch=0: must be at least 1"),
+        ({"on_damage": "hide"}, "on_damage='hide': must be one of abort, substitute"),
+        ({"cut": Cut(separator=256)}, "separator=256: must be a byte"),
+        ({"cut": Cut(hop=8)}, "hop=8: packed documents are cut every 64 bytes; set packing=false"),
+        ({"cut": Cut(packing=False, separator=0)}, "separator=0: only packed documents meet"),
+        ({"cut": Cut(packing=False, hop=65)}, "hop=65: must be from 1 to the context 64"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipelines import build
 from launcher import cli
 from launcher.manifest import sealed
 from launcher.reporting import EXIT_WRONG_INPUT
@@ -74,7 +75,7 @@ def test_missing_split(refused: Callable[..., list[str]], config_file: Path) -> 
 
 def test_context_longer_than_the_data(refused: Callable[..., list[str]], config_file: Path) -> None:
     (line,) = refused("--config", str(config_file), "model.context=1048576")
-    assert line.startswith("context=1048576: longer than the whole split")
+    assert line.startswith("model.context=1048576: longer than the whole split")
 
 
 def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], config_file: Path) -> None:
@@ -180,7 +181,6 @@ def test_checkpoint_of_another_run(
 def test_checkpoint_of_other_data(
     refused: Callable[..., list[str]], config_file: Path, run_copy: Path, tmp_path: Path
 ) -> None:
-    from data_pipelines import build
 
     (tmp_path / "source").mkdir()
     for number in range(8):
@@ -338,3 +338,40 @@ def test_one_rank_of_two_reports_through_the_launcher(config_file: Path, tmp_pat
     assert ended.stderr.count("longstride: error: train.steps=0: must be greater than 0") == 1
     assert "Traceback" not in ended.stderr + ended.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_picture_of_another_shape_is_refused(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
+) -> None:
+    """As many bytes, and otherwise arranged: every position would be wrong, and nothing else would say so."""
+    (tmp_path / "source").mkdir()
+    for number in range(4):
+        (tmp_path / "source" / f"{number}.ppm").write_bytes(b"P6\n4 2\n255\n" + bytes([number]) * 24)
+    build([tmp_path / "source"], tmp_path / "pictures", modality="image", validation_fraction=0.5)
+    embedding = {"type": "image", "height": 4, "width": 2, "channels": 3}
+    changes = ["model.context=24", 'model.attention={"type": "dense"}', "train.global_batch=2", "train.micro_batch=1"]
+    (line,) = refused(
+        "--config",
+        str(config_file),
+        f"data.path={tmp_path / 'pictures'}",
+        f"model.embedding={json.dumps(embedding)}",
+        *changes,
+    )
+    assert line.startswith("model.embedding=")
+    assert 'the data holds pictures of 2 x 4 x 3 (height, width, channels); {"type": "image", "height": 2' in line
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ("data.train_split=validation", "data.validation_split="),
+        ("train.output=s3://bucket/run", 'train.output="s3://bucket/run": must be a folder on this machine'),
+        ("data.path=ftp://host/data", "ftp://host/data"),
+        ("data.hop=8", "data.hop=8: packed documents are cut every 64 bytes; set packing=false"),
+    ],
+)
+def test_data_that_does_not_fit_the_configuration(
+    refused: Callable[..., list[str]], config_file: Path, change: str, rule: str
+) -> None:
+    (line,) = refused("--config", str(config_file), change)
+    assert line.startswith(rule)

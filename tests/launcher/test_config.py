@@ -135,3 +135,25 @@ def test_schema_accepts_what_the_configuration_does() -> None:
 
 def test_no_key_is_both_known_and_owned() -> None:
     assert not set(KNOWN) & set(OWNED)
+
+
+@pytest.mark.parametrize(
+    "location", ["https://me:secret@host/data", "https://host/data?signature=secret", "s3://key@b/data"]
+)
+def test_credentials_in_the_data_path_are_refused_and_not_shown(path: Path, location: str) -> None:
+    """They would be saved with the run."""
+    (line,) = refused(path, f"data.path={location}")
+    assert line.startswith("data.path=") and "leave them out" in line
+    assert "secret" not in line and "key" not in line
+
+
+@pytest.mark.parametrize("location", ["/a/b@c?d", "s3://bucket/a@b", "https://host:8080/data", "data"])
+def test_paths_and_plain_urls_are_taken(path: Path, location: str) -> None:
+    assert load_config(path, [f"data.path={location}"]).data.path == location
+
+
+def test_what_does_not_go_with_the_order_is_refused(path: Path) -> None:
+    (line,) = refused(path, "data.order=streaming", "data.on_damage=substitute")
+    assert line.startswith('data.on_damage="substitute": plain shards have no index')
+    (line,) = refused(path, "data.modality=text")
+    assert line.startswith('data.modality="text": is asked of plain shards alone')

@@ -75,18 +75,63 @@ def test_export_tells_what_it_passed_over(run_copy: Path, tmp_path: Path, capsys
     assert "step 4 of" in done
 
 
-def test_damaged_sample_is_told_by_the_rank_that_meets_it(config_file: Path, data: Path, tmp_path: Path) -> None:
-    """The second of two ranks reads the second half of the data; it tells its line though it is not the first."""
-    shutil.copytree(data, tmp_path / "data")
-    (shard,) = (tmp_path / "data").glob("train-*.tar")
+def damage_second_half(data: Path, folder: Path) -> Path:
+    """A copy of the data in which the training shard has a flipped bit that the second of two ranks reads first."""
+    shutil.copytree(data, folder)
+    (shard,) = folder.glob("train-*.tar")
     content = bytearray(shard.read_bytes())
     content[len(content) * 9 // 16] ^= 1
     shard.write_bytes(content)
+    return shard
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_sample_ends_all_ranks_at_one_step_and_what_is_done_is_saved(
+    config_file: Path, data: Path, tmp_path: Path, workers: int
+) -> None:
+    """The second of two ranks meets it; the first one tells it, once."""
+    shard = damage_second_half(data, tmp_path / "data")
     began = time.monotonic()
-    ended = spawn(["--config", str(config_file), f"data.path={tmp_path / 'data'}"], 2)
-    assert ended.codes[1] == 2, ended.stderr
-    assert f"longstride: error: {shard}: sample " in ended.stderr[1]
+    changes = [f"data.path={tmp_path / 'data'}", f"data.workers={workers}", "train.checkpoint_every=0"]
+    ended = spawn(["--config", str(config_file), *changes], 2)
+    assert ended.codes == [2, 2], ended.stderr
+    told = [line for error in ended.stderr for line in error.splitlines() if line.startswith("longstride: error: ")]
+    assert len(told) == 1 and f"{shard}: sample " in told[0]
     assert time.monotonic() - began < 25  # a rank that holds its line back does so for 30 seconds
+    done = [line["step"] for line in metrics(tmp_path / "run") if line["split"] == "train"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [
+        f"step-{step:08d}" for step in done[-1:]
+    ]
+
+
+def test_validation_data_lost_under_a_run_ends_all_ranks_and_saves(
+    config_file: Path, data: Path, tmp_path: Path
+) -> None:
+    """It is there at the start, and cannot be read when the first evaluation is due."""
+    folder = shutil.copytree(data, tmp_path / "data")
+    (shard,) = folder.glob("validation-*.tar")
+    changes = [f"data.path={folder}", "train.checkpoint_every=0", "data.workers=1"]
+    ended = spawn(["--config", str(config_file), *changes], 2, {"REMOVE_AFTER_STEP_2": str(shard)})
+    assert ended.codes == [2, 2], ended.stderr
+    told = [line for error in ended.stderr for line in error.splitlines() if line.startswith("longstride: error: ")]
+    assert len(told) == 1 and f"{shard}: missing" in told[0]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_substituted_sample_is_told_and_the_run_goes_on(config_file: Path, data: Path, tmp_path: Path) -> None:
+    """A run that ended goes on with substitutes; what stood in for what is in metrics.jsonl and on the screen."""
+    shard = damage_second_half(data, tmp_path / "data")
+    changes = [f"data.path={tmp_path / 'data'}", "data.on_damage=substitute"]
+    ended = spawn(["--config", str(config_file), *changes], 2)
+    assert ended.codes == [0, 0], ended.stderr
+    lines = [line for line in metrics(tmp_path / "run") if line["split"] == "train"]
+    told = [text for line in lines for text in line["substitutions"]]
+    assert told and all(" stands in for " in text and f"{shard}: sample " in text for text in told)
+    assert all(text in ended.stderr[0] for text in told)
+    alone = spawn(["--config", str(config_file), *changes, f"train.output={tmp_path / 'alone'}"], 1)
+    assert alone.codes == [0], alone.stderr
+    again = [line for line in metrics(tmp_path / "alone") if line["split"] == "train"]
+    assert [line["sample_ids_crc32"] for line in again] == [line["sample_ids_crc32"] for line in lines]
 
 
 def test_failed_evaluation_costs_no_checkpoint_and_is_made_up_for(

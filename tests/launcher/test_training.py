@@ -17,14 +17,15 @@ from launcher.export import export
 from sparse_model import ModelConfig, SparseTransformer
 from tests.launcher.runs import configuration, metrics, spawn
 
-# Each ZeRO stage and each precision. The high scale overflows at first, so that skipped steps are resumed as well.
+# Each ZeRO stage and each precision, once with loader workers. The high scale overflows at first, so that skipped steps
+# are resumed as well.
 HIGH_SCALE = "deepspeed.fp16.initial_scale_power=21"
 LOW_SCALE = "deepspeed.fp16.initial_scale_power=10"
 CSV_MONITOR = '{"enabled": true, "output_path": "{folder}", "job_name": "csv"}'
 MONITORED = ("model.dropout=0", f"deepspeed.csv_monitor={CSV_MONITOR}")
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
-    "zero1-bf16": ("deepspeed=zero1_bf16",),
+    "zero1-bf16": ("deepspeed=zero1_bf16", "data.workers=2"),
     "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE),
     "zero3-bf16": ("deepspeed=zero3_bf16", "train.activation_checkpointing=true"),
 }
@@ -147,6 +148,21 @@ def test_accumulated_gradients_equal_unaccumulated_ones(trained: Trained) -> Non
     for one, other in zip(metrics(split), metrics(whole), strict=True):
         assert one["loss_nats"] == pytest.approx(other["loss_nats"], rel=2**-17)
         assert one.get("grad_norm", 0) == pytest.approx(other.get("grad_norm", 0), rel=2**-13)
+
+
+def test_padded_contexts_weigh_by_their_bytes_whoever_reads_them(trained: Trained) -> None:
+    """Short contexts fall on other ranks and micro-batches; loss and gradient are those of all bytes together.
+
+    Tolerances as above.
+    """
+    padded = ("model.dropout=0", "data.packing=false", "data.hop=48")
+    alone = metrics(trained("padded-alone", 1, *padded, "train.micro_batch=8"))
+    shared = metrics(trained("padded-shared", 4, *padded, "train.micro_batch=1", "deepspeed=zero2_fp32"))
+    assert any(line["tokens"] < 8 * 64 for line in alone)
+    for one, same in zip(alone, shared, strict=True):
+        assert one["tokens"] == same["tokens"] and one.get("sample_ids_crc32") == same.get("sample_ids_crc32")
+        assert one["loss_nats"] == pytest.approx(same["loss_nats"], rel=2**-17)
+        assert one.get("grad_norm", 0) == pytest.approx(same.get("grad_norm", 0), rel=2**-13)
 
 
 def test_activation_checkpointing_changes_nothing(trained: Trained) -> None:

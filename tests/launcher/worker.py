@@ -22,8 +22,8 @@ def dump_master_weights(path: str) -> None:
 
     train = loop.train
 
-    def train_and_dump(engine: Any, config: Any, ranks: Any, state: Any) -> None:
-        train(engine, config, ranks, state)
+    def train_and_dump(engine: Any, config: Any, ranks: Any, data: Any, state: Any) -> None:
+        train(engine, config, ranks, data, state)
         masters = {}
         if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
             pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
@@ -43,7 +43,7 @@ def stop_answering(step: int) -> None:
     """Lets the last rank hang before its next collective, after a step."""
     import launcher.loop as loop
 
-    gather = loop.gather_global_batch
+    gather = loop.gather_float64
     calls = []
 
     def gather_or_hang(*args: Any) -> Any:
@@ -52,7 +52,22 @@ def stop_answering(step: int) -> None:
             time.sleep(60)
         return gather(*args)
 
-    loop.gather_global_batch = gather_or_hang
+    loop.gather_float64 = gather_or_hang
+
+
+def remove_after_step_2(path: str) -> None:
+    """Lets a file vanish under the run."""
+    import launcher.loop as loop
+
+    train_step = loop.train_step
+
+    def train_and_remove(engine: Any, *args: Any) -> Any:
+        line = train_step(engine, *args)
+        if line["step"] == 2:
+            Path(path).unlink(missing_ok=True)
+        return line
+
+    loop.train_step = train_and_remove
 
 
 def fail_evaluation(step: int) -> None:
@@ -61,10 +76,10 @@ def fail_evaluation(step: int) -> None:
 
     evaluate = loop.evaluate_split
 
-    def evaluate_or_fail(engine: Any, config: Any, ranks: Any) -> Any:
+    def evaluate_or_fail(engine: Any, config: Any, ranks: Any, data: Any) -> Any:
         if engine.global_steps == step:
             raise RuntimeError("the evaluation fails")
-        return evaluate(engine, config, ranks)
+        return evaluate(engine, config, ranks, data)
 
     loop.evaluate_split = evaluate_or_fail
 
@@ -74,6 +89,8 @@ if __name__ == "__main__":
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
+    if "REMOVE_AFTER_STEP_2" in os.environ:
+        remove_after_step_2(os.environ["REMOVE_AFTER_STEP_2"])
     if "HANG_AFTER_STEP" in os.environ:
         stop_answering(int(os.environ["HANG_AFTER_STEP"]))
     entry.leave(entry.main(sys.argv[1:]))

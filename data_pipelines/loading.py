@@ -1,0 +1,120 @@
+"""The rows of one rank's steps, read here or ahead by worker processes.
+
+Workers share out the lanes, not the steps: each lane is read once, in sequence, by one process, and every worker's
+share of a step is asked for in turn. So the rows are the same with any number of workers.
+"""
+
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from data_pipelines.damage import Substitution
+from data_pipelines.errors import DataError
+from data_pipelines.lanes import Lanes
+
+
+class RowReader(Protocol):
+    """Gives one row of every step, steps ascending."""
+
+    @property
+    def context(self) -> int:
+        """N, positions of a row."""
+
+    def take(self, epoch: int, step: int, row: np.ndarray) -> tuple[int, int, Substitution | None]:
+        """Write a step's context into ``row``, (N,) uint8; return its number, length, and whom it replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some lanes' contexts of one step."""
+
+    tokens: np.ndarray  # (lanes, N) uint8
+    lengths: np.ndarray  # (lanes,) int64
+    sample_ids: np.ndarray  # (lanes,) int64
+    substitutions: tuple[Substitution, ...]
+
+
+def load_rows(
+    readers: Sequence[RowReader], lanes: Lanes, first_batch: int, workers: int, prefetch: int
+) -> Generator[Rows, None, None]:
+    """The rows of each step from global batch ``first_batch`` on, without end. Raises DataError as the readers do."""
+    workers = min(workers, len(readers))
+    if workers == 0:
+        yield from _read(readers, lanes, first_batch)
+        return
+    shares = [readers[each * len(readers) // workers : (each + 1) * len(readers) // workers] for each in range(workers)]
+    parts = _start(_Shares(shares, lanes, first_batch), workers, prefetch)
+    try:
+        while True:
+            yield _joined([next(parts) for _ in range(workers)])
+    finally:
+        # Workers end at once when the last reference goes, but only after seconds where a traceback still holds one.
+        del parts
+
+
+def _joined(step: Sequence[Rows | DataError]) -> Rows:
+    """The rows of all lanes. Raises the first error."""
+    parts = []
+    for part in step:
+        if isinstance(part, DataError):
+            raise DataError(str(part))
+        parts.append(part)
+    return Rows(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        sample_ids=np.concatenate([part.sample_ids for part in parts]),
+        substitutions=tuple(each for part in parts for each in part.substitutions),
+    )
+
+
+def _read(readers: Sequence[RowReader], lanes: Lanes, first_batch: int) -> Iterator[Rows]:
+    for batch in count(first_batch):
+        epoch, step = lanes.position(batch)
+        tokens = np.empty((len(readers), readers[0].context), dtype=np.uint8)
+        taken = [reader.take(epoch, step, row) for reader, row in zip(readers, tokens, strict=True)]
+        numbers, lengths, substitutions = zip(*taken, strict=True)
+        yield Rows(
+            tokens, np.array(lengths), np.array(numbers), tuple(each for each in substitutions if each is not None)
+        )
+
+
+class _Shares(IterableDataset):
+    """What each worker reads: its share of the lanes, every step. An error travels as a value, without a traceback."""
+
+    def __init__(self, shares: Sequence[Sequence[RowReader]], lanes: Lanes, first_batch: int) -> None:
+        self._shares, self._lanes, self._first = shares, lanes, first_batch
+
+    def __iter__(self) -> Iterator[Rows | DataError]:
+        worker = get_worker_info()
+        assert worker is not None
+        try:
+            yield from _read(self._shares[worker.id], self._lanes, self._first)
+        except DataError as error:
+            yield error
+
+
+def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[Rows | DataError]:
+    with warnings.catch_warnings():
+        # It counts the cores of this machine; readers wait for the disk or the network for the most part.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return iter(
+            DataLoader(
+                shares,
+                batch_size=None,
+                num_workers=workers,
+                prefetch_factor=prefetch,
+                collate_fn=_as_it_is,
+                generator=torch.Generator(),  # else its seed would be drawn from the one that dropout draws from
+            )
+        )
+
+
+def _as_it_is(rows: Any) -> Any:
+    """Arrays are pickled: tensors would each hold a file of shared memory open."""
+    return rows

@@ -1,0 +1,119 @@
+"""A picture file to 8-bit red, green and blue: the only file that imports Pillow, and imported when a picture is read.
+
+Grey pictures get three equal channels, of 16 bits the upper 8 are taken, transparent pictures are laid on white (a
+drawing in black on nothing would vanish on black), of an animation the first frame is taken, an orientation in the
+metadata is applied, and colour profiles are not.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from data_pipelines.errors import DataError
+from data_pipelines.modalities.image import MAX_PIXELS
+
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM")  # Pillow knows more, some of which start other programs
+_ORIENTATION = 0x0112  # EXIF's number for it
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def picture_size(path: Path, file: BinaryIO) -> tuple[int, int]:
+    """(height, width) of a picture as it will be read, by its header alone. Raises DataError for a damaged one."""
+    with _reading(path):
+        picture = _opened(path, file)
+        turned = _orientation(picture) >= 5  # these change rows and columns
+        return (picture.width, picture.height) if turned else (picture.height, picture.width)
+
+
+def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> np.ndarray:
+    """(height, width, 3) uint8 of a picture open as ``file``; with a size its middle in that shape, brought to it.
+
+    Raises DataError, naming ``path``, for one that is damaged or too large.
+    """
+    with _reading(path):
+        picture = _upright(_opened(path, file))
+    return np.asarray(picture if size is None else _fitted(picture, *size))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever Pillow raises about a file into one line that names it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of metadata that is odd, and of sizes, which are checked here
+            yield
+    except DataError:
+        raise
+    except Image.DecompressionBombError:
+        raise DataError(_too_large(path)) from None
+    except Exception as error:  # Pillow's decoders raise what they like on a damaged file
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's, not the picture's
+        unknown = isinstance(error, UnidentifiedImageError)
+        what = f"not one of {', '.join(_FORMATS)}" if unknown else " ".join(str(error).split())
+        raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
+
+
+def _opened(path: Path, file: BinaryIO) -> Image.Image:
+    """The picture behind its header, not decoded yet. Raises DataError where it is too large to be."""
+    picture = Image.open(file, formats=_FORMATS)
+    if picture.width * picture.height > MAX_PIXELS:
+        raise DataError(_too_large(path))
+    return picture
+
+
+def _orientation(picture: Image.Image) -> int:
+    """1 to 8, as EXIF numbers them; 1 is upright."""
+    # The method of the class: that of PNG files decodes the picture to look for metadata behind it.
+    found = Image.Image.getexif(picture).get(_ORIENTATION, 1)
+    return found if found in _TURNS else 1
+
+
+def _upright(picture: Image.Image) -> Image.Image:
+    """The picture in 8-bit red, green and blue, as a person would see it."""
+    orientation = _orientation(picture)
+    picture.load()
+    if picture.mode == "F":
+        raise ValueError("its pixels are floating-point numbers")
+    if picture.mode.startswith("I"):  # grey of 16 bits, which Pillow would clip to 255
+        upper = np.clip(np.asarray(picture).astype(np.int64) >> 8, 0, 255)
+        picture = Image.fromarray(upper.astype(np.uint8))
+    elif picture.mode in ("LA", "PA", "RGBA") or "transparency" in picture.info:
+        ground = Image.new("RGBA", picture.size, "white")
+        ground.alpha_composite(picture.convert("RGBA"))
+        picture = ground
+    picture = picture.convert("RGB")
+    return picture.transpose(_TURNS[orientation]) if orientation in _TURNS else picture
+
+
+def _fitted(picture: Image.Image, height: int, width: int) -> Image.Image:
+    """The middle of a picture in the shape of (height, width), brought to that size."""
+    rows, columns = picture.height, picture.width
+    if columns * height > rows * width:
+        columns = max(1, (2 * rows * width + height) // (2 * height))
+    else:
+        rows = max(1, (2 * columns * height + width) // (2 * width))
+    left, top = (picture.width - columns) // 2, (picture.height - rows) // 2
+    picture = picture.crop((left, top, left + columns, top + rows))
+    if (rows, columns) == (height, width):
+        return picture
+    # A pixel is the mean of those that it covers; where there are none to average, a smooth line between them.
+    smaller = height <= rows and width <= columns
+    return picture.resize((width, height), Image.Resampling.BOX if smaller else Image.Resampling.BICUBIC)
+
+
+def _too_large(path: Path) -> str:
+    return f"{path}: claims more than {MAX_PIXELS:,} pixels; shrink it first, or exclude it"

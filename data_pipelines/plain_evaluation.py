@@ -1,0 +1,73 @@
+"""A split of plain WebDataset shards read once, for scores that count every byte exactly once.
+
+Letters: N positions a context, B contexts a batch, W ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data_pipelines.contexts import Cut
+from data_pipelines.cutting import CutContext, make_cutter
+from data_pipelines.errors import DataError
+from data_pipelines.evaluation import PADDING_ID, EvaluationBatch, check_arguments
+from data_pipelines.plain_shards import PlainSplit, Turn
+
+
+def plain_contexts(
+    location: str | Path,
+    split: str = "validation",
+    *,
+    context: int,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    cut: Cut | None = None,
+    limit: int | None = None,
+    modality: str = "text",
+    extension: str | None = None,
+) -> Iterator[EvaluationBatch]:
+    """The shards by name, their samples in sequence, cut into contexts of N bytes; each byte on one rank, once.
+
+    Nothing tells how much a split holds before it is read, so every rank reads all of it and keeps its own rows:
+    context k is row ``k % B`` of batch ``k // (B * W)`` of rank ``k // B % W``. Every rank gets the same number of
+    batches of the same shape (B, N). ``limit`` takes the first that many contexts. Raises DataError for arguments out
+    of range and, while it is iterated, for a shard or sample that cannot be read and for a split without bytes.
+    """
+    check_arguments(batch_size, rank, world_size, limit)
+    opened = PlainSplit(location, split, modality, extension)
+    cutter = make_cutter(opened, context, replace(cut or Cut(), hop=None))
+    once = (Turn(number, shard) for number, shard in enumerate(opened.shards))
+    contexts = islice(cutter.cut(opened.documents(once)), limit)
+    return _batches(contexts, opened, context, batch_size, rank, world_size)
+
+
+def _batches(
+    contexts: Iterator[CutContext], split: PlainSplit, context: int, batch_size: int, rank: int, world_size: int
+) -> Iterator[EvaluationBatch]:
+    step = batch_size * world_size
+    own: list[tuple[int, CutContext]] = []
+    number = -1
+    for number, each in enumerate(contexts):
+        if number % step // batch_size == rank:
+            own.append((number, each))
+        if number % step == step - 1:
+            yield _batch(own, context, batch_size)
+            own = []
+    if number < 0:
+        raise DataError(f"{split.location}: the samples of split {split.name!r} hold no bytes; add data")
+    if (number + 1) % step:
+        yield _batch(own, context, batch_size)
+
+
+def _batch(own: list[tuple[int, CutContext]], context: int, batch_size: int) -> EvaluationBatch:
+    tokens = np.zeros((batch_size, context), dtype=np.uint8)
+    lengths = np.zeros(batch_size, dtype=np.int64)
+    ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
+    for row, (number, each) in enumerate(own):
+        tokens[row], lengths[row], ids[row] = each.tokens, each.length, number
+    return EvaluationBatch(torch.from_numpy(tokens), torch.from_numpy(lengths), torch.from_numpy(ids))

@@ -1,0 +1,206 @@
+"""A web server that fails in every way a real one does, as often as it is told to, and the same way every time.
+
+    with FaultyServer(folder, share=0.2, seed=1) as url:
+        ...                                    # url + "/train-00000.tar" is folder / "train-00000.tar"
+
+It answers GET and HEAD with ranges. A folder inside ``folder`` is a bucket of path-style S3 as well: with
+``AWS_ENDPOINT_URL`` set to ``url``, ``s3://bucket/key`` is ``folder / "bucket" / "key"``.
+"""
+
+import random
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+FAULTS = ("drop", "cut", "stall", "error", "short")  # before the answer; in mid-body; no more bytes; 5xx; too few bytes
+_PIECE_BYTES = 2**16
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+
+
+@dataclass
+class Request:
+    """What one request asked for and got."""
+
+    method: str
+    name: str  # path within the folder
+    query: str
+    authorization: str | None
+    offset: int  # of the first byte asked for
+    fault: str | None
+    sent: int = 0  # bytes of the body
+
+
+class FaultyServer:
+    """Serves ``folder`` on a free port of this machine while it is entered.
+
+    ``share`` of the requests get a fault, drawn from ``faults`` by (seed, name, how often the name was asked for): what
+    a file's requests meet does not depend on the order in which several clients come. ``corrupt`` names files of which
+    a byte is flipped, ``statuses`` gives names an answer of their own. ``pause_seconds`` lie between pieces of 64 KiB.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        share: float = 0.0,
+        seed: int = 0,
+        *,
+        faults: Collection[str] = FAULTS,
+        stall_seconds: float = 5.0,
+        pause_seconds: float = 0.0,
+        ignore_range: bool = False,
+        corrupt: Collection[str] = (),
+        statuses: Mapping[str, int] | None = None,
+    ) -> None:
+        self.folder, self.share, self.seed = Path(folder), share, seed
+        self.faults, self.stall_seconds, self.pause_seconds = tuple(faults), stall_seconds, pause_seconds
+        self.ignore_range, self.corrupt, self.statuses = ignore_range, corrupt, statuses or {}
+        self.requests: list[Request] = []
+        self._asked: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+
+    def __enter__(self) -> str:
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.faulty = self
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        self._server.shutdown()
+        self._server.end_connections()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def sent(self) -> int:
+        """Bytes of all bodies so far."""
+        return sum(request.sent for request in self.requests)
+
+    def of(self, name: str) -> list[Request]:
+        """The requests for one file."""
+        return [request for request in self.requests if request.name == name]
+
+    def begin(self, request: Request) -> random.Random:
+        """Count a request and draw its fault."""
+        with self._lock:
+            self._asked[request.name] += 1
+            generator = random.Random(f"{self.seed}/{request.name}/{self._asked[request.name]}")
+            if generator.random() < self.share:
+                request.fault = generator.choice(self.faults)
+            self.requests.append(request)
+        return generator
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+    faulty: FaultyServer
+
+    def __init__(self, *arguments) -> None:
+        self._connections: set[socket.socket] = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request, client_address) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def end_connections(self) -> None:
+        for connection in list(self._connections):
+            with suppress(OSError):  # its client was faster
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients go away in mid-body: that is what they are tested for."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, with_body: bool) -> None:
+        faulty = self.server.faulty
+        parts = urlsplit(self.path)
+        name = unquote(parts.path).strip("/")
+        asked = None if faulty.ignore_range else _RANGE.fullmatch(self.headers.get("Range", ""))
+        start = int(asked[1]) if asked else 0
+        request = Request(self.command, name, parts.query, self.headers.get("Authorization"), start, None)
+        generator = faulty.begin(request)
+        if request.fault == "drop":
+            self.close_connection = True
+            return
+        if request.fault == "error":
+            self._refuse(generator.choice((500, 503)))
+            return
+        path = faulty.folder / name
+        if name in faulty.statuses or not path.is_file():
+            self._refuse(faulty.statuses.get(name, 404))
+            return
+        content = bytearray(path.read_bytes())
+        if name in faulty.corrupt:
+            content[len(content) // 2] ^= 1
+        if asked and start >= len(content):
+            self._refuse(416)
+            return
+        stop = min(int(asked[2]) + 1, len(content)) if asked and asked[2] else len(content)
+        whole = request.fault is None
+        if request.fault == "short" and asked:  # as a server may: fewer bytes than the range has, and says so
+            whole = True
+            stop = start + max(1, (stop - start) // 2)
+        self._head(path, bool(asked), start, stop, len(content))
+        if with_body:
+            end = stop if whole else start + generator.randrange(stop - start + 1) * 9 // 10
+            self._body(request, content[start:end])
+            self.close_connection |= not whole
+
+    def _head(self, path: Path, part: bool, start: int, stop: int, total: int) -> None:
+        self.send_response(206 if part else 200)
+        self.send_header("Content-Length", str(stop - start))
+        if part:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{total}")
+        self.send_header("ETag", f'"{total}"')
+        self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
+        self.end_headers()
+
+    def _body(self, request: Request, content: bytes) -> None:
+        faulty = self.server.faulty
+        while request.sent < len(content) and not faulty.ended.is_set():
+            piece = content[request.sent : request.sent + _PIECE_BYTES]
+            self.wfile.write(piece)
+            request.sent += len(piece)
+            if faulty.pause_seconds:
+                faulty.ended.wait(faulty.pause_seconds)
+        if request.fault == "stall":
+            faulty.ended.wait(faulty.stall_seconds)
+
+    def _refuse(self, status: int) -> None:
+        code = {404: "NoSuchKey", 403: "AccessDenied", 416: "InvalidRange", 503: "SlowDown"}.get(
+            status, "InternalError"
+        )
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as told</Message></Error>".encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
