@@ -19,17 +19,6 @@ from data_pipelines.errors import DataError
 from data_pipelines.lanes import Lanes
 
 
-class RowReader(Protocol):
-    """Gives one row of every step, steps ascending."""
-
-    @property
-    def context(self) -> int:
-        """N, positions of a row."""
-
-    def take(self, epoch: int, step: int, row: np.ndarray) -> tuple[int, int, Substitution | None]:
-        """Write a step's context into ``row``, (N,) uint8; return its number, length, and whom it replaces."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Some lanes' contexts of one step."""
@@ -40,31 +29,48 @@ class Rows:
     substitutions: tuple[Substitution, ...]
 
 
+class RowsReader(Protocol):
+    """Reads some rows of every step."""
+
+    def take(self, epoch: int, step: int) -> Rows:
+        """The rows of a step, steps ascending."""
+
+
+def shared_out(rows: Sequence[int], workers: int) -> list[Sequence[int]]:
+    """The rows of each worker: as many shares as there are workers, and rows for; one share without workers."""
+    count = max(1, min(workers, len(rows)))
+    return [rows[each * len(rows) // count : (each + 1) * len(rows) // count] for each in range(count)]
+
+
 def load_rows(
-    readers: Sequence[RowReader], lanes: Lanes, first_batch: int, workers: int, prefetch: int
+    readers: Sequence[RowsReader], lanes: Lanes, first_batch: int, workers: int, prefetch: int
 ) -> Generator[Rows, None, None]:
-    """The rows of each step from global batch ``first_batch`` on, without end. Raises DataError as the readers do."""
-    workers = min(workers, len(readers))
+    """The rows of each step from global batch ``first_batch`` on, without end, of all readers in their order.
+
+    With ``workers``, each reader has a process of its own. Raises DataError as the readers do.
+    """
     if workers == 0:
-        yield from _read(readers, lanes, first_batch)
+        for rows in zip(*(_read(reader, lanes, first_batch) for reader in readers), strict=True):
+            yield _joined(rows)
         return
-    shares = [readers[each * len(readers) // workers : (each + 1) * len(readers) // workers] for each in range(workers)]
-    parts = _start(_Shares(shares, lanes, first_batch), workers, prefetch)
+    parts = _start(_Shares(readers, lanes, first_batch), len(readers), prefetch)
     try:
         while True:
-            yield _joined([next(parts) for _ in range(workers)])
+            yield _joined([next(parts) for _ in readers])
     finally:
         # Workers end at once when the last reference goes, but only after seconds where a traceback still holds one.
         del parts
 
 
 def _joined(step: Sequence[Rows | DataError]) -> Rows:
-    """The rows of all lanes. Raises the first error."""
+    """The rows of all readers. Raises the first error."""
     parts = []
     for part in step:
         if isinstance(part, DataError):
             raise DataError(str(part))
         parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
     return Rows(
         tokens=np.concatenate([part.tokens for part in parts]),
         lengths=np.concatenate([part.lengths for part in parts]),
@@ -73,28 +79,22 @@ def _joined(step: Sequence[Rows | DataError]) -> Rows:
     )
 
 
-def _read(readers: Sequence[RowReader], lanes: Lanes, first_batch: int) -> Iterator[Rows]:
+def _read(reader: RowsReader, lanes: Lanes, first_batch: int) -> Iterator[Rows]:
     for batch in count(first_batch):
-        epoch, step = lanes.position(batch)
-        tokens = np.empty((len(readers), readers[0].context), dtype=np.uint8)
-        taken = [reader.take(epoch, step, row) for reader, row in zip(readers, tokens, strict=True)]
-        numbers, lengths, substitutions = zip(*taken, strict=True)
-        yield Rows(
-            tokens, np.array(lengths), np.array(numbers), tuple(each for each in substitutions if each is not None)
-        )
+        yield reader.take(*lanes.position(batch))
 
 
 class _Shares(IterableDataset):
-    """What each worker reads: its share of the lanes, every step. An error travels as a value, without a traceback."""
+    """What each worker reads: its share of every step. An error travels as a value, without a traceback."""
 
-    def __init__(self, shares: Sequence[Sequence[RowReader]], lanes: Lanes, first_batch: int) -> None:
-        self._shares, self._lanes, self._first = shares, lanes, first_batch
+    def __init__(self, readers: Sequence[RowsReader], lanes: Lanes, first_batch: int) -> None:
+        self._readers, self._lanes, self._first = readers, lanes, first_batch
 
     def __iter__(self) -> Iterator[Rows | DataError]:
         worker = get_worker_info()
         assert worker is not None
         try:
-            yield from _read(self._shares[worker.id], self._lanes, self._first)
+            yield from _read(self._readers[worker.id], self._lanes, self._first)
         except DataError as error:
             yield error
 

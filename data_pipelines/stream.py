@@ -4,7 +4,7 @@ Letters: N positions a context, G contexts a global batch, W ranks.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ from data_pipelines.contexts import Cut, cut_contexts
 from data_pipelines.damage import ON_DAMAGE, Substitution
 from data_pipelines.errors import DataError
 from data_pipelines.lanes import Lanes, StreamState, shard_order
-from data_pipelines.loading import Rows, load_rows
+from data_pipelines.loading import Rows, load_rows, shared_out
 from data_pipelines.reading import DataFolder, open_folder
-from data_pipelines.shuffling import LaneReader
+from data_pipelines.shuffling import LanesReader
 from data_pipelines.stores import RemoteSettings
 
 SHUFFLE_BYTES = 2**20  # of a lane's block: some dozens of source files
@@ -105,7 +105,7 @@ class ByteStream:
 
     def __iter__(self) -> Iterator[Batch]:
         first = self.lanes.batch_number(self.state.epoch, self.state.step)
-        readers = [self._lane_reader(lane) for lane in self._own]
+        readers = [self._reader(own) for own in shared_out(self._own, self._workers)]
         if self._workers:
             self.contexts.split.store.close()  # a fork in the midst of a fetch could stand still in the child
         with closing(load_rows(readers, self.lanes, first, self._workers, self._prefetch)) as steps:
@@ -127,8 +127,8 @@ class ByteStream:
         place = self.contexts.place(start, self.seed)
         return f"{left:,} {unit} are carried over into epoch {epoch}, from {place} on"
 
-    def _lane_reader(self, lane: int) -> LaneReader:
-        return LaneReader(self.contexts, self.lanes, self.seed, lane, self._block_contexts, self._on_damage)
+    def _reader(self, own: Sequence[int]) -> LanesReader:
+        return LanesReader(self.contexts, self.lanes, self.seed, own, self._block_contexts, self._on_damage)
 
     def _state_at(self, batch: int) -> StreamState:
         epoch, step = self.lanes.position(batch)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from webdataset.filters import pick
 from data_pipelines.contexts import Cut
 from data_pipelines.cutting import CutContext, Cutter, make_cutter
 from data_pipelines.lanes import Lanes, StreamState, shard_order
-from data_pipelines.loading import load_rows
+from data_pipelines.loading import Rows, load_rows, shared_out
 from data_pipelines.plain_shards import Document, PlainShard, PlainSplit, Turn
 from data_pipelines.stream import SHUFFLE_BYTES, Batch, as_batch, check_arguments
 
@@ -73,7 +73,7 @@ class PlainStream:
 
     def __iter__(self) -> Iterator[Batch]:
         first = self.state.step
-        readers = list(self._row_readers(first))
+        readers = list(self._readers(first))
         with closing(load_rows(readers, self.lanes, first, self._workers, self._prefetch)) as steps:
             for number, rows in enumerate(steps, start=first):
                 yield as_batch(rows, self._state_at(number + 1))
@@ -87,25 +87,24 @@ class PlainStream:
         """None: an epoch has no sharp end here, and nothing is left over."""
         return None
 
-    def _row_readers(self, step: int) -> Iterator["_RowReader"]:
-        """One for each row of the rank's share; those of a worker take from one mixer."""
-        workers = max(1, self._workers)
-        for worker in range(workers):
-            rows = (worker + 1) * self._rows // workers - worker * self._rows // workers  # as load_rows shares them out
+    def _readers(self, step: int) -> Iterator["_Mixer"]:
+        """One for each worker."""
+        shares = shared_out(range(self._rows), self._workers)
+        for place, own in enumerate(shares):
             # A buffer of more than the reader's part of an epoch would but blur the epochs.
-            part_bytes = self.lanes.total_units * self._context // (self._world_size * workers)
-            buffer_bytes = min(rows * self._shuffle_bytes, part_bytes) // 2
-            mixer = _Mixer(
+            part_bytes = self.lanes.total_units * self._context // (self._world_size * len(shares))
+            buffer_bytes = min(len(own) * self._shuffle_bytes, part_bytes) // 2
+            yield _Mixer(
                 self.split,
                 self.cutter,
+                rows=len(own),
                 seed=self.seed,
-                place=self._rank * workers + worker,
-                stride=self._world_size * workers,
-                passed_bytes=int(step * rows / self._contexts_per_byte),
+                place=self._rank * len(shares) + place,
+                stride=self._world_size * len(shares),
+                passed_bytes=int(step * len(own) / self._contexts_per_byte),
                 document_buffer_bytes=buffer_bytes,
                 context_buffer=buffer_bytes // self._context,
             )
-            yield from (_RowReader(mixer, self._context) for _ in range(rows))
 
     def _state_at(self, step: int) -> StreamState:
         """Steps are counted over the whole run; the epoch is how often the shards were passed, by estimate."""
@@ -151,6 +150,7 @@ class _Mixer:
 
     split: PlainSplit
     cutter: Cutter
+    rows: int  # of each step
     seed: int
     place: int
     stride: int
@@ -159,11 +159,17 @@ class _Mixer:
     context_buffer: int  # contexts
     _contexts: Iterator[CutContext] | None = field(default=None, init=False)
 
-    def take(self) -> CutContext:
-        """The next context."""
+    def take(self, epoch: int, step: int) -> Rows:
+        """The next contexts; no place is asked for."""
         if self._contexts is None:
             self._contexts = iter(self._pipeline())
-        return next(self._contexts)
+        taken = list(islice(self._contexts, self.rows))
+        return Rows(
+            tokens=np.stack([each.tokens for each in taken]),
+            lengths=np.array([each.length for each in taken], dtype=np.int64),
+            sample_ids=np.array([each.sample_id for each in taken], dtype=np.int64),
+            substitutions=(),
+        )
 
     def _pipeline(self) -> wds.DataPipeline:
         own = turns(self.split.shards, self.seed, self.place, self.stride, self.passed_bytes)
@@ -177,20 +183,6 @@ class _Mixer:
             self.cutter.cut,
             wds.shuffle(size, initial=size, rng=generator) if size > 1 else None,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _RowReader:
-    """One row of every step: what loading.py reads from."""
-
-    mixer: _Mixer
-    context: int
-
-    def take(self, epoch: int, step: int, row: np.ndarray) -> tuple[int, int, None]:
-        """Write the next context into ``row``, (N,) uint8; return its sample id and length. No place is asked for."""
-        taken = self.mixer.take()
-        row[:] = taken.tokens
-        return taken.sample_id, taken.length, None
 
 
 def _contexts_per_byte(split: PlainSplit, cutter: Cutter, context: int) -> float:
