@@ -18,10 +18,13 @@ import numpy as np
 from data_pipelines.errors import DataError
 from data_pipelines.manifest import MANIFEST_NAME, ShardRecord
 from data_pipelines.modalities import modality_named
+from data_pipelines.scatter import read_contents
 from data_pipelines.shards import BLOCK_BYTES, index_file, load_index, load_manifest, member_ends, shard_file
 from data_pipelines.stores import RemoteSettings, open_store
 
-READ_BYTES = 2**20  # read at once where members are smaller
+SCATTERED_BYTES = 2**14  # content of a sample, on the average, from which on it is worth a place of its own
+_MOST_SCATTERED = 500  # samples: systems limit the parts of a read to 1,024
+READ_BYTES = 2**19  # read at once where members are smaller
 _LOST_SECONDS = 600.0
 _KEPT_BYTES = 64 * 2**20  # of indexes held, and one for each lane at least
 REPAIR = "`longstride data verify` lists all damage; build the folder again or fetch it again"
@@ -191,15 +194,35 @@ class SampleReader:
         first = int(np.searchsorted(edges, start, side="right")) - 1
         last = int(np.searchsorted(edges, end, side="left"))
         bounds = edges[first : last + 1].tolist()
-        for sample, content in self._contents(number, range(first, last)):
-            begin, stop = bounds[sample - first], bounds[sample - first + 1]
-            a, b = max(start, begin), min(end, begin + len(content))
-            if a < b:
-                out[a - start : b - start] = content[a - begin : b - begin]
-            if begin + len(content) < stop <= end:
-                out[stop - 1 - start] = separator
-            if sample == last - 1 and stop > end:
-                self._kept = number, sample, content
+        head, tail = range(first, first), range(first, last)
+        if separator is None and len(out) >= SCATTERED_BYTES * (last - first):
+            # Long samples that lie in the range as a whole; what is left is before and behind them.
+            whole = range(first + (bounds[0] < start), last - (bounds[-1] > end))
+            done = self._scatter(number, whole, [bound - start for bound in bounds[whole.start - first :]], out)
+            head, tail = range(first, whole.start), range(whole.start + done, last)
+        for samples in filter(len, (head, tail)):
+            for sample, content in self._contents(number, samples):
+                begin, stop = bounds[sample - first], bounds[sample - first + 1]
+                a, b = max(start, begin), min(end, begin + len(content))
+                if a < b:
+                    out[a - start : b - start] = content[a - begin : b - begin]
+                if begin + len(content) < stop <= end:
+                    out[stop - 1 - start] = separator
+                if sample == last - 1 and stop > end:
+                    self._kept = number, sample, content
+
+    def _scatter(self, number: int, samples: range, places: list[int], out: np.ndarray) -> int:
+        """Write whole samples to their places in ``out``; how many, up to the first that is not what was built."""
+        shard, first = self._split.open(number), samples.start
+        while first < samples.stop:
+            chunk = _chunk(shard, first, min(samples.stop, first + _MOST_SCATTERED))
+            target = out[places[chunk.start - samples.start] : places[chunk.stop - samples.start]]
+            if not read_contents(
+                shard.path, shard.index[chunk.start : chunk.stop], int(shard.ends[chunk.stop - 1]), target
+            ):
+                break
+            first = chunk.stop
+        return first - samples.start
 
     def _contents(self, number: int, samples: range) -> Iterator[tuple[int, np.ndarray]]:
         """(sample, its content): views that hold until the next but one read."""

@@ -23,6 +23,8 @@ def pieces(tmp_path, monkeypatch) -> Corpus:
     write_sources(tmp_path / "source", num_files=30, seed=1)
     monkeypatch.setattr(shard_writer, "SAMPLE_BYTES", 37)
     monkeypatch.setattr(reading, "READ_BYTES", 3000)
+    monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
+    monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)
     manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0.2, shard_bytes=900)
     return Corpus(tmp_path / "source", tmp_path / "data", manifest)
 
@@ -192,6 +194,12 @@ def test_reader_reads_any_range_in_any_order(corpus, data):
     reader = SampleReader(split)
     separator = data.draw(st.sampled_from([None, 0, 255]))
     behind = b"" if separator is None else bytes([separator])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "SCATTERED_BYTES", data.draw(st.sampled_from([1, 2**14])))
+        read_here_and_there(corpus, data, split, reader, separator, behind)
+
+
+def read_here_and_there(corpus, data, split, reader, separator, behind):
     for _ in range(20):
         number = data.draw(st.integers(0, len(split.shards) - 1))
         content = b"".join(document + behind for document in corpus.documents_of(split.shards[number]))

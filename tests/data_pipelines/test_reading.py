@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipelines import ByteStream, DataError, build, evaluation_contexts, open_store, verify
+from data_pipelines import ByteStream, DataError, build, evaluation_contexts, open_store, reading, verify
 from data_pipelines.shards import load_index
 
 VICTIM = "train-00001.tar"
@@ -168,10 +168,14 @@ def run_damage(corpus, tmp_path: Path, intact, num_cases: int) -> None:
         shutil.rmtree(folder)
 
 
-def test_random_damage_never_passes(corpus, tmp_path, intact):
-    run_damage(corpus, tmp_path, intact, num_cases=40)
+@pytest.mark.parametrize("scattered_bytes", [1, 2**14])
+def test_random_damage_never_passes(corpus, tmp_path, intact, monkeypatch, scattered_bytes):
+    monkeypatch.setattr(reading, "SCATTERED_BYTES", scattered_bytes)
+    run_damage(corpus, tmp_path, intact, num_cases=20)
 
 
 @pytest.mark.campaign
-def test_random_damage_campaign(corpus, tmp_path, intact):
-    run_damage(corpus, tmp_path, intact, num_cases=1000)
+@pytest.mark.parametrize("scattered_bytes", [1, 2**14])
+def test_random_damage_campaign(corpus, tmp_path, intact, monkeypatch, scattered_bytes):
+    monkeypatch.setattr(reading, "SCATTERED_BYTES", scattered_bytes)
+    run_damage(corpus, tmp_path, intact, num_cases=500)
