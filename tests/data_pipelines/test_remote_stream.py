@@ -40,7 +40,7 @@ def assert_equal(found, expected):
 
 
 @FORK_BESIDE_THREADS
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.campaign), 2])
 def test_stream_from_a_failing_server_is_that_of_the_disk(corpus, settings, workers):
     server = FaultyServer(corpus.folder, share=0.2, seed=1, stall_seconds=1)
     with server as url:
