@@ -119,7 +119,7 @@ def test_validation_data_lost_under_a_run_ends_all_ranks_and_saves(
 
 
 def test_substituted_sample_is_told_and_the_run_goes_on(config_file: Path, data: Path, tmp_path: Path) -> None:
-    """A run that ended goes on with substitutes; what stood in for what is in metrics.jsonl and on the screen."""
+    """What stood in for what is in metrics.jsonl and on the screen."""
     shard = damage_second_half(data, tmp_path / "data")
     changes = [f"data.path={tmp_path / 'data'}", "data.on_damage=substitute"]
     ended = spawn(["--config", str(config_file), *changes], 2)
