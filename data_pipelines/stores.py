@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from data_pipelines.errors import DataError
+from data_pipelines.manifest import REBUILD
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL_PROTOCOLS = ("file://", "local://")
-_REBUILD = "build the folder again or fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,13 @@ class LocalStore:
         try:
             size = path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
-            raise DataError(f"{path}: missing, yet the manifest lists it; {_REBUILD}") from None
+            raise DataError(f"{path}: missing, yet the manifest lists it; {REBUILD}") from None
         except OSError as error:
             raise DataError(unreadable(path, error)) from error
         if size != file.size:
             raise DataError(
                 f"{path}: {size} bytes, yet the manifest says {file.size}: "
-                f"the shard is cut short or belongs to another set; {_REBUILD}"
+                f"the shard is cut short or belongs to another set; {REBUILD}"
             )
         return path
 
@@ -151,7 +151,7 @@ class LocalStore:
 
 def unreadable(path: str | Path, error: OSError) -> str:
     """What to tell of a file that the system does not give out: of a permission, that nothing need be built again."""
-    mend = "allow reading" if isinstance(error, PermissionError) else _REBUILD
+    mend = "allow reading" if isinstance(error, PermissionError) else REBUILD
     return f"{path}: cannot be read ({error.strerror}); {mend}"
 
 

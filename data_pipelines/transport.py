@@ -95,7 +95,7 @@ def check_protocol(address: Address) -> None:
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         library = _LIBRARIES.get(protocol)
-        how = f'`pip install "longstride[remote]"` brings {library}' if library else str(error)
+        how = f"pip install {library}" if library else str(error)
         raise DataError(f"{address.shown}: the library that reads {protocol}:// is not installed; {how}") from error
     except ValueError as error:
         raise DataError(

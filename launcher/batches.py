@@ -119,10 +119,11 @@ class RunData:
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
         self._config, self._ranks = config, ranks
-        self._plain = config.data.order == "streaming"
         self._location = location or config.data.path
-        with placed():
-            self._folder = None if self._plain else DataFolder(self._location, make_remote(config))
+        self._folder: DataFolder | None = None  # of plain shards there is none
+        if config.data.order == "exact":
+            with placed():
+                self._folder = DataFolder(self._location, make_remote(config))
 
     def stream(self, state: StreamState | None = None) -> ByteStream | PlainStream:
         """This rank's training batches from a state on; None is the beginning.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_pipelines import MODALITIES, DataError, Manifest, build, verify
+from data_pipelines import MODALITIES, DataError, Manifest, build, open_store, verify
 from data_pipelines.crew import Crew, join_crew
 from data_pipelines.modalities.image import MAX_PIXELS
 from data_pipelines.unfinished import kept_folder
@@ -37,7 +37,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help="file or folder (repeatable)")
     parser.add_argument("--validation-fraction", type=float, default=0.05)
     parser.add_argument("--shard-bytes", type=int, default=None)
-    parser.add_argument("--seed", type=int, default=0, help="of the split by file")
+    parser.add_argument("--seed", type=int, default=0, help="of the split by file, and of the order of documents")
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -163,7 +163,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     if not findings:
-        print(f"{arguments.location}: whole", file=sys.stderr)
+        print(
+            f"{open_store(arguments.location).location}: whole", file=sys.stderr
+        )  # which hides what a URL has of secrets
     return 1 if findings else 0
 
 

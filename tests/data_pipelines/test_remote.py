@@ -441,4 +441,4 @@ def test_missing_library_is_named_with_what_to_install():
         [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     for line, library in zip(printed.splitlines(), ("aiohttp", "s3fs"), strict=True):
-        assert f'is not installed; `pip install "longstride[remote]"` brings {library}' in line
+        assert line.endswith(f"is not installed; pip install {library}")

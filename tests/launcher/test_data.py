@@ -10,6 +10,7 @@ import pytest
 
 from data_pipelines import build
 from launcher import cli
+from tests.data_pipelines.faulty_server import FaultyServer
 
 
 @pytest.fixture
@@ -89,3 +90,17 @@ def test_build_tells_what_the_system_refuses(
 def test_verify_refuses_an_empty_name(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "verify", ""]) == 2
     assert capsys.readouterr().err == "longstride: error: DIR|URL='': must be a data folder, such as data/mine\n"
+
+
+def test_what_a_url_has_of_secrets_is_not_printed(
+    texts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    build([texts / "texts"], texts / "data")
+    with FaultyServer(texts / "data") as url:
+        location = f"{url}?token=secret"
+        assert cli.main(["data", "verify", location]) == 0
+        assert cli.main(["data", "show", location]) == 0
+        assert cli.main(["data", "show", location, "--split", "test"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "whole" in printed and "no split 'test'" in printed and "secret" not in printed
