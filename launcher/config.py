@@ -109,6 +109,9 @@ class TrainConfig(StrictModel):
         default=(0.9, 0.999), strict=False
     )
     eps: float = Field(default=1e-8, gt=0)
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="of a moving average of the weights, such as 0.999; null: none is kept"
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
     activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")

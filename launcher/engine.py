@@ -25,6 +25,7 @@ from kernels.errors import ConfigError
 from launcher.config import RunConfig, TrainConfig
 from launcher.deepspeed_keys import check_packages, enabled, type_problems, zero_stage
 from launcher.processes import Ranks
+from launcher.weight_average import forget_average, keep_average
 from sparse_model import SparseTransformer
 from sparse_model.strict import config_error
 
@@ -55,10 +56,15 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
     if config.train.activation_checkpointing:
-        deepspeed.checkpointing.configure(None, deepspeed_config=section)
-        model.activation_checkpoint = _checkpoint_in_training
+        checkpoint_activations(model, section)
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
     return engine
+
+
+def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
+    """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
+    deepspeed.checkpointing.configure(None, deepspeed_config=section)
+    model.activation_checkpoint = _checkpoint_in_training
 
 
 def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> None:
@@ -72,6 +78,8 @@ def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> Non
         group["betas"], group["eps"], group["initial_lr"] = train.betas, train.eps, train.learning_rate
         group["lr"] = train.learning_rate * rate_factor(train, schedule.last_epoch)
     schedule.base_lrs = [train.learning_rate] * len(optimizer.param_groups)
+    if train.ema_decay is None:
+        forget_average(optimizer)
 
 
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -240,7 +248,10 @@ def _make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
         {"params": [parameters[name] for name in others], "weight_decay": 0.0},
     ]
     # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
-    return torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)
+    if train.ema_decay is not None:
+        keep_average(optimizer, train.ema_decay)
+    return optimizer
 
 
 def _make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:

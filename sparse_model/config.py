@@ -22,10 +22,10 @@ POSITIVE = Field(gt=0)
 WHOLE = 1e-6  # channels that a ratio may miss a whole number by: 2.3 x 100 is no 230 in binary
 
 
-class TextEmbedding(StrictModel):
+class FoldedEmbedding(StrictModel):
     """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text", "audio"] = "text"  # the same of both
     row_width: Annotated[int, POSITIVE]  # positions; usually the attention's stride
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class ModelConfig(StrictModel):
     heads: Annotated[int, POSITIVE]
     width: Annotated[int, POSITIVE]  # the paper's d
     attention: Annotated[Any, WithJsonSchema(_attention_schema())]
-    embedding: TextEmbedding | ImageEmbedding = Field(discriminator="type")
+    embedding: FoldedEmbedding | ImageEmbedding = Field(discriminator="type")
     vocabulary: Annotated[int, POSITIVE] = 256
     feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
     query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5

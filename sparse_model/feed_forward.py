@@ -1,11 +1,17 @@
-"""The feed-forward part of one residual block. Letters: B batch, N positions, C width."""
+"""The feed-forward part of one residual block. Letters: R rows (positions of all contexts), C width, F inner width."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sparse_model.config import ModelConfig
+
+LONG_ROWS = 1 << 16  # above so many rows at once the inner activations are computed again instead of kept
+CHUNK_ROWS = 1 << 12  # then so many rows at a time
 
 
 def sigmoid_gelu(x: Tensor) -> Tensor:
@@ -23,4 +29,62 @@ class FeedForward(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, N, C) to (B, N, C)."""
-        return self.contract(sigmoid_gelu(self.expand(h)))
+        rows = h.flatten(0, -2)
+        if len(rows) <= LONG_ROWS:
+            return self.contract(sigmoid_gelu(self.expand(h)))
+        expand, contract = self.expand, self.contract
+        found = feed_forward_in_chunks(rows, expand.weight, expand.bias, contract.weight, contract.bias, CHUNK_ROWS)
+        return found.view(h.shape)
+
+
+def feed_forward_in_chunks(
+    h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, contract_bias: Tensor, rows: int
+) -> Tensor:
+    """The same with memory for ``rows`` rows of inner activations; they are computed twice.
+
+    Args:
+        h: (R, C).
+        expand, expand_bias: (F, C), (F,).
+        contract, contract_bias: (C, F), (C,).
+        rows: in work at once.
+
+    Returns:
+        (R, C).
+    """
+    return _InChunks.apply(h, expand, expand_bias, contract, contract_bias, rows)
+
+
+class _InChunks(torch.autograd.Function):
+    """Keeps nothing but its input. The parameters' gradients are summed in fp32 (fp64 for fp64)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, contract_bias: Tensor, rows: int
+    ) -> Tensor:
+        ctx.save_for_backward(h, expand, expand_bias, contract, contract_bias)
+        ctx.rows = rows
+        out = torch.empty_like(h)
+        for chunk, target in zip(h.split(rows), out.split(rows), strict=True):
+            inner = sigmoid_gelu(F.linear(chunk, expand, expand_bias))
+            target.copy_(F.linear(inner, contract, contract_bias))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        h, *parameters = ctx.saved_tensors
+        expand, expand_bias, contract, _ = parameters
+        wide = torch.promote_types(h.dtype, torch.float32)
+        totals = [torch.zeros_like(parameter, dtype=wide) for parameter in parameters]
+        grad_h = torch.empty_like(h)
+        chunks = (x.split(ctx.rows) for x in (h, grad_out, grad_h))
+        for chunk, grad, target in zip(*chunks, strict=True):
+            x = F.linear(chunk, expand, expand_bias)
+            gate = torch.sigmoid(1.702 * x)
+            inner = x * gate
+            slope = gate + 1.702 * inner * (1 - gate)  # of the activation
+            grad_x = (grad @ contract).mul_(slope)
+            target.copy_(grad_x @ expand)
+            found = (grad_x.t() @ chunk, grad_x.sum(0, dtype=wide), grad.t() @ inner, grad.sum(0, dtype=wide))
+            for total, piece in zip(totals, found, strict=True):
+                total.add_(piece)
+        return (grad_h, *(t.to(p.dtype) for t, p in zip(totals, parameters, strict=True)), None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sparse_model.block import ResidualBlock
 from sparse_model.config import ModelConfig
 from sparse_model.embedding import Embedding
 from sparse_model.initialization import initialize
+from sparse_model.output import Logits
 
 
 class SparseTransformer(nn.Module):
@@ -22,7 +22,7 @@ class SparseTransformer(nn.Module):
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(ResidualBlock(config, patterns) for patterns in config.layer_patterns())
         self.norm = nn.LayerNorm(config.width)
-        self.logits = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.logits = Logits(config.width, config.vocabulary, bias=False)
         # Called as (block, h) around every residual block where set, to recompute activations in the backward pass.
         self.activation_checkpoint: Callable[..., Tensor] | None = None
         initialize(self, config)
@@ -33,7 +33,7 @@ class SparseTransformer(nn.Module):
         Args:
             tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
                 Bytes take an eighth of the way that int64 takes to a device.
-            return_nats: return each token's cross-entropy instead of the logits.
+            return_nats: return each token's cross-entropy instead of the logits, which never stand in memory whole.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32.
@@ -47,7 +47,4 @@ class SparseTransformer(nn.Module):
         h = self.embedding(tokens)
         for block in self.blocks:
             h = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
-        logits = self.logits(self.norm(h))
-        if not return_nats:
-            return logits
-        return F.cross_entropy(logits.float().transpose(1, 2), tokens, reduction="none")
+        return self.logits(self.norm(h), tokens if return_nats else None)

@@ -25,6 +25,7 @@ from kernels.patterns.forms import Fold
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
 VALUES_IN_WORK = 1 << 20  # of q (or v) at once, likewise
+VALUES_IN_COPIES = 1 << 25  # of all heads' q (or v) in fp32 at once, above which heads take turns
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -37,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     wide = accumulator_dtype(q.dtype)
     out = empty_like_rows(v)
     lse = torch.empty(q.shape[:3], dtype=wide)
-    for pattern, heads in _heads(patterns):
+    for pattern, heads in _heads(patterns, q, v):
         q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
         merged: tuple[Tensor, Tensor] | None = None
         for part in pattern.parts():
@@ -63,11 +64,11 @@ def backward(
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern: they serve each of its parts."""
     wide = accumulator_dtype(q.dtype)
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
-    for pattern, heads in _heads(patterns):
-        q_rows, k_rows, v_rows, grad_rows, out_rows = (_rows(x, heads, wide) for x in (q, k, v, grad_out, out))
+    for pattern, heads in _heads(patterns, q, v):
+        q_rows, k_rows, v_rows, grad_rows = (_rows(x, heads, wide) for x in (q, k, v, grad_out))
         lse_rows = _rows(lse[..., None], heads, wide)
         # d loss / d score = weight x (grad_out . v - delta), and a gradient of the logsumexp adds weight x grad_lse.
-        minus_delta = -(grad_rows * out_rows).sum(-1, keepdim=True)
+        minus_delta = -(grad_rows * _rows(out, heads, wide)).sum(-1, keepdim=True)
         if grad_lse is not None:
             minus_delta += _rows(grad_lse[..., None], heads, wide)
         # Where a row reads no key, weights exp(score - inf) are 0 in every chunk it shares with others.
@@ -84,11 +85,16 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
-def _heads(patterns: tuple[Pattern, ...]) -> Iterator[tuple[Pattern, slice | list[int]]]:
-    """Each distinct pattern with its heads."""
+def _heads(patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> Iterator[tuple[Pattern, slice | list[int]]]:
+    """Each distinct pattern with its heads: all, or as many as copies may be made of, and every thread has one."""
+    a_head = q.shape[0] * q.shape[2] * max(q.shape[3], v.shape[3], 1)
+    at_once = max(1, -(-torch.get_num_threads() // max(1, q.shape[0])), VALUES_IN_COPIES // max(1, a_head))
     for pattern in dict.fromkeys(patterns):
         heads = [head for head, other in enumerate(patterns) if other == pattern]
-        yield pattern, slice(None) if len(heads) == len(patterns) else heads
+        for first in range(0, len(heads), at_once):
+            some = heads[first : first + at_once]
+            neighbours = some[-1] - some[0] == len(some) - 1  # a slice is quicker than a list
+            yield pattern, slice(some[0], some[-1] + 1) if neighbours else some
 
 
 def _rows(x: Tensor, heads: slice | list[int], dtype: torch.dtype) -> Tensor:

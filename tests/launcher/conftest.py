@@ -85,6 +85,11 @@ def refused(
     return run
 
 
+def chunks(name: str) -> dict[str, str]:
+    """Runs under ZeRO 2 and 3 compute their short contexts in chunks, as long ones are."""
+    return {"CHUNK_ROWS": "24"} if name.startswith(("zero2", "zero3")) else {}
+
+
 @pytest.fixture(scope="session")
 def trained(shared: Callable[[str, Make], Path], data: Path) -> Callable[..., Path]:
     """A function (name, world_size, *overrides) -> run folder of eight steps, made once.
@@ -97,7 +102,7 @@ def trained(shared: Callable[[str, Make], Path], data: Path) -> Callable[..., Pa
             config = folder / "run.json"
             config.write_text(json.dumps(configuration(data, folder / "run")))
             placed = [override.replace("{folder}", str(folder)) for override in overrides]
-            ended = spawn(["--config", str(config), *placed], world_size)
+            ended = spawn(["--config", str(config), *placed], world_size, chunks(name))
             assert ended.codes == [0] * world_size, ended.stderr
 
         return shared(name, make) / "run"
@@ -109,7 +114,7 @@ def trained(shared: Callable[[str, Make], Path], data: Path) -> Callable[..., Pa
 def resumed(shared: Callable[[str, Make], Path], trained: Callable[..., Path]) -> Callable[..., tuple[Path, Path]]:
     """A function (name, world_size, *overrides) -> (trained run, a copy of it gone on from step 4).
 
-    The copy has `masters.pt` beside it: the trainer's fp32 master weights after the last step.
+    The copy has `masters.pt` beside it: the trainer's fp32 master weights after each of its steps.
     """
 
     def get(name: str, world_size: int, *overrides: str) -> tuple[Path, Path]:
@@ -119,7 +124,8 @@ def resumed(shared: Callable[[str, Make], Path], trained: Callable[..., Path]) -
             shutil.copytree(whole, folder / "run")
             arguments = ["--config", str(whole.parent / "run.json"), "--resume", "4", *overrides]
             arguments.append(f"train.output={folder / 'run'}")
-            ended = spawn(arguments, world_size, {"DUMP_MASTER_WEIGHTS": str(folder / "masters.pt")})
+            extra = {"DUMP_MASTER_WEIGHTS": str(folder / "masters.pt")} | chunks(name)
+            ended = spawn(arguments, world_size, extra)
             assert ended.codes == [0] * world_size, ended.stderr
             (folder / "stderr").write_text(ended.stderr[0])
 

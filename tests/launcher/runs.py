@@ -36,6 +36,7 @@ def configuration(data: Path, output: Path) -> dict[str, Any]:
             "micro_batch": 2,
             "learning_rate": 0.003,
             "warmup_steps": 2,
+            "ema_decay": 0.75,
             "checkpoint_every": 4,
             "evaluate_every": 4,
             "evaluate_contexts": 6,

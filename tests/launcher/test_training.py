@@ -62,9 +62,27 @@ def test_exported_weights_are_the_master_weights(name: str, resumed: Resumed, tm
     _, run = resumed(name, 2, *EVERY_RUN[name])
     export(run, 8, tmp_path / "export")
     exported = load_file(tmp_path / "export/model.safetensors")
-    masters = torch.load(run.parent / "masters.pt", weights_only=True)
+    masters = torch.load(run.parent / "masters.pt", weights_only=True)[-1]
     assert exported.keys() == masters.keys()
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, masters[n]) for n, tensor in exported.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_average_follows_the_master_weights_through_a_resume(name: str, resumed: Resumed, tmp_path: Path) -> None:
+    """Tolerance: four steps of two roundings each, of sums of weights of equal size."""
+    whole, run = resumed(name, 2, *EVERY_RUN[name])
+    averages = {}
+    for place, folder, step in (("before", whole, 4), ("whole", whole, 8), ("resumed", run, 8)):
+        export(folder, step, tmp_path / place, "ema")
+        averages[place] = load_file(tmp_path / place / "model.safetensors")
+    expected = averages["before"]
+    skipped = [line["grad_norm"] is None for line in metrics(run) if line["split"] == "train" and line["step"] > 4]
+    for masters, unmoved in zip(torch.load(run.parent / "masters.pt", weights_only=True), skipped, strict=True):
+        if not unmoved:
+            expected = {key: 0.75 * old + 0.25 * masters[key] for key, old in expected.items()}
+    for key, average in averages["resumed"].items():
+        assert torch.equal(average, averages["whole"][key])
+        torch.testing.assert_close(average, expected[key], rtol=2**-20, atol=2**-24)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -75,7 +93,7 @@ def test_exported_logits_equal_the_trainers(name: str, resumed: Resumed, tmp_pat
     assert content["origin"]["step"] == 8
     models = [SparseTransformer(ModelConfig.model_validate(content["model"])).eval() for _ in range(2)]
     models[0].load_state_dict(load_file(tmp_path / "export/model.safetensors"))
-    models[1].load_state_dict(torch.load(run.parent / "masters.pt", weights_only=True))
+    models[1].load_state_dict(torch.load(run.parent / "masters.pt", weights_only=True)[-1])
     tokens = torch.arange(64)[None] % 256
     with torch.no_grad():
         assert torch.equal(models[0](tokens), models[1](tokens))

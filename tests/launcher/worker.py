@@ -14,16 +14,17 @@ import launcher.train as entry  # noqa: E402  the path comes first
 
 
 def dump_master_weights(path: str) -> None:
-    """Saves the fp32 master weights as they are in the engine after training, by DeepSpeed's own debugging calls."""
+    """Saves the fp32 master weights as they are in the engine after each step, by DeepSpeed's own debugging calls."""
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
 
     import launcher.loop as loop
 
-    train = loop.train
+    train_step = loop.train_step
+    steps: list[dict[str, Any]] = []
 
-    def train_and_dump(engine: Any, config: Any, ranks: Any, data: Any, state: Any) -> None:
-        train(engine, config, ranks, data, state)
+    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any) -> Any:
+        line = train_step(engine, taken, micro_batch, ranks)
         masters = {}
         if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
             pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
@@ -33,10 +34,20 @@ def dump_master_weights(path: str) -> None:
             sharded = engine.zero_optimization()
             for name, parameter in engine.module.named_parameters():
                 masters[name] = safe_get_full_fp32_param(parameter) if sharded else parameter
+        steps.append({name: master.detach().clone().cpu() for name, master in masters.items()})
         if ranks.is_first:
-            torch.save({name: master.detach().clone().cpu() for name, master in masters.items()}, path)
+            torch.save(steps, path)
+        return line
 
-    loop.train = train_and_dump
+    loop.train_step = step_and_dump
+
+
+def work_in_chunks(rows: int) -> None:
+    """Lets the model take even short contexts as it takes long ones: so many rows at a time."""
+    import sparse_model.feed_forward as feed_forward
+    import sparse_model.output as output
+
+    feed_forward.LONG_ROWS = feed_forward.CHUNK_ROWS = output.CHUNK_ROWS = rows
 
 
 def stop_answering(step: int) -> None:
@@ -89,6 +100,8 @@ if __name__ == "__main__":
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
+    if "CHUNK_ROWS" in os.environ:
+        work_in_chunks(int(os.environ["CHUNK_ROWS"]))
     if "REMOVE_AFTER_STEP_2" in os.environ:
         remove_after_step_2(os.environ["REMOVE_AFTER_STEP_2"])
     if "HANG_AFTER_STEP" in os.environ:

@@ -20,6 +20,11 @@ def test_the_schedules_here_name_every_registered_pattern() -> None:
     assert {entry["type"] for entry in entries} == set(PATTERNS)
 
 
+def test_text_and_audio_fold_the_sequence_alike() -> None:
+    kinds = [small(embedding={"type": kind, "row_width": 16}).embedding for kind in ("text", "audio")]
+    assert [kind.table_sizes(40) for kind in kinds] == [(3, 16)] * 2
+
+
 def test_interleaved_layers_take_the_factors_in_turn() -> None:
     layers = small(attention=ATTENTIONS["strided interleaved"]).layer_patterns()
     assert layers == ((Local(8),) * 4, (Column(8),) * 4, (Local(8),) * 4)

@@ -1,0 +1,66 @@
+"""From the last residual block to logits, or to each token's nats without the logits of a whole context.
+
+Letters: R rows (positions of all contexts), C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CHUNK_ROWS = 1 << 12  # of logits that stand in memory at once
+
+
+class Logits(nn.Linear):
+    """The projection to logits (section 5.2); given the targets, their cross-entropy instead."""
+
+    def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, N, C) to (B, N, V); with ``targets`` (B, N) int64 to nats (B, N) in fp32 (fp64 for fp64)."""
+        if targets is None:
+            return super().forward(h)
+        return cross_entropy_in_chunks(h.flatten(0, -2), self.weight, targets.flatten(), CHUNK_ROWS).view(targets.shape)
+
+
+def cross_entropy_in_chunks(h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """Each row's cross-entropy with memory for ``rows`` rows of logits; they are computed twice.
+
+    Args:
+        h: (R, C).
+        weight: (V, C), of the projection to logits.
+        targets: (R,) int64, from 0 to V - 1.
+        rows: in work at once.
+
+    Returns:
+        Nats (R,) in fp32 (fp64 for fp64).
+    """
+    return _CrossEntropy.apply(h, weight, targets, rows)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps nothing but its input. The weight's gradient is summed in fp32 (fp64 for fp64)."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(h, weight, targets)
+        ctx.rows = rows
+        wide = torch.promote_types(h.dtype, torch.float32)
+        pieces = zip(h.split(rows), targets.split(rows), strict=True)
+        return torch.cat([F.cross_entropy(F.linear(x, weight).to(wide), t, reduction="none") for x, t in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, grad_nats: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        h, weight, targets = ctx.saved_tensors
+        grad_h = torch.empty_like(h)
+        grad_weight = torch.zeros_like(weight, dtype=grad_nats.dtype)
+        pieces = zip(*(x.split(ctx.rows) for x in (h, targets, grad_nats, grad_h)), strict=True)
+        for chunk, wanted, grad, target in pieces:
+            # d nats / d logits = softmax - one-hot
+            slope = F.linear(chunk, weight).to(grad.dtype).softmax(1)
+            slope.scatter_add_(1, wanted[:, None], torch.full_like(slope[:, :1], -1))
+            slope = slope.mul_(grad[:, None]).to(h.dtype)
+            target.copy_(slope @ weight)
+            grad_weight.add_(slope.t() @ chunk)
+        return grad_h, grad_weight.to(weight.dtype), None, None

@@ -1,0 +1,62 @@
+"""Feed-forward in chunks against the plain graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import sparse_model.feed_forward as feed_forward
+from sparse_model.feed_forward import FeedForward, feed_forward_in_chunks, sigmoid_gelu
+from tests.sparse_model.configs import small
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    """h (21, 5), and the parameters of an inner width of 7."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((21, 5), (7, 5), (7,), (5, 7), (5,))
+    return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def plain(h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, contract_bias: Tensor) -> Tensor:
+    return F.linear(sigmoid_gelu(F.linear(h, expand, expand_bias)), contract, contract_bias)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 21, 100])
+def test_chunks_give_the_plain_graphs_gradients(rows: int) -> None:
+    inputs = tensors(torch.float64)
+    grad = torch.randn(21, 5, dtype=torch.float64)
+    found, expected = feed_forward_in_chunks(*inputs, rows), plain(*inputs)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad(out, inputs, grad) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_chunks_are_as_precise_as_the_plain_graph(dtype: torch.dtype) -> None:
+    """Each error at most twice the plain graph's in the same precision, on the root mean square."""
+    exact, inputs = tensors(torch.float64), tensors(dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    grad = torch.randn(21, 5, dtype=torch.float64)
+    truth = torch.autograd.grad(plain(*exact), exact, grad.to(dtype).double())
+    in_chunks = torch.autograd.grad(feed_forward_in_chunks(*inputs, 8), inputs, grad.to(dtype))
+    in_one = torch.autograd.grad(plain(*inputs), inputs, grad.to(dtype))
+    for true, chunked, whole in zip(truth, in_chunks, in_one, strict=True):
+        assert chunked.dtype == dtype
+        errors = [float((x.double() - true).square().mean().sqrt()) for x in (chunked, whole)]
+        assert errors[0] <= 2 * errors[1], errors
+
+
+def test_long_inputs_go_in_chunks_and_keep_nothing_of_the_inner_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FeedForward(small())
+    h = torch.randn(2, 40, 64, requires_grad=True)
+    outputs, kept = [], []
+    for limit in (80, 79):
+        monkeypatch.setattr(feed_forward, "LONG_ROWS", limit)
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            outputs.append(module(h))
+        kept.append(sum(size for size in saved if size % 80 == 0 and size >= 80 * 64))
+    torch.testing.assert_close(*outputs)
+    assert kept[1] < kept[0] / 4

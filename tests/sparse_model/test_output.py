@@ -1,0 +1,51 @@
+"""The loss without the logits of a whole context, against torch's own cross-entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sparse_model.output import Logits, cross_entropy_in_chunks
+
+
+@pytest.mark.parametrize("rows", [1, 8, 21, 100])
+def test_chunks_give_torchs_cross_entropy_and_gradients(rows: int) -> None:
+    torch.manual_seed(0)
+    h, weight = (torch.randn(size, 5, dtype=torch.float64, requires_grad=True) for size in (21, 11))
+    targets = torch.randint(11, (21,))
+    grad = torch.randn(21, dtype=torch.float64)
+    found = cross_entropy_in_chunks(h, weight, targets, rows)
+    expected = F.cross_entropy(h @ weight.t(), targets, reduction="none")
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad(x, (h, weight), grad) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_chunks_are_as_precise_as_torchs_cross_entropy(dtype: torch.dtype) -> None:
+    """Each error at most twice that of the logits in the same precision, widened for the softmax."""
+    torch.manual_seed(0)
+    h, weight = (torch.randn(size, 16).to(dtype).requires_grad_() for size in (200, 256))
+    targets, grad = torch.randint(256, (200,)), torch.rand(200)
+    exact = [x.detach().double().requires_grad_() for x in (h, weight)]
+    truth = F.cross_entropy(exact[0] @ exact[1].t(), targets, reduction="none")
+    found = cross_entropy_in_chunks(h, weight, targets, 64)
+    plain = F.cross_entropy((h @ weight.t()).float(), targets, reduction="none")
+    assert found.dtype == torch.float32
+    truths = [truth, *torch.autograd.grad(truth, exact, grad.double())]
+    founds = [found, *torch.autograd.grad(found, (h, weight), grad)]
+    plains = [plain, *torch.autograd.grad(plain, (h, weight), grad)]
+    for true, one, other in zip(truths, founds, plains, strict=True):
+        errors = [float((x.detach().double() - true.detach()).square().mean().sqrt()) for x in (one, other)]
+        assert errors[0] <= 2 * errors[1], errors
+
+
+def test_no_logits_are_kept_for_the_backward_pass() -> None:
+    head = Logits(8, 256, bias=False)
+    h = torch.randn(2, 50, 8, requires_grad=True)
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        nats = head(h, torch.randint(256, (2, 50)))
+    assert nats.shape == (2, 50)
+    assert max(sizes) == 8 * 256  # the weight; of the 100 positions no more than their inputs and a number each
