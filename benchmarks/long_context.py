@@ -1,7 +1,7 @@
 """A training step over up to a million bytes: ``python benchmarks/long_context.py``.
 
-The network of ``ds_configs/experiments/music_1m.json`` trains with ``longstride train`` itself, each context in a process
-of its own: DeepSpeed in fp32, one context a step, activation checkpointing, the stride the square root of the context.
+The network of ``ds_configs/experiments/music_1m.json`` trains with ``longstride train`` itself, each context in a
+process of its own: DeepSpeed in fp32, one context a step, activation checkpointing, the stride the context's root.
 Seconds are those of metrics.jsonl (the shortest of the steps taken), memory is the most that the process ever held.
 The sound is made here: some seconds of decaying strings in 8-bit mu-law.
 """
@@ -135,8 +135,8 @@ def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[
 def line(row: dict[str, Any]) -> str:
     """A measurement as it is told."""
     return (
-        f"{row['context']:>9,} bytes, l = {row['stride']:>5,}: {row['step_seconds']:8.1f} s a step, peak "
-        f"{row['peak_bytes'] / 2**30:5.2f} GiB, {row['parameters']:,} parameters, {row['bits_per_byte']:.4f} bits a byte"
+        f"{row['context']:>9,} bytes, l = {row['stride']:>5,}: {row['step_seconds']:8.1f} s a step, at most "
+        f"{row['peak_bytes'] / 2**30:5.2f} GiB, {row['bits_per_byte']:.4f} bits per byte"
     )
 
 

@@ -95,6 +95,11 @@ class Lanes:
             )
 
     @property
+    def num_contexts(self) -> int:
+        """Whole contexts of one epoch, T // P."""
+        return self.total_units // self.context_units
+
+    @property
     def batch_units(self) -> int:
         """Units of one global batch, P * G."""
         return self.context_units * self.global_batch

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Part
+from kernels.patterns.base import Part, Pattern
 from kernels.patterns.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
 
 Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
@@ -87,6 +87,15 @@ def view(part: Part, context: int, rows: Side) -> View:
         key_order = query_order  # one tensor in memory, and known to be the same
     num_keys = context if key_order is None else _length(key_order)
     return View(query_order, key_order, context, num_keys, part.by_query(context))
+
+
+def num_pairs(pattern: Pattern, context: int) -> int:
+    """Pairs of a query and a key that a pattern allows, exact: (N + 1) N / 2 where it is dense.
+
+    ``pattern`` is one head's (``for_head``). Where its bounds have a closed form the cost does not grow with N.
+    """
+    bounds = [view(part, context, "queries").bounds for part in pattern.parts()]
+    return sum(each.num_pairs() if isinstance(each, Bounds) else int((each.high - each.low).sum()) for each in bounds)
 
 
 def _equal(one: Order, other: Order) -> bool:

@@ -17,6 +17,7 @@ from sparse_model.config import ModelConfig
 from sparse_model.strict import StrictModel, nearest
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parent.parent / "ds_configs"
+EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
 
 _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
@@ -97,7 +98,8 @@ class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
     output: str = Field(min_length=1, description="run folder")
-    steps: int = Field(gt=0, description="optimiser steps, skipped ones included")
+    steps: int | None = Field(default=None, gt=0, description="optimiser steps, skipped ones included; or give epochs")
+    epochs: float | None = Field(default=None, gt=0, description="passes over the train split, in place of steps")
     global_batch: int = Field(gt=0, description="contexts a step, over all processes")
     micro_batch: int = Field(gt=0, description="contexts a process runs at once")
     learning_rate: float = Field(gt=0, description="at the end of the warm-up")
@@ -125,7 +127,11 @@ class TrainConfig(StrictModel):
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:
         problems = []
-        if self.warmup_steps > self.steps:
+        if self.steps is None and self.epochs is None:
+            problems.append(Problem("steps", "required, and missing; or give epochs"))
+        elif self.steps is not None and self.epochs is not None:
+            problems.append(Problem("epochs", f"must be left out where steps {self.steps} says the same", self.epochs))
+        elif self.steps is not None and self.warmup_steps > self.steps:
             problems.append(Problem("warmup_steps", f"must be at most steps {self.steps}", self.warmup_steps))
         if self.final_learning_rate > self.learning_rate:
             rule = f"must be at most learning_rate {self.learning_rate}"
@@ -137,6 +143,12 @@ class TrainConfig(StrictModel):
         if problems:
             raise ConfigError(*problems)
         return self
+
+    @property
+    def last_step(self) -> int:
+        """Optimiser steps of the run, which must be known: see ``launcher.steps``."""
+        assert self.steps is not None, "epochs are steps only once the data is known"
+        return self.steps
 
 
 class RunConfig(StrictModel):
@@ -154,20 +166,45 @@ class RunConfig(StrictModel):
         check_keys(section)
         return section
 
+    @model_validator(mode="after")
+    def _check_together(self) -> RunConfig:
+        if self.train.epochs is not None and self.data.order == "streaming":
+            rule = "plain shards have no size that is known before they are read; give train.steps instead"
+            raise ConfigError.at("train.epochs", self.train.epochs, rule)
+        return self
+
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
         return self.model_dump(mode="json")
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a file, with ``path.to.key=value`` overrides applied in order.
+def find_config(text: str | Path) -> Path:
+    """The file that a person means by a path, or by the bare name of one of ds_configs/experiments.
+
+    Raises:
+        ConfigError: a bare name that is neither; what looks like a path is left to whoever reads it.
+    """
+    path = Path(text)
+    known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
+    if path.is_file() or len(path.parts) != 1 or path.suffix:
+        return path
+    if path.name not in known:
+        raise ConfigError(
+            f"{text}: no such file, and none of that name in ds_configs/experiments; {nearest(str(text), known)}"
+        )
+    return EXPERIMENTS / f"{path.name}.json"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a file (see ``find_config``), with ``path.to.key=value`` overrides applied in order.
 
     Raises:
         ConfigError: every wrong field, one line each.
     """
-    content = load_json_object(path)
-    for text in overrides:
-        parts, value = parse_override(text)
+    content = load_json_object(find_config(path))
+    parsed = [parse_override(text) for text in overrides]
+    _drop_other_length(content, [parts for parts, _ in parsed])
+    for parts, value in parsed:
         # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
         if parts[0] == "deepspeed" and len(parts) > 1:
             _resolve_deepspeed(content)
@@ -194,6 +231,14 @@ def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
     below = value // unit * unit
     good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
     return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
+
+
+def _drop_other_length(content: dict[str, Any], overridden: list[list[str]]) -> None:
+    """Steps on the command line take the place of a file's epochs, and epochs that of its steps, in place."""
+    train = content.get("train")
+    for own, other in (("steps", "epochs"), ("epochs", "steps")):
+        if isinstance(train, dict) and ["train", own] in overridden and ["train", other] not in overridden:
+            train.pop(other, None)
 
 
 def _resolve_deepspeed(content: dict[str, Any]) -> None:

@@ -152,7 +152,7 @@ def rate_factor(train: TrainConfig, step: int) -> float:
     if train.schedule == "constant":
         return 1.0
     floor = train.final_learning_rate / train.learning_rate
-    done = (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps)  # 1 at the last step
+    done = (step - train.warmup_steps) / max(1, train.last_step - 1 - train.warmup_steps)  # 1 at the last step
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 

@@ -43,14 +43,14 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunDat
     state = stream.state
     share = settings.global_batch // ranks.world_size
     saved = engine.global_steps
-    recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.steps)
+    recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.last_step)
     recorder.say(ours.describe(config, engine, ranks))
     engine.train()
     try:
         if unevaluated:
             record_evaluation(engine, config, ranks, data, recorder)
         batches = together(lambda: iter(stream), share, ranks, engine.device)
-        while engine.global_steps < settings.steps:
+        while engine.global_steps < settings.last_step:
             start = time.perf_counter()
             taken = next(batches)
             line = train_step(engine, taken, settings.micro_batch, ranks)
@@ -58,17 +58,17 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunDat
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = taken.num_bytes / line["seconds"]
             # What stood in for damaged data is recorded whatever the interval.
-            if taken.substitutions or is_due(step, settings.log_every, settings.steps):
+            if taken.substitutions or is_due(step, settings.log_every, settings.last_step):
                 recorder.write(line)
             recorder.advance(step, f"{line['bits_per_byte']:.3f} bits per byte")
             for text in data_news(stream, state, taken):
                 recorder.say(f"step {step}: {text}")
             state = taken.batch.state
             # Saved first: an evaluation that fails must not cost the checkpoint.
-            if is_due(step, settings.checkpoint_every, settings.steps):
+            if is_due(step, settings.checkpoint_every, settings.last_step):
                 save_checkpoint(engine, config, state, ranks)
                 saved = step
-            if is_due(step, settings.evaluate_every, settings.steps):
+            if is_due(step, settings.evaluate_every, settings.last_step):
                 record_evaluation(engine, config, ranks, data, recorder)
         barrier(ranks)  # a rank that leaves while another still collects can abort it
     except AgreedError:
@@ -139,7 +139,7 @@ def sum_nats(model: torch.nn.Module, tokens: Tensor, lengths: Tensor, device: to
 def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:
     """Whether a run goes on from a step whose evaluation was due and never recorded. All ranks must call."""
     settings = config.train
-    if step == 0 or not is_due(step, settings.evaluate_every, settings.steps):
+    if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
         return False
     lacks = ranks.is_first and not holds_line(Path(settings.output), step, config.data.validation_split)
     return bool(gather_objects(lacks, ranks)[0])

@@ -56,9 +56,9 @@ def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks) ->
         start = Start((open_checkpoint(run, int(resume)),), may_begin=False)
     for checkpoint in start.candidates[:1]:
         check_matches(checkpoint, config, fingerprint, ranks.world_size)
-        if checkpoint.manifest.step > settings.steps:
+        if checkpoint.manifest.step > settings.last_step:
             rule = f"the checkpoint {checkpoint.folder} is already beyond it"
-            raise ConfigError.at("train.steps", settings.steps, rule)
+            raise ConfigError.at("train.steps", settings.last_step, rule)
         try:
             data.stream(StreamState.from_json(checkpoint.manifest.stream))
         except DataError as error:

@@ -16,6 +16,7 @@ from launcher.batches import RunData
 from launcher.checks import check_output
 from launcher.config import check_world_size, load_config
 from launcher.processes import Ranks
+from launcher.steps import resolve_steps
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 
@@ -45,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--processes={processes}: must be at least 1")
         check_world_size(config, processes)
     if not HOSTFILE.exists():  # the ranks run here, with the data that is here
-        RunData(config, Ranks()).check()
+        data = RunData(config, Ranks())
+        resolve_steps(config, data)
+        data.check()
     command = launcher_command(arguments, processes)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -24,7 +24,9 @@ from launcher.reporting import is_wrong_input, report, told_at_once
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that training has however it is started."""
-    parser.add_argument("--config", type=Path, required=True, metavar="X.json", help="the run, see docs")
+    parser.add_argument(
+        "--config", required=True, metavar="X.json|NAME", help="the run, or the name of one in ds_configs/experiments"
+    )
     parser.add_argument(
         "--resume",
         default="never",
@@ -62,6 +64,7 @@ def _run(config: RunConfig, resume: str) -> int:
     from launcher.loop import train
     from launcher.processes import barrier, process_group, ranks_from_environment
     from launcher.resume import begin, choose_start
+    from launcher.steps import resolve_steps
 
     ranks = ranks_from_environment(os.environ)
     check_world_size(config, ranks.world_size)
@@ -72,6 +75,7 @@ def _run(config: RunConfig, resume: str) -> int:
     _check_attention(config, ranks.local_rank)
     check_output(config.train.output, resume)  # before the data, which may take a while
     data = RunData(config, ranks)
+    config = resolve_steps(config, data, ranks)
     start = choose_start(config, resume, data, ranks)
     with process_group(ranks, config.train.timeout_seconds):
         checkpoint = begin(start, config, ranks)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from sparse_model.config import ModelConfig
 
-LONG_ROWS = 1 << 16  # above so many rows at once the inner activations are computed again instead of kept
-CHUNK_ROWS = 1 << 12  # then so many rows at a time
+LONG_ROWS = 1 << 17  # above so many rows at once the inner activations are computed again instead of kept
+CHUNK_ROWS = 1 << 14  # then so many rows at a time
 
 
 def sigmoid_gelu(x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class _InChunks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         h, *parameters = ctx.saved_tensors
         expand, expand_bias, contract, _ = parameters
         wide = torch.promote_types(h.dtype, torch.float32)

@@ -73,6 +73,19 @@ class Bound(NamedTuple):
             return row // period * self.step + min(max(rest, self.least), self.most)
         return row // period * self.step + rest.clamp(self.least, self.most)
 
+    def total(self, rows: int, period: int) -> int:
+        """The sum over rows 0 … rows - 1, exact, at a cost that does not grow with them."""
+        runs, rest = divmod(rows, period)
+        steps = self.step * (period * runs * (runs - 1) // 2 + runs * rest)
+        return steps + runs * self._ramp_total(period) + self._ramp_total(rest)
+
+    def _ramp_total(self, rows: int) -> int:
+        """The sum of ``clip(r + offset, least, most)`` over 0 <= r < rows."""
+        rising = min(max(self.least - self.offset, 0), rows)  # the first row above the least value
+        level = min(max(self.most - self.offset, rising), rows)  # the first at the greatest
+        ramp = (level - rising) * (2 * self.offset + rising + level - 1) // 2
+        return rising * self.least + ramp + (rows - level) * self.most
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -86,6 +99,10 @@ class Bounds:
     def __call__(self, row: Tensor) -> Intervals:
         """The intervals of some rows."""
         return Intervals(self.low(row, self.period), self.high(row, self.period))
+
+    def num_pairs(self) -> int:
+        """Columns of all rows together; at a cost that does not grow with the length."""
+        return self.high.total(self.length, self.period) - self.low.total(self.length, self.period)
 
     def closed_period(self) -> int | None:
         """P where rows and columns fall into runs of P and no interval leaves its own, else None."""

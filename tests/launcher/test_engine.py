@@ -9,10 +9,12 @@ import pytest
 
 from kernels.errors import ConfigError
 from launcher.config import RunConfig, TrainConfig
-from launcher.engine import engine_section, rate_factor
+from launcher.engine import engine_section, parameter_groups, rate_factor
 from launcher.loop import is_due
 from launcher.processes import Ranks, ranks_from_environment
+from sparse_model import SparseTransformer
 from tests.launcher.runs import configuration, rank_environment
+from tests.sparse_model.configs import small
 
 
 def train_config(**changes: Any) -> TrainConfig:
@@ -54,6 +56,16 @@ def test_accumulation_follows_from_the_batches() -> None:
     assert section["train_batch_size"] == 8
     assert section["train_micro_batch_size_per_gpu"] == 2
     assert section["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.parametrize("kind", [{"type": "text", "row_width": 8}, {"type": "image", "height": 4, "width": 4}])
+def test_weight_decay_is_on_tensors_of_two_dimensions_alone(kind: dict[str, Any]) -> None:
+    model = SparseTransformer(small(context=48, embedding=kind))
+    decayed, others = parameter_groups(model)
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    assert sorted(decayed + others) == sorted(shapes)
+    assert all(shapes[name] == 2 and name.endswith("weight") and "norm" not in name for name in decayed)
+    assert all(name.endswith("bias") or "norm.weight" in name or name == "embedding.start" for name in others)
 
 
 def test_ranks_are_the_launchers() -> None:
