@@ -10,11 +10,11 @@ from data_pipelines.build import build
 from data_pipelines.contexts import Cut
 from data_pipelines.damage import ON_DAMAGE, Substitution
 from data_pipelines.errors import DataError
-from data_pipelines.evaluation import EvaluationBatch, evaluation_contexts, split_bytes
+from data_pipelines.evaluation import EvaluationBatch, evaluation_contexts, read_context, split_bytes
 from data_pipelines.lanes import Lanes, StreamState
 from data_pipelines.manifest import Manifest
 from data_pipelines.modalities import MODALITIES, Modality, modality_named
-from data_pipelines.plain_evaluation import plain_contexts
+from data_pipelines.plain_evaluation import plain_context, plain_contexts
 from data_pipelines.reading import DataFolder
 from data_pipelines.samples import Sample, sample_documents
 from data_pipelines.shards import load_manifest
@@ -47,7 +47,9 @@ __all__ = [
     "load_manifest",
     "modality_named",
     "open_store",
+    "plain_context",
     "plain_contexts",
+    "read_context",
     "sample_documents",
     "split_bytes",
     "verify",

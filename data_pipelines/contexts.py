@@ -155,14 +155,19 @@ class PackedContexts(_Cutting):
         start, end = first * self.context, (first + len(rows)) * self.context
         if seed is None:
             end = min(end, self.total_units)
-        flat, done = rows.reshape(-1), 0
-        for visit, following in self._order.visits(start, end, seed):
+        flat = rows.reshape(-1)
+        self.fill(reader, start, flat[: end - start], seed)
+        flat[end - start :] = 0
+        lengths[:] = np.clip(end - start - np.arange(len(rows)) * self.context, 0, self.context)
+
+    def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
+        """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises as ``read`` does."""
+        done = 0
+        for visit, following in self._order.visits(start, start + len(out), seed):
             reader.expect(following)
             size = visit.end - visit.start
-            reader.fill(visit.shard, visit.start, flat[done : done + size], self._separator)
+            reader.fill(visit.shard, visit.start, out[done : done + size], self._separator)
             done += size
-        flat[done:] = 0
-        lengths[:] = np.clip(end - start - np.arange(len(rows)) * self.context, 0, self.context)
 
 
 class DocumentContexts(_Cutting):
@@ -190,12 +195,23 @@ class DocumentContexts(_Cutting):
             lengths[done : done + len(starts)] = sizes
             done += len(starts)
 
+    def goes_on(self, number: int) -> bool:
+        """Whether context ``number`` of the canonical order begins within a document, another one before it."""
+        visit, _ = next(self._order.visits(number, number + 1, None))
+        before = self._before(self.split.open(visit.shard))
+        return int(before[np.searchsorted(before, visit.start)]) != visit.start
+
+    def _before(self, shard: OpenShard) -> np.ndarray:
+        """(documents + 1,) int64: contexts before each document of a shard, and in all."""
+        key = self.context, self._hop
+        if key not in shard.tables:
+            sizes = np.diff(shard.document_edges)
+            shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(sizes, self.context, self._hop))])
+        return shard.tables[key]
+
     def _places(self, shard: OpenShard, visit: Visit) -> tuple[np.ndarray, np.ndarray]:
         """Where the contexts of a visit begin in the shard's content, and their lengths: (n,), (n,) int64."""
-        edges, key = shard.document_edges, (self.context, self._hop)
-        if key not in shard.tables:
-            shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(np.diff(edges), self.context, self._hop))])
-        before = shard.tables[key]  # contexts before each document, and in all
+        edges, before = shard.document_edges, self._before(shard)
         numbers = np.arange(visit.start, visit.end)
         documents = np.searchsorted(before, numbers, side="right") - 1
         starts = edges[documents] + (numbers - before[documents]) * self._hop

@@ -20,6 +20,7 @@ class CutContext:
     tokens: np.ndarray  # (N,) uint8, 0 beyond the length
     length: int  # bytes, 1 to N
     sample_id: int  # see sample_id
+    repeated: int = 0  # bytes at its beginning that the context before it ends with
 
 
 class Cutter(Protocol):
@@ -52,10 +53,13 @@ def make_cutter(split: PlainSplit, context: int, cut: Cut) -> Cutter:
 
 
 class PackedCutter:
-    """Documents laid end to end, a separator behind each where there is one, cut every N bytes."""
+    """Documents laid end to end, a separator behind each where there is one, cut every N bytes.
 
-    def __init__(self, context: int, separator: int | None) -> None:
-        self._context = context
+    Where contexts ``overlap``, each begins with that many bytes of the one before it.
+    """
+
+    def __init__(self, context: int, separator: int | None, overlap: int = 0) -> None:
+        self._context, self._overlap = context, overlap
         self._separator = np.array([] if separator is None else [separator], dtype=np.uint8)
         self.identity = f"packed/{context}/{separator}"
 
@@ -65,23 +69,25 @@ class PackedCutter:
 
     def cut(self, documents: Iterable[Document]) -> Iterator[CutContext]:
         """See Cutter."""
-        row, filled, name = np.zeros(self._context, dtype=np.uint8), 0, 0
+        row, filled, repeated, name = np.zeros(self._context, dtype=np.uint8), 0, 0, 0
         for document in documents:
             begun = 0
             for part in (document.content, self._separator):
                 start = 0
                 while start < len(part):
-                    if not filled:
+                    if filled == repeated:
                         name = sample_id(document.turn, document.sample, begun)
                         begun += 1
                     size = min(self._context - filled, len(part) - start)
                     row[filled : filled + size] = part[start : start + size]
                     start, filled = start + size, filled + size
                     if filled == self._context:
-                        yield CutContext(row, filled, name)
-                        row, filled = np.zeros(self._context, dtype=np.uint8), 0
-        if filled:
-            yield CutContext(row, filled, name)
+                        yield CutContext(row, filled, name, repeated)
+                        last = row[self._context - self._overlap :]
+                        row, filled, repeated = np.zeros(self._context, dtype=np.uint8), len(last), len(last)
+                        row[:filled] = last
+        if filled > repeated:
+            yield CutContext(row, filled, name, repeated)
 
 
 class DocumentCutter:
@@ -102,4 +108,5 @@ class DocumentCutter:
                 part = document.content[number * self._hop :][: self._context]
                 row = np.zeros(self._context, dtype=np.uint8)
                 row[: len(part)] = part
-                yield CutContext(row, len(part), sample_id(document.turn, document.sample, number))
+                repeated = self._context - self._hop if number else 0
+                yield CutContext(row, len(part), sample_id(document.turn, document.sample, number), repeated)

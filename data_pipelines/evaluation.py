@@ -4,7 +4,7 @@ Letters: N positions a context, B contexts a batch, W ranks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -12,21 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipelines.contexts import Contexts, Cut, cut_contexts
+from data_pipelines.contexts import Cut
 from data_pipelines.errors import DataError
 from data_pipelines.reading import DataFolder, SampleReader, open_folder
 from data_pipelines.stores import RemoteSettings
+from data_pipelines.windows import Windows, cut_windows
 
 PADDING_ID = -1  # the sample id of a row that only fills up a batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationBatch:
-    """One rank's part of one evaluation step. What a row has beyond its length is 0 and not to be scored."""
+    """One rank's part of one evaluation step. What a row has beyond its length is 0 and not to be scored.
+
+    What a batch holds follows from the split, the cut and B alone: the number of ranks only says who gets which.
+    """
 
     tokens: Tensor  # (B, N) uint8
     lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 where a row only fills up the batch
+    scored_from: Tensor  # (B,) int64: the bytes of the row before it are scored in the row before, and only seen here
     sample_ids: Tensor  # (B,) int64: the context's number within the split, PADDING_ID for a row without bytes
+
+    @property
+    def scored(self) -> Tensor:
+        """(B, N) bool: True on the bytes to be scored."""
+        position = torch.arange(self.tokens.shape[1])
+        return (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
 
 
 def evaluation_contexts(
@@ -39,21 +50,52 @@ def evaluation_contexts(
     world_size: int = 1,
     cut: Cut | None = None,
     limit: int | None = None,
+    min_context: int = 0,
     remote: RemoteSettings | None = None,
 ) -> Iterator[EvaluationBatch]:
-    """The split in canonical order, cut into contexts of N bytes; each byte on one rank, once, whatever the hop.
+    """The split in canonical order, cut into contexts of N bytes; each byte scored on one rank, once, whatever the hop.
 
-    Every rank gets the same number of batches of the same shape (B, N). ``limit`` takes that many contexts, evenly
-    spread over the split. Raises DataError for arguments out of range and for any damage.
+    Context k of those that are taken is row ``k % B`` of batch ``k // B``; every rank gets a run of the batches, the
+    same number of them, filled up with empty ones. ``limit`` takes that many contexts, evenly spread over the split.
+    With a ``min_context`` they overlap, so that each scored byte sees at least that many before it, or all that its
+    stream has (see windows.py). Raises DataError for arguments out of range and for any damage.
     """
     check_arguments(batch_size, rank, world_size, limit)
-    contexts = cut_contexts(open_folder(location, remote).split(split), context, replace(cut or Cut(), hop=None))
-    in_all = -(-contexts.total_units // contexts.context_units)
-    count = in_all if limit is None else min(limit, in_all)
-    share = -(-count // world_size)
-    own = range(min(rank * share, count), min((rank + 1) * share, count))
-    numbers = (place * in_all // count for place in own)
-    return _batches(contexts, numbers, batch_size, num_batches=-(-share // batch_size))
+    windows = cut_windows(open_folder(location, remote).split(split), context, cut or Cut(), min_context)
+    count = windows.count if limit is None else min(limit, windows.count)
+    share = -(-count // (batch_size * world_size))  # batches
+    own = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
+    numbers = (place * windows.count // count for place in own)
+    return _batches(windows, context, numbers, batch_size, share)
+
+
+def read_context(
+    location: str | Path | DataFolder,
+    split: str,
+    number: int,
+    *,
+    context: int,
+    cut: Cut | None = None,
+    remote: RemoteSettings | None = None,
+) -> Tensor:
+    """Context ``number`` of a split, as ``evaluation_contexts`` numbers them: (n,) uint8, n from 1 to N.
+
+    Raises DataError where there is no such context, and for any damage.
+    """
+    windows = cut_windows(open_folder(location, remote).split(split), context, cut or Cut(), 0)
+    if not 0 <= number < windows.count:
+        raise no_such_context(number, windows.count)
+    row = np.zeros(context, dtype=np.uint8)
+    length, _ = windows.read(SampleReader(windows.split), number, row)
+    return torch.from_numpy(row[:length])
+
+
+def no_such_context(number: int, count: int) -> DataError:
+    """What is wrong with the number of a context of a split that has ``count``."""
+    nearest = min(max(number, 0), count - 1)
+    return DataError(
+        f"context_number={number}: must be from 0 to {count - 1}, a context of the split; nearest {nearest}"
+    )
 
 
 def check_arguments(batch_size: int, rank: int, world_size: int, limit: int | None) -> None:
@@ -78,15 +120,14 @@ def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes
 
 
 def _batches(
-    contexts: Contexts, numbers: Iterator[int], batch_size: int, num_batches: int
+    windows: Windows, context: int, numbers: Iterator[int], batch_size: int, num_batches: int
 ) -> Iterator[EvaluationBatch]:
-    reader = SampleReader(contexts.split)
+    reader = SampleReader(windows.split)
     for _ in range(num_batches):
-        tokens = np.zeros((batch_size, contexts.context), dtype=np.uint8)
-        lengths = np.zeros(batch_size, dtype=np.int64)
+        tokens = np.zeros((batch_size, context), dtype=np.uint8)
+        lengths, scored_from = np.zeros((2, batch_size), dtype=np.int64)
         ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
-        for place, number in enumerate(islice(numbers, batch_size)):
-            row = slice(place, place + 1)
-            contexts.read(reader, number, tokens[row], lengths[row], None)
-            ids[place] = number
-        yield EvaluationBatch(torch.from_numpy(tokens), torch.from_numpy(lengths), torch.from_numpy(ids))
+        for row, number in enumerate(islice(numbers, batch_size)):
+            lengths[row], scored_from[row] = windows.read(reader, number, tokens[row])
+            ids[row] = number
+        yield EvaluationBatch(*map(torch.from_numpy, (tokens, lengths, scored_from, ids)))

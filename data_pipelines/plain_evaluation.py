@@ -4,7 +4,6 @@ Letters: N positions a context, B contexts a batch, W ranks.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,10 +11,11 @@ import numpy as np
 import torch
 
 from data_pipelines.contexts import Cut
-from data_pipelines.cutting import CutContext, make_cutter
+from data_pipelines.cutting import CutContext, DocumentCutter, PackedCutter
 from data_pipelines.errors import DataError
-from data_pipelines.evaluation import PADDING_ID, EvaluationBatch, check_arguments
+from data_pipelines.evaluation import PADDING_ID, EvaluationBatch, check_arguments, no_such_context
 from data_pipelines.plain_shards import PlainSplit, Turn
+from data_pipelines.windows import settle_windows
 
 
 def plain_contexts(
@@ -28,6 +28,7 @@ def plain_contexts(
     world_size: int = 1,
     cut: Cut | None = None,
     limit: int | None = None,
+    min_context: int = 0,
     modality: str = "text",
     extension: str | None = None,
 ) -> Iterator[EvaluationBatch]:
@@ -35,15 +36,46 @@ def plain_contexts(
 
     Nothing tells how much a split holds before it is read, so every rank reads all of it and keeps its own rows:
     context k is row ``k % B`` of batch ``k // (B * W)`` of rank ``k // B % W``. Every rank gets the same number of
-    batches of the same shape (B, N). ``limit`` takes the first that many contexts. Raises DataError for arguments out
+    batches of the same shape (B, N), which hold the same rows for any number of ranks. ``limit`` takes the first that
+    many contexts; with a ``min_context`` they overlap as windows.py has it. Raises DataError for arguments out
     of range and, while it is iterated, for a shard or sample that cannot be read and for a split without bytes.
     """
     check_arguments(batch_size, rank, world_size, limit)
     opened = PlainSplit(location, split, modality, extension)
-    cutter = make_cutter(opened, context, replace(cut or Cut(), hop=None))
+    settled = settle_windows(cut or Cut(), context, min_context, opened.modality, opened.properties)
+    cutter = (
+        PackedCutter(context, settled.separator, min_context)
+        if settled.hop is None
+        else DocumentCutter(context, settled.hop)
+    )
     once = (Turn(number, shard) for number, shard in enumerate(opened.shards))
     contexts = islice(cutter.cut(opened.documents(once)), limit)
     return _batches(contexts, opened, context, batch_size, rank, world_size)
+
+
+def plain_context(
+    location: str | Path,
+    split: str,
+    number: int,
+    *,
+    context: int,
+    cut: Cut | None = None,
+    modality: str = "text",
+    extension: str | None = None,
+) -> torch.Tensor:
+    """Context ``number`` of a split, as ``plain_contexts`` numbers them: (n,) uint8, n from 1 to N.
+
+    All before it is read. Raises DataError where there is no such context, and for what cannot be read.
+    """
+    limit = max(number, 0) + 1
+    count = 0
+    for batch in plain_contexts(
+        location, split, context=context, batch_size=1, cut=cut, limit=limit, modality=modality, extension=extension
+    ):
+        if count == number:
+            return batch.tokens[0, : int(batch.lengths[0])]
+        count += 1
+    raise no_such_context(number, count)
 
 
 def _batches(
@@ -67,7 +99,8 @@ def _batches(
 def _batch(own: list[tuple[int, CutContext]], context: int, batch_size: int) -> EvaluationBatch:
     tokens = np.zeros((batch_size, context), dtype=np.uint8)
     lengths = np.zeros(batch_size, dtype=np.int64)
+    scored_from = np.zeros(batch_size, dtype=np.int64)
     ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
     for row, (number, each) in enumerate(own):
-        tokens[row], lengths[row], ids[row] = each.tokens, each.length, number
-    return EvaluationBatch(torch.from_numpy(tokens), torch.from_numpy(lengths), torch.from_numpy(ids))
+        tokens[row], lengths[row], scored_from[row], ids[row] = each.tokens, each.length, each.repeated, number
+    return EvaluationBatch(*map(torch.from_numpy, (tokens, lengths, scored_from, ids)))

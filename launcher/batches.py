@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from data_pipelines import (
     Batch,
@@ -28,7 +29,9 @@ from data_pipelines import (
     Substitution,
     check_split,
     evaluation_contexts,
+    plain_context,
     plain_contexts,
+    read_context,
 )
 from kernels.errors import ConfigError
 from launcher.config import DataConfig, RemoteConfig, RunConfig
@@ -39,6 +42,8 @@ _PLACES = {
     "context": "model.context",
     "global_batch": "train.global_batch",
     "batch_size": "train.micro_batch",
+    "min_context": "--min-context",
+    "context_number": "--context-number",
     **{name: f"data.{name}" for name in DataConfig.model_fields},
     **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
 }
@@ -125,6 +130,11 @@ class RunData:
             with placed():
                 self._folder = DataFolder(self._location, make_remote(config))
 
+    @property
+    def modality(self) -> str:
+        """The kind of data, by its name."""
+        return plain_members(self._config)["modality"] if self._folder is None else self._folder.manifest.modality
+
     def stream(self, state: StreamState | None = None) -> ByteStream | PlainStream:
         """This rank's training batches from a state on; None is the beginning.
 
@@ -150,7 +160,12 @@ class RunData:
             return ByteStream(self._folder, data.train_split, **asked, on_damage=data.on_damage)
 
     def evaluation(
-        self, *, split: str | None = None, batch_size: int | None = None, limit: int | None = None
+        self,
+        *,
+        split: str | None = None,
+        batch_size: int | None = None,
+        limit: int | None = None,
+        min_context: int = 0,
     ) -> Iterator[EvaluationBatch]:
         """This rank's contexts of a split, by default the run's validation split in its micro-batches.
 
@@ -164,12 +179,26 @@ class RunData:
             "world_size": self._ranks.world_size,
             "cut": make_cut(self._config),
             "limit": limit,
+            "min_context": min_context,
         }
         name = split or self._config.data.validation_split
         with placed():
             if self._folder is None:
                 return plain_contexts(self._location, name, **asked, **plain_members(self._config))
             return evaluation_contexts(self._folder, name, **asked)
+
+    def context(self, number: int, split: str | None = None) -> Tensor:
+        """Context ``number`` of a split, by default the validation split: (n,) uint8, n from 1 to the model's context.
+
+        Raises:
+            DataError: the split does not fit the run, has no such context, or is damaged there.
+        """
+        name = split or self._config.data.validation_split
+        asked: dict[str, Any] = {"context": self._config.model.context, "cut": make_cut(self._config)}
+        with placed():
+            if self._folder is None:
+                return plain_context(self._location, name, number, **asked, **plain_members(self._config))
+            return read_context(self._folder, name, number, **asked)
 
     def check(self) -> None:
         """Whether a run can be trained and evaluated, as far as can be told before reading what it will read.

@@ -33,7 +33,7 @@ VERBS = (
     Verb("evaluate", "bits per byte over a split", "launcher.evaluate"),
     Verb("export", "a checkpoint as safetensors", "launcher.export"),
     Verb("sample", "write bytes with an exported model", "launcher.sample"),
-    Verb("show", "draw a pattern or a run", "launcher.show"),
+    Verb("show", "draw a pattern, a run's attention or its loss", "launcher.show"),
     Verb("config schema", "the JSON schema of a run", "launcher.schema"),
 )
 

@@ -7,13 +7,17 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
+from torch import Tensor
 
 from data_pipelines import EvaluationBatch
 from kernels.errors import ConfigError
@@ -22,14 +26,17 @@ from launcher.checkpoint import Checkpoint, newer_refusals, open_checkpoint
 from launcher.config import RunConfig
 from launcher.cpu_accelerator import prepare_accelerator
 from launcher.engine import quieten
-from launcher.export import master_weights
+from launcher.exact_sums import ExactSums
+from launcher.export import add_weights_argument, master_weights
 from launcher.manifest import read_checkpoint_config
 from launcher.metrics import bits_per_byte
-from launcher.processes import Ranks, barrier, gather_float64, process_group, ranks_from_environment
+from launcher.position_losses import bin_numbers, check_positions, position_edges, write_positions
+from launcher.processes import Ranks, barrier, process_group, ranks_from_environment
 from launcher.reporting import tell_passed_over, told_at_once
 from sparse_model import SparseTransformer
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MOST_THREADS = 8  # each holds the activations of a batch of its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=None, metavar="DIR|URL", help="data folder (default: the run's)")
     parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")
     parser.add_argument("--precision", choices=sorted(_DTYPES), default=None, help="default: the run's")
+    add_weights_argument(parser)
+    parser.add_argument(
+        "--min-context",
+        type=int,
+        default=0,
+        metavar="M",
+        help="earlier bytes that every scored byte sees, where there are so many (default: 0)",
+    )
+    parser.add_argument(
+        "--positions", type=Path, metavar="FILE.png", help="draw the loss by position, with its numbers in FILE.json"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     ranks = ranks_from_environment(os.environ)
+    if arguments.positions is not None:
+        check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step)
     if arguments.step is None and ranks.is_first:
         tell_passed_over(newer_refusals(arguments.run, checkpoint))
@@ -56,18 +76,25 @@ def run(arguments: argparse.Namespace) -> int:
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
     data = RunData(config, ranks, arguments.data)
-    data.evaluation(split=split)  # says what does not fit before a process group is made
+    contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
+    contexts()  # says what does not fit before a process group is made
     start = time.perf_counter()
+    edges = None if arguments.positions is None else position_edges(config.model.context)
     with process_group(ranks, config.train.timeout_seconds):
-        model = load_model(checkpoint, config, arguments.precision or checkpoint.manifest.precision, ranks)
+        precision = arguments.precision or checkpoint.manifest.precision
+        model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         device = next(model.parameters()).device
         with told_at_once(lambda: barrier(ranks)):
-            contexts = partial(data.evaluation, split=split, batch_size=batch_size)
-            nats, tokens = score(model, contexts, batch_size, ranks, device)
-    line = evaluation_line(checkpoint.manifest.step, split, nats, tokens, start)
+            sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=score_threads(device))
+    line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
+    line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
         print(json.dumps(line))
-        print(f"{line['bits_per_byte']:.4f} bits per byte on {line['split']}", file=sys.stderr)
+        unit = "bits per dimension (and per byte)" if "bits_per_dimension" in line else "bits per byte"
+        print(f"{line['bits_per_byte']:.4f} {unit} on {line['split']}", file=sys.stderr)
+        if edges is not None:
+            write_positions(arguments.positions, sums, edges, line, arguments.run)
+            print(f"{arguments.positions}, {arguments.positions.with_suffix('.json')}: by position", file=sys.stderr)
     return 0
 
 
@@ -76,19 +103,23 @@ def evaluate_split(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, dat
     start = time.perf_counter()
     engine.eval()
     contexts = partial(data.evaluation, limit=config.train.evaluate_contexts)
-    nats, tokens = score(engine, contexts, config.train.micro_batch, ranks, engine.device)
+    sums = score(engine, contexts, config.train.micro_batch, ranks, engine.device)
     engine.train()
-    return evaluation_line(engine.global_steps, config.data.validation_split, nats, tokens, start)
+    return evaluation_line(engine.global_steps, config.data.validation_split, sums, start, data.modality)
 
 
-def evaluation_line(step: int, split: str, nats: float, tokens: int, start: float) -> dict[str, Any]:
+def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modality: str) -> dict[str, Any]:
     """An evaluation as it is written and printed."""
+    loss_nats = sums.mean()
+    # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
+    dimension = {"bits_per_dimension": bits_per_byte(loss_nats)} if modality == "image" else {}
     return {
         "step": step,
         "split": split,
-        "loss_nats": nats / tokens,
-        "bits_per_byte": bits_per_byte(nats / tokens),
-        "tokens": tokens,
+        "loss_nats": loss_nats,
+        "bits_per_byte": bits_per_byte(loss_nats),
+        **dimension,
+        "tokens": sums.count,
         "seconds": time.perf_counter() - start,
     }
 
@@ -99,29 +130,70 @@ def score(
     batch_size: int,
     ranks: Ranks,
     device: torch.device,
-) -> tuple[float, int]:
-    """(nats, bytes) over all ranks' contexts, summed in float64. All ranks must call, with equally many batches."""
-    nats = torch.zeros((), dtype=torch.float64)
-    num_bytes = 0
-    with torch.no_grad():
-        for taken in together(contexts, batch_size, ranks, device):
-            batch = taken.batch
-            each = model(batch.tokens.to(device), return_nats=True).double().cpu()
-            nats += each[torch.arange(each.shape[1]) < batch.lengths[:, None]].sum()
-            num_bytes += taken.num_bytes
-    return gather_float64(nats, ranks, device).sum().item(), num_bytes
+    *,
+    edges: np.ndarray | None = None,
+    threads: int = 0,
+) -> ExactSums:
+    """The nats of all ranks' scored bytes, summed without rounding: in all, or by the bins of positions ``edges``.
+
+    Batches hold the same rows for any number of ranks and the sum has no order, so that neither do its bits depend on
+    it. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a matrix product
+    may depend on how many threads share it. All ranks must call, with equally many batches.
+    """
+    sums = ExactSums(1 if edges is None else len(edges) - 1)
+    bins = None if edges is None else bin_numbers(edges)
+
+    def nats_of(batch: EvaluationBatch) -> Tensor:
+        with torch.no_grad():  # of this thread
+            return model(batch.tokens.to(device), return_nats=True).float().cpu()  # (B, N)
+
+    for batch, nats in _in_turn(
+        nats_of, (taken.batch for taken in together(contexts, batch_size, ranks, device)), threads
+    ):
+        scored = batch.scored  # (B, N)
+        sums.add(nats[scored].numpy(), None if bins is None else bins[scored.nonzero()[:, 1].numpy()])
+    sums.gather(ranks, device)
+    return sums
 
 
-def load_model(checkpoint: Checkpoint, config: RunConfig, precision: str, ranks: Ranks) -> SparseTransformer:
-    """The model of a checkpoint on this rank's device, for scoring.
+def score_threads(device: torch.device) -> int:
+    """How many batches are computed at a time, by a thread each; 0: one, by all threads of the process."""
+    return min(torch.get_num_threads(), _MOST_THREADS) if device.type == "cpu" else 0
+
+
+def _in_turn(
+    work: Callable[[EvaluationBatch], Tensor], batches: Iterator[EvaluationBatch], threads: int
+) -> Iterator[tuple[EvaluationBatch, Tensor]]:
+    """Each batch with what was computed of it, in sequence."""
+    if not threads:
+        yield from ((batch, work(batch)) for batch in batches)
+        return
+    before = torch.get_num_threads()
+    pending: deque[tuple[EvaluationBatch, Future[Tensor]]] = deque()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for batch in batches:
+                pending.append((batch, pool.submit(work, batch)))
+                if len(pending) > threads:
+                    first, computed = pending.popleft()
+                    yield first, computed.result()
+            yield from ((batch, computed.result()) for batch, computed in pending)
+    finally:
+        torch.set_num_threads(before)
+
+
+def load_model(
+    checkpoint: Checkpoint, config: RunConfig, precision: str, ranks: Ranks, weights: str
+) -> SparseTransformer:
+    """The model of a checkpoint, with its weights of one kind, on this rank's device, for scoring.
 
     Raises:
-        ConfigError: the checkpoint is damaged.
+        ConfigError: the checkpoint is damaged, or keeps no such weights.
     """
     from deepspeed.accelerator import get_accelerator
 
     model = SparseTransformer(config.model)
-    model.load_state_dict(master_weights(checkpoint))
+    model.load_state_dict(master_weights(checkpoint, weights))
     for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
         parameter.data = parameter.data.to(_DTYPES[precision])
     return model.to(get_accelerator().device_name(ranks.local_rank)).eval()

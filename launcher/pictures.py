@@ -13,15 +13,28 @@ from matplotlib import pyplot as plt
 
 from kernels.errors import ConfigError
 
-__all__ = ["check_output", "plt", "write_picture"]
+__all__ = ["check_output", "plt", "save_picture", "write_picture"]
 
 
-def check_output(output: Path) -> None:
+def check_output(output: Path, option: str = "--output") -> None:
     """Raise ConfigError where a picture cannot be written: told before it is drawn."""
     if output.exists():
-        raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
+        raise ConfigError(f"{option}={output}: exists already; nothing is overwritten")
     if output.suffix != ".png" or not output.parent.is_dir():
-        raise ConfigError(f"--output={output}: must be a .png in a folder that exists")
+        raise ConfigError(f"{option}={output}: must be a .png in a folder that exists")
+
+
+def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
+    """Write a figure and forget it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{option}={output}: cannot be written: {error.strerror}") from None
+    plt.close(figure)
 
 
 def write_picture(figure: Any, output: Path) -> None:
@@ -30,9 +43,5 @@ def write_picture(figure: Any, output: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        figure.savefig(output, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"--output={output}: cannot be written: {error.strerror}") from None
-    plt.close(figure)
+    save_picture(figure, output)
     print(output)

@@ -103,6 +103,15 @@ def gather_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> to
     return torch.stack(everyone).cpu()
 
 
+def sum_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """The sums of all ranks' int64 values on the CPU, of their shape. All ranks must call, with the same shape."""
+    if ranks.world_size == 1:
+        return values
+    summed = values.to(device, copy=True)
+    torch.distributed.all_reduce(summed)
+    return summed.cpu()
+
+
 def gather_float64(value: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
     """Every rank's () float64 value on the CPU, in rank order: (W,). All ranks must call."""
     # The float's bits travel as an integer, and come back unchanged on devices without float64.

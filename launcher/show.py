@@ -1,89 +1,88 @@
-"""`longstride show pattern CONFIG|loss RUN --output PNG`: what attends to what, and how a run went."""
+"""`longstride show pattern CONFIG|attention RUN|loss RUN --output PNG`: what attends to what, and how a run went."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from matplotlib.colors import ListedColormap
 
 from kernels.errors import ConfigError
-from kernels.patterns.base import Pattern
 from launcher.folders import METRICS
-from launcher.json_file import load_json_object
 from launcher.pictures import check_output, plt, write_picture
-from sparse_model import ModelConfig
 
-SHOWN_POSITIONS = 192  # of a pattern; more would not be told apart
-SHOWN_PATTERNS = 8
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
-COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57"])  # nothing, first part, later parts, self
+_ASKED_OF = {  # the options that not every picture has
+    "query": ("pattern", "attention"),
+    "step": ("attention",),
+    "context_number": ("attention",),
+    "head": ("attention",),
+    "weights": ("attention",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
-    parser.add_argument("what", choices=("pattern", "loss"))
-    parser.add_argument("source", type=Path, metavar="CONFIG|RUN", help="a run's JSON for pattern, its folder for loss")
+    parser.add_argument("what", choices=("pattern", "attention", "loss"))
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="CONFIG|RUN",
+        help="pattern: a run's JSON, or the name of one of ds_configs/experiments; attention, loss: a run folder",
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to make")
+    parser.add_argument(
+        "--query",
+        type=int,
+        action="append",
+        metavar="P",
+        help="position whose view is shown; for attention repeatable (default: some that lie apart)",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="attention: checkpoint (default: the newest)")
+    parser.add_argument(
+        "--context-number", type=int, metavar="K", help="attention: of the validation split (default: 0)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        help="attention: as trained, or their moving average (default: trained)",
+    )
+    parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
     check_output(arguments.output)
-    figure = draw_pattern(arguments.source) if arguments.what == "pattern" else draw_loss(arguments.source)
-    write_picture(figure, arguments.output)
+    check_options(arguments)
+    write_picture(_draw(arguments), arguments.output)
     return 0
 
 
-def draw_pattern(path: Path) -> Any:
-    """The connectivity of each distinct pattern of a configuration's layers and heads (Child et al. 2019, figure 3)."""
-    content = load_json_object(path)
-    if "model" not in content:
-        raise ConfigError(f"{path}: has no model")
-    try:
-        config = ModelConfig.model_validate(content["model"])
-    except ConfigError as error:
-        raise error.under("model") from None
-    users: dict[Pattern, list[str]] = {}
-    for layer, heads in enumerate(config.layer_patterns()):
-        for head, pattern in enumerate(heads):
-            users.setdefault(pattern, []).append(f"{layer}.{head}")
-    shown = list(users.items())[:SHOWN_PATTERNS]
-    columns = min(4, len(shown))
-    rows = -(-len(shown) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(max(4.8, 3.6 * columns), 0.6 + 4.1 * rows), squeeze=False)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    size = min(config.context, SHOWN_POSITIONS)
-    for axis, (pattern, places) in zip(axes.flat, shown, strict=False):
-        axis.set_axis_on()
-        axis.imshow(connectivity(pattern, size), cmap=COLOURS, vmin=0, vmax=3, interpolation="nearest")
-        axis.set_title(f"{textwrap.fill(str(pattern), 36)}\n{_places(places)}", fontsize=8)
-        axis.set_xlabel("key position", fontsize=8)
-        axis.set_ylabel("query position", fontsize=8)
-        axis.tick_params(labelsize=7)
-    left = len(users) - len(shown)
-    more = f"\n{left} more patterns are not shown" if left else ""
-    what = "dark: self; blue: first part; orange: later parts"
-    figure.suptitle(f"{path.name}: the first {size} of {config.context} positions\n{what}{more}", fontsize=9)
-    figure.tight_layout()
-    return figure
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where an option is given that the picture does not have."""
+    for name, pictures in _ASKED_OF.items():
+        value = getattr(arguments, name)
+        if value is not None and arguments.what not in pictures:
+            given = value[0] if isinstance(value, list) else value
+            option = f"--{name.replace('_', '-')}={given}"
+            raise ConfigError(f"{option}: is asked of `show {'` and `show '.join(pictures)}` alone; leave it out")
+    if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
+        raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")
 
 
-def connectivity(pattern: Pattern, size: int) -> np.ndarray:
-    """(size, size): 0 where query (row) does not read key (column), 1 first part, 2 later parts, 3 self."""
-    position = torch.arange(size)
-    picture = torch.zeros(size, size, dtype=torch.int64)
-    for number, part in enumerate(pattern.parts()):
-        picture[part.mask(position[:, None], position[None, :])] = min(number + 1, 2)
-    own = pattern.mask(position, position)
-    picture[position[own], position[own]] = 3
-    return picture.numpy()
+def _draw(arguments: argparse.Namespace) -> Any:
+    if arguments.what == "loss":
+        return draw_loss(arguments.source)
+    if arguments.what == "pattern":
+        from launcher.show_pattern import draw_pattern
+
+        return draw_pattern(arguments.source, arguments.query[0] if arguments.query else None)
+    from launcher.show_attention import draw_attention
+
+    number, kind = arguments.context_number or 0, arguments.weights or "trained"
+    return draw_attention(arguments.source, arguments.step, number, arguments.head, arguments.query, kind)
 
 
 def draw_loss(run_folder: Path) -> Any:
@@ -136,8 +135,3 @@ def running_mean(values: list[float], window: int) -> list[float]:
     last = np.arange(1, len(values) + 1)
     first = np.maximum(0, last - max(1, window))
     return ((total[last] - total[first]) / (last - first)).tolist()
-
-
-def _places(places: list[str]) -> str:
-    """Which layer.head use a pattern, shortened."""
-    return "layer.head " + (", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})")

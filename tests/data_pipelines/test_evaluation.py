@@ -50,6 +50,24 @@ def test_evaluation_covers_split_once(corpus, context, batch_size, world_size, l
         assert b"".join(found[number] for number in sorted(found)) == content
 
 
+@pytest.mark.parametrize("limit", [None, 11])
+@pytest.mark.parametrize("min_context", [0, 70])
+def test_a_batch_holds_the_same_rows_for_any_number_of_ranks(corpus, limit, min_context):
+    def batches(world_size):
+        options = {"context": 100, "batch_size": 4, "limit": limit, "min_context": min_context}
+        everyones = [
+            list(evaluation_contexts(corpus.folder, rank=rank, world_size=world_size, **options))
+            for rank in range(world_size)
+        ]
+        assert len({len(own) for own in everyones}) == 1
+        return [batch for own in everyones for batch in own if (batch.sample_ids >= 0).any()]
+
+    alone = batches(1)
+    for world_size in (2, 3, 4, 7):
+        for one, same in zip(alone, batches(world_size), strict=True):
+            assert all(torch.equal(getattr(one, name), getattr(same, name)) for name in one.__slots__)
+
+
 def test_evaluation_limit_is_spread_evenly(corpus):
     batches = evaluation_contexts(corpus.folder, "train", context=100, batch_size=4, limit=4)
     numbers = [number for batch in batches for number in batch.sample_ids.tolist()]

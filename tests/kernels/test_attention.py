@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels import ConfigError, check_backend, sparse_attention
-from kernels.patterns import Dense, Fixed, Local, Pattern, Summary
+from kernels.patterns import Dense, Fixed, Local, Pattern, Strided, Summary
 from tests.kernels.oracles import (
     RESULTS,
     Shape,
@@ -185,3 +186,44 @@ def test_a_pattern_that_is_not_registered_is_refused_behind_the_op() -> None:
     q, k, v = (normal(1, 1, 9, 16) for _ in range(3))
     with pytest.raises(ConfigError, match="is not registered: add it to"):
         sparse_attention(q, k, v, Mine(3), backend="cpu")
+
+
+def papers_mask(kind: str, stride: int, c: int, num_summaries: int) -> Any:
+    """FlexAttention's mask of the paper's equations, written without our patterns."""
+
+    def local(h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i - j < stride
+
+    def column(h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j) % stride == 0
+
+    def block(h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i // stride == j // stride
+
+    def summary(h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        group = h % num_summaries
+        return (j % stride >= stride - c * (group + 1)) & (j % stride < stride - c * group)
+
+    sets = {"strided": (local, column), "fixed": (block, summary), "summary": (summary,)}[kind]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        allowed = sets[0](h, i, j)
+        for other in sets[1:]:
+            allowed = allowed | other(h, i, j)
+        return (j <= i) & allowed
+
+    return mask_mod
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "kind, pattern", [("strided", Strided(8)), ("fixed", Fixed(8, 2, 3)), ("summary", Summary(8, 2, 3))], ids=str
+)
+def test_results_equal_flex_attention_under_the_papers_equations(kind: str, pattern: Pattern, backend: str) -> None:
+    q, k, v = make_inputs(Shape(2, 4, 50, 16, 16), torch.float64)[:3]
+    mask = create_block_mask(papers_mask(kind, 8, 2, 3), None, 4, 50, 50, device="cpu")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        wanted = flex_attention(q, k, v, block_mask=mask)
+    found = sparse_attention(q, k, v, pattern, backend=backend)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

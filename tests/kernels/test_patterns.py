@@ -53,6 +53,52 @@ def test_masks_equal_the_papers_sets(context: int, stride: int) -> None:
         assert torch.equal(mask_of(pattern, context), pairs(context, rule)), pattern
 
 
+def papers_keys(kind: str, i: int, l: int, c: int, g: int) -> set[int]:  # noqa: E741  the paper's letters
+    """The keys of query i as the table of the paper counts them out; g is the head's summary sub-block."""
+    local = set(range(max(0, i - l + 1), i + 1))
+    column = set(range(i % l, i + 1, l))
+    block = set(range(i // l * l, i + 1))
+    ends = {start + t for start in range(0, i + 1, l) for t in range(l - c * (g + 1), l - c * g)} & set(range(i + 1))
+    return {
+        "dense": set(range(i + 1)),
+        "local": local,
+        "column": column,
+        "strided": local | column,
+        "strided paper": set(range(max(0, i - l), i + 1)) | column,
+        "block": block,
+        "summary": ends,
+        "summary with self": ends | {i},
+        "fixed": block | ends,
+    }[kind]
+
+
+def papers_patterns(stride: int, c: int, num_summaries: int) -> dict[str, Pattern]:
+    return {
+        "dense": Dense(),
+        "local": Local(stride),
+        "column": Column(stride),
+        "strided": Strided(stride),
+        "strided paper": Strided(stride, "paper"),
+        "block": Block(stride),
+        "summary": Summary(stride, c, num_summaries),
+        "summary with self": Summary(stride, c, num_summaries, include_self=True),
+        "fixed": Fixed(stride, c, num_summaries),
+    }
+
+
+@pytest.mark.parametrize("stride, c, num_summaries", [
+    (1, 1, 1), (3, 1, 1), (3, 1, 3), (4, 2, 2), (4, 4, 1), (8, 2, 3), (8, 3, 2), (9, 1, 5),
+])  # fmt: skip
+@pytest.mark.parametrize("context", [1, 2, 8, 9, 27])
+def test_masks_of_every_head_equal_the_papers_sets(stride: int, c: int, num_summaries: int, context: int) -> None:
+    for kind, pattern in papers_patterns(stride, c, num_summaries).items():
+        for head in range(2 * num_summaries):
+            found = mask_of(pattern.for_head(head), context)
+            for i in range(context):
+                keys = set(found[i].nonzero().flatten().tolist())
+                assert keys == papers_keys(kind, i, stride, c, head % num_summaries), (kind, head, i)
+
+
 def test_heads_take_distinct_summary_blocks_in_turn() -> None:
     pattern = Fixed(stride=12, summary=2, num_summaries=3)
     for head in range(7):
@@ -124,14 +170,73 @@ def test_whole_blocks_need_no_vectors(pattern: Pattern) -> None:
         assert isinstance(part.by_query(72), Bounds) and part.by_key(72) is not None
 
 
-@pytest.mark.parametrize("stride, summary", [(4, 1), (6, 2), (8, 8)])
-def test_two_hops_reach_every_earlier_position(stride: int, summary: int) -> None:
-    """Section 4.2: i reads m by one factor, m has read j by the other."""
-    causal = mask_of(Dense(), 4 * stride)
-    by_summary = (Summary(stride, summary, include_self=True), Block(stride))
-    for first, second in (Strided(stride).factors(), by_summary):
-        hops = mask_of(first, 4 * stride).int() @ mask_of(second, 4 * stride).int()
-        assert torch.equal(hops.bool(), causal)
+def two_hops(earlier: Pattern, later: Pattern, context: int, residual: bool = False) -> torch.Tensor:
+    """(N, N) bool: in the later layer i reads some m, and in the earlier one m has read j (section 4.2).
+
+    Across the ``residual`` connection a position also keeps what it holds, which is to read itself.
+    """
+    first, second = mask_of(earlier, context), mask_of(later, context)
+    if residual:
+        first, second = (hop | torch.eye(context, dtype=torch.bool) for hop in (first, second))
+    return (second.int() @ first.int()).bool()
+
+
+@pytest.mark.parametrize("span", ["paper", "released"])
+@pytest.mark.parametrize("stride, blocks", [(1, 5), (2, 3), (4, 4), (9, 3), (8, 1)])
+def test_two_hops_of_strided_factors_reach_every_earlier_position_in_either_order(
+    stride: int, blocks: int, span: str
+) -> None:
+    context = stride * blocks
+    local, column = Strided(stride, span).factors()  # type: ignore[arg-type]
+    for earlier, later in ((local, column), (column, local)):
+        assert torch.equal(two_hops(earlier, later, context), mask_of(Dense(), context))
+
+
+@pytest.mark.parametrize("stride, summary, blocks", [(4, 1, 4), (6, 2, 3), (8, 8, 3), (5, 3, 1), (1, 1, 4)])
+def test_two_hops_of_fixed_factors_reach_every_earlier_position_block_first(
+    stride: int, summary: int, blocks: int
+) -> None:
+    """The order of ``interleaved``: what a block's end has gathered is read by all later blocks in the next layer.
+
+    A query's own block is reached through itself: by include_self, or across the residual connection. Without either
+    one, queries before their block's summary positions do not reach their own block.
+    """
+    context = stride * blocks
+    causal, place = mask_of(Dense(), context), torch.arange(context)
+    block, plain = Fixed(stride, summary).factors()
+    assert torch.equal(two_hops(block, Summary(stride, summary, include_self=True), context), causal)
+    assert torch.equal(two_hops(block, plain, context, residual=True), causal)
+    blind = mask_of(block, context) & (place % stride < stride - summary)[:, None]
+    assert torch.equal(two_hops(block, plain, context), causal & ~blind)
+
+
+@pytest.mark.parametrize("stride, summary, blocks", [(4, 1, 4), (6, 2, 3), (8, 8, 3), (5, 3, 1)])
+def test_two_hops_of_fixed_factors_reach_summaries_and_the_own_block_summary_first(
+    stride: int, summary: int, blocks: int
+) -> None:
+    """In the other order no include_self helps: nobody has gathered what a summary position has not yet read.
+
+    A third hop does: block, summary, block is every pair of layers of an interleaved model and the next.
+    """
+    context = stride * blocks
+    causal, place = mask_of(Dense(), context), torch.arange(context)
+    block, with_self = Block(stride), Summary(stride, summary, include_self=True)
+    is_summary = (place % stride >= stride - summary)[None, :]
+    reached = two_hops(with_self, block, context)
+    assert torch.equal(reached, causal & (is_summary | mask_of(block, context)))
+    third = (reached.int() @ mask_of(block, context).int()).bool()
+    assert torch.equal(third, causal)
+
+
+def test_two_hops_past_a_heads_own_summaries_need_the_head_of_the_last_ones() -> None:
+    """With num_summaries, what stands in a block behind a head's sub-block is reached by the heads behind it alone."""
+    context, block = 36, Block(12)
+    place = torch.arange(context)
+    earlier_block = ~mask_of(block, context) & mask_of(Dense(), context)
+    for head in range(3):
+        summary = Summary(12, 3, 3, include_self=True).for_head(head)
+        missed = mask_of(Dense(), context) & ~two_hops(block, summary, context)
+        assert torch.equal(missed, earlier_block & (place % 12 >= 12 - 3 * head)[None, :])
 
 
 @pytest.mark.parametrize("pattern", [*example_patterns(), Fixed(9, 2, 3).for_head(2)], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -11,13 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from data_pipelines import evaluation_contexts
 from launcher import cli
-from launcher.export import export
-from sparse_model import ModelConfig, SparseTransformer
 from tests.launcher.runs import ROOT, free_port, metrics, plain_environment, rank_environment
 
 Trained = Callable[..., Path]
@@ -122,28 +116,6 @@ def run_cli(arguments: list[str], cwd: Path, world_size: int = 1) -> list[subpro
         subprocess.CompletedProcess(command, rank.returncode, out, error)
         for rank, (out, error) in zip(ranks, outputs, strict=True)
     ]
-
-
-def test_evaluation_covers_the_whole_split_in_float64(trained: Trained, data: Path, tmp_path: Path) -> None:
-    """Two ranks and the trainer's own weights against one pass in this process: equal but for float64's rounding."""
-    run = trained("alone", 1)
-    ended = run_cli(["evaluate", str(run)], tmp_path, world_size=2)
-    assert [rank.returncode for rank in ended] == [0, 0], [rank.stderr for rank in ended]
-    assert ended[1].stdout == ""
-    line = json.loads(ended[0].stdout.splitlines()[-1])
-
-    export(run, None, tmp_path / "export")
-    model = SparseTransformer(ModelConfig.model_validate(json.loads((run / "config.json").read_text())["model"])).eval()
-    model.load_state_dict(load_file(tmp_path / "export/model.safetensors"))
-    nats, tokens = 0.0, 0
-    for batch in evaluation_contexts(data, "validation", context=64, batch_size=2):
-        with torch.no_grad():
-            real = torch.arange(64) < batch.lengths[:, None]
-            nats += model(batch.tokens, return_nats=True).double()[real].sum().item()
-        tokens += int(batch.lengths.sum())
-    assert (line["step"], line["split"], line["tokens"]) == (8, "validation", tokens)
-    # fp32 scores of other batch compositions differ in the last bit of some
-    assert line["bits_per_byte"] == pytest.approx(nats / tokens / math.log(2), rel=2**-22)
 
 
 def test_deepspeed_launcher_gives_the_same_training(trained: Trained, tmp_path: Path) -> None:

@@ -9,34 +9,11 @@ import numpy as np
 import pytest
 
 from kernels.errors import ConfigError
-from kernels.patterns import Fixed
 from launcher import cli
-from launcher.show import connectivity, draw_loss, draw_pattern, read_metrics, running_mean
+from launcher.show import draw_loss, read_metrics, running_mean
 from tests.launcher.runs import ROOT
 
 DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
-
-
-def test_connectivity_marks_self_first_part_and_later_parts() -> None:
-    found = connectivity(Fixed(stride=4, summary=1), 8)
-    assert found.tolist() == [
-        [3, 0, 0, 0, 0, 0, 0, 0],
-        [1, 3, 0, 0, 0, 0, 0, 0],
-        [1, 1, 3, 0, 0, 0, 0, 0],
-        [1, 1, 1, 3, 0, 0, 0, 0],
-        [0, 0, 0, 2, 3, 0, 0, 0],
-        [0, 0, 0, 2, 1, 3, 0, 0],
-        [0, 0, 0, 2, 1, 1, 3, 0],
-        [0, 0, 0, 2, 1, 1, 1, 3],
-    ]
-
-
-def test_pattern_picture_has_a_panel_for_each_distinct_pattern(tmp_path: Path) -> None:
-    content = json.loads(DEMO.read_text())
-    content["model"]["attention"] = {"type": "strided", "stride": 32, "combine": "interleaved"}
-    (tmp_path / "run.json").write_text(json.dumps(content))
-    panels = [axis for axis in draw_pattern(tmp_path / "run.json").axes if axis.axison]
-    assert [axis.get_title().splitlines()[0] for axis in panels] == ["Local(window=32)", "Column(stride=32)"]
 
 
 def test_loss_picture_has_a_line_for_each_split(tmp_path: Path) -> None:
