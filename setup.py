@@ -5,6 +5,8 @@ from setuptools import find_packages, setup
 ROOMS = ["launcher", "sparse_model", "data_pipelines", "kernels"]
 # What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
 REMOTE = ["aiohttp>=3.9,<4", "s3fs>=2024.6"]
+# FLAC, Ogg and MP3 files (1.1 of libsndfile reads MP3: soundfile 0.12 has it), and sounds of another rate.
+AUDIO = ["soundfile>=0.12.1,<1", "soxr>=0.3.7,<2"]
 
 setup(
     name="longstride",
@@ -30,8 +32,10 @@ setup(
     ],
     extras_require={
         "remote": REMOTE,
+        "audio": AUDIO,
         "dev": [
             *REMOTE,
+            *AUDIO,
             "pytest>=8,<10",
             "pytest-xdist>=3.5,<4",
             "hypothesis>=6.100,<7",

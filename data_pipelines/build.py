@@ -6,18 +6,22 @@ is kept where a build is killed, and the same command goes on from there, with a
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from data_pipelines.crew import Crew, join_crew
+from data_pipelines.datasets import dataset_named
+from data_pipelines.datasets.fetching import default_input, fetched_input
+from data_pipelines.datasets.plan import DatasetSettings, make_dataset_plan
+from data_pipelines.documents import Openings
 from data_pipelines.durable import durable_file, flush_folder
 from data_pipelines.errors import DataError
 from data_pipelines.manifest import Manifest, ShardRecord
 from data_pipelines.modalities import Modality, Properties, modality_named
 from data_pipelines.places import check_places, real_path, unfinished_folder
-from data_pipelines.planning import Plan, Settings, make_plan
+from data_pipelines.planning import FileSettings, Plan, Settings, make_plan
 from data_pipelines.present import PresentOutput, check_output, is_occupied
 from data_pipelines.shard_writer import Piece, write_shard
 from data_pipelines.unfinished import UnfinishedBuild, Workplace
@@ -74,11 +78,10 @@ def build(
     output that do not lie apart, where nothing or only one split is found, for an output that holds anything else or
     cannot be made, and for an unfinished build of another plan.
     """
-    crew = join_crew() if crew is None else crew
 
     def prepare() -> _Site:
         chosen = modality_named(modality)
-        settings = Settings(
+        settings = FileSettings(
             modality=chosen,
             asked=dict(properties or {}),
             suffixes=chosen.suffixes if suffixes is None else tuple(sorted(suffixes)),
@@ -87,8 +90,51 @@ def build(
             shard_bytes=shard_bytes,
             seed=seed,
         )
-        return _prepare([Path(path) for path in inputs], Path(output), settings)
+        paths = [Path(path) for path in inputs]
+        return _prepare(paths, Path(output), settings, lambda: make_plan(paths, settings))
 
+    return _build(prepare, progress, crew)
+
+
+def build_dataset(
+    name: str,
+    given: Path | None,
+    output: Path,
+    *,
+    unpublished: bool = False,
+    download: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+    crew: Crew | None = None,
+) -> Manifest:
+    """Write a published dataset, in the form in which it is distributed, as shards into the folder ``output``.
+
+    ``given`` is its archive, or a folder that holds the archive or the unpacked files; what is missing there is fetched
+    if ``download`` says so (None: in the folder ``downloads``). ``unpublished`` takes other content in the same form,
+    such as a part of it. The rest is as ``build`` has it.
+
+    Raises DataError, on all ranks, for a dataset that is not known, for files that are missing, damaged or not the
+    published ones, where they cannot be fetched, and for what ``build`` refuses of an output.
+    """
+
+    def prepare() -> _Site:
+        dataset = dataset_named(name)
+        settings = DatasetSettings(dataset, unpublished, shard_bytes)
+        there = Path(given) if given is not None else default_input(dataset)
+        asked_for = given is not None
+
+        def plan() -> Plan:
+            found = fetched_input(dataset, there, asked_for, download, progress)
+            return make_dataset_plan(settings, found)
+
+        return _prepare([there], Path(output), settings, plan)
+
+    return _build(prepare, progress, crew)
+
+
+def _build(prepare: Callable[[], "_Site"], progress: Progress | None, crew: Crew | None) -> Manifest:
+    """A build by all ranks, of which the first one prepares it."""
+    crew = join_crew() if crew is None else crew
     with crew.bound_together():
         site = crew.on_first(prepare)
         try:
@@ -146,12 +192,12 @@ class _Site:
             self._unfinished.let_go()
 
 
-def _prepare(inputs: list[Path], output: Path, settings: Settings) -> _Site:
+def _prepare(inputs: list[Path], output: Path, settings: Settings, make: Callable[[], Plan]) -> _Site:
     settings.check()
     output = real_path(output)  # a link to a folder on a larger disk is meant to be built there
     check_output(output, settings)
     check_places(inputs, output)
-    plan = make_plan(inputs, settings)
+    plan = make()
     if is_occupied(output):
         return _Site(plan, output, None, PresentOutput(output, plan))
     unfinished = UnfinishedBuild(output)
@@ -197,31 +243,33 @@ def _make_shards(crew: Crew, site: _Site | None, orders: _Orders, progress: Prog
     modality = modality_named(orders.modality)
     tasks = site.tasks() if site else iter(())
     teller = _Teller(progress if crew.is_first else None, orders.content_bytes)
-    while True:
-        any_left, task = crew.deal(tasks)
-        if site:
-            teller.settle(site.done_bytes)
-        if not any_left:
-            return
-        for record in crew.on_each(partial(_make_shard, task, orders, modality, teller.advance)):
-            if site and record is not None:
-                site.add(record)
+    with closing(Openings()) as openings:
+        while True:
+            any_left, task = crew.deal(tasks)
+            if site:
+                teller.settle(site.done_bytes)
+            if not any_left:
+                return
+            make = partial(_make_shard, task, orders, modality, openings, teller.advance)
+            for record in crew.on_each(make):
+                if site and record is not None:
+                    site.add(record)
 
 
 def _make_shard(
-    task: _Task | None, orders: _Orders, modality: Modality, advance: Callable[[int], None]
+    task: _Task | None, orders: _Orders, modality: Modality, openings: Openings, advance: Callable[[int], None]
 ) -> ShardRecord | None:
     """Make the shard, or compare it with the one that is there; None where there is none for this rank."""
     if task is None:
         return None
     place = orders.place
     if place is None:
-        record, _ = write_shard(None, task.name, task.pieces, modality, orders.properties, advance)
+        record, _ = write_shard(None, task.name, task.pieces, modality, orders.properties, openings, advance)
         if record != task.there:
             raise DataError(PresentOutput.other_files(orders.output))
         return record
     with durable_file(place.data / task.name, place.partial) as file:
-        record, index = write_shard(file, task.name, task.pieces, modality, orders.properties, advance)
+        record, index = write_shard(file, task.name, task.pieces, modality, orders.properties, openings, advance)
     with durable_file(place.data / record.index_name, place.partial) as file:
         file.write(index)
     flush_folder(place.data)

@@ -95,12 +95,12 @@ class Cache:
                 if self.find(file) is not None:
                     return None
                 self._folder.mkdir(exist_ok=True)
-                handle = _lock_file(path)
+                handle = lock_file(path)
                 if handle is not None:
                     if self._make_room(file.size, path):
                         self._locked.add(handle)
                         return Partial(file, path, handle)
-                    _unlock(handle)
+                    unlock_file(handle)
             stop.wait(pause)
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         return None
@@ -133,7 +133,7 @@ class Cache:
 
     def _end(self, partial: Partial) -> None:
         self._locked.discard(partial.handle)
-        _unlock(partial.handle)
+        unlock_file(partial.handle)
 
     def _make_room(self, size: int, own: Path) -> bool:
         """Remove what was used least recently until ``size`` more bytes fit; False while others fetch too much."""
@@ -188,7 +188,7 @@ class Cache:
         )
 
 
-def _lock_file(path: Path) -> BinaryIO | None:
+def lock_file(path: Path) -> BinaryIO | None:
     """Open a partial file, made if need be, and lock it; None where another holds it."""
     while True:
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
@@ -207,7 +207,7 @@ def _lock_file(path: Path) -> BinaryIO | None:
         handle.close()  # between open and lock it became a whole file or was removed
 
 
-def _unlock(handle: BinaryIO) -> None:
+def unlock_file(handle: BinaryIO) -> None:
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
     handle.close()

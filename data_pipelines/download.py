@@ -7,6 +7,7 @@ import hashlib
 import logging
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,7 +68,10 @@ def read_whole(transport: Transport, name: str, settings: RemoteSettings, stop: 
 
 
 class Download:
-    """Completes a partial file. ``partial`` is open for reading and writing, unbuffered, and locked by the caller."""
+    """Completes a partial file. ``partial`` is open for reading and writing, unbuffered, and locked by the caller.
+
+    ``way_out`` is what a person does where the remote file is another one; ``advance`` is told the bytes so far.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,10 @@ class Download:
         path: Path,
         settings: RemoteSettings,
         stop: threading.Event,
+        way_out: str = "upload the folder again, all its files together",
+        advance: Callable[[int], None] = lambda have: None,
     ) -> None:
+        self._way_out, self._advance = way_out, advance
         self._transport, self._file, self._partial, self._path = transport, file, partial, path
         self._settings, self._stop = settings, stop
         self._shown = transport.address.shown_of(file.name)
@@ -96,14 +103,13 @@ class Download:
                 self._fetch_rest()
                 if self._digest.hexdigest() == self._file.sha256:
                     return
-                problem = "its SHA-256 is not the manifest's"
+                problem = "its SHA-256 is not what it should be"
             except DifferentFileError as error:
                 problem = str(error)
             _log.warning("%s: %s; fetching it again from its beginning", self._shown, problem)
             self._start_over()
         raise DataError(
-            f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; "
-            "upload the folder again, all its files together"
+            f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self._way_out}"
         )
 
     def _take_up(self) -> None:
@@ -144,7 +150,7 @@ class Download:
             if self._stop.is_set():
                 raise StoppedError
             if self._have + len(content) > self._file.size:
-                raise DifferentFileError(f"more than the {self._file.size} bytes that the manifest says")
+                raise DifferentFileError(f"more than the {self._file.size} bytes that it should have")
             self._write(content)
 
     def _write(self, content: bytes) -> None:
@@ -159,6 +165,7 @@ class Download:
                 ) from error
             self._digest.update(rest[:written])
             self._have += written
+            self._advance(self._have)
             rest = rest[written:]
 
 

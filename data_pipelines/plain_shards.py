@@ -129,7 +129,7 @@ class PlainSplit:
 
     def _content(self, shard: Path, sample: dict[str, Any]) -> np.ndarray:
         member, payload = self._member(shard, sample)
-        content = self.modality.load(member, BytesIO(payload), self.properties, 0, _WHOLE)
+        content = self.modality.open(member, BytesIO(payload), self.properties).read(0, _WHOLE)
         if self.document_bytes is not None and len(content) != self.document_bytes:
             raise DataError(
                 f"{member}: {len(content)} bytes of content; must be {self.document_bytes}, as of the first "

@@ -10,18 +10,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol
 
+from data_pipelines.documents import Document, FileDocument
 from data_pipelines.errors import DataError
 from data_pipelines.manifest import FORMAT_VERSION, Manifest, ShardRecord, SplitRecord
 from data_pipelines.modalities import Modality, Properties
 from data_pipelines.shard_writer import SAMPLE_BYTES, Piece, pack
-from data_pipelines.walk import Document, WalkCounts, find_documents
+from data_pipelines.walk import WalkCounts, find_documents
+
+
+class Settings(Protocol):
+    """What decides the bytes of a build, beside the input."""
+
+    @property
+    def modality(self) -> Modality:
+        """What kind of data it is."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Content bytes of a shard at most."""
+
+    def check(self) -> None:
+        """Raises DataError for a value that cannot be."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest records it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What decides the bytes of a build, beside the input."""
+class FileSettings:
+    """Those of a build from files: see ``Settings``."""
 
     modality: Modality
     asked: Properties  # of the documents
@@ -41,8 +60,7 @@ class Settings:
             raise DataError(
                 f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
             )
-        if self.shard_bytes < 1:
-            raise DataError(f"shard_bytes={self.shard_bytes}: must be at least 1, such as 16777216")
+        check_shard_bytes(self.shard_bytes)
         for name in self.exclude:  # what could match no name would be passed over in silence
             if not name or set(name) & set("/*?"):
                 good = PurePath(name).name.strip("*?.") or "vendor"
@@ -67,13 +85,19 @@ class Settings:
         }
 
 
+def check_shard_bytes(shard_bytes: int) -> None:
+    """Raises DataError for a size that no shard can have."""
+    if shard_bytes < 1:
+        raise DataError(f"shard_bytes={shard_bytes}: must be at least 1, such as 16777216")
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that a build will write, but for the contents."""
 
     settings: Settings
     properties: Properties  # of every document
-    splits: Mapping[str, list[Document]]  # in the order in which they are written
+    splits: Mapping[str, Sequence[Document]]  # in the order in which they are written
     counts: WalkCounts
 
     @property
@@ -91,14 +115,13 @@ class Plan:
     def identity(self) -> dict[str, str]:
         """SHA-256 (hexadecimal) over what decides the shards: of the settings, and of the documents as they are now.
 
-        Documents count by path under the input, sizes and time of change; where the input lies does not.
+        Where the input lies does not count.
         """
         settings = [FORMAT_VERSION, self.settings.modality.name, self.settings.to_json(), dict(self.properties)]
         documents = hashlib.sha256()
         for split, members in self.splits.items():
             for one in members:
-                row = (split, one.relative.hex(), one.occurrence, one.size, one.file_bytes, one.modified_ns)
-                documents.update(json.dumps(row).encode())
+                documents.update(json.dumps((split, *one.identity)).encode())
         whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         return {"settings": whole.hexdigest(), "files": documents.hexdigest()}
 
@@ -120,7 +143,7 @@ class Plan:
         return {"settings": self.settings.to_json(), "left_out": left_out}
 
 
-def make_plan(inputs: Sequence[Path], settings: Settings) -> Plan:
+def make_plan(inputs: Sequence[Path], settings: FileSettings) -> Plan:
     """Find and measure the documents. Raises DataError for inputs and documents that cannot be taken."""
     documents, properties, counts = find_documents(
         inputs, settings.suffixes, settings.exclude, settings.modality, settings.asked
@@ -132,14 +155,14 @@ def _number_of(record: ShardRecord) -> int:
     return int(record.name.removesuffix(".tar").partition("-")[2])
 
 
-def _split(documents: list[Document], settings: Settings) -> dict[str, list[Document]]:
+def _split(documents: list[FileDocument], settings: FileSettings) -> dict[str, list[FileDocument]]:
     """Train and validation documents, each in the order in which they are written."""
 
-    def place(document: Document) -> int:
+    def place(document: FileDocument) -> int:
         return _hash(settings.seed, "split", document.relative)
 
     fraction = settings.validation_fraction
-    splits: dict[str, list[Document]] = {"train": [], "validation": []}
+    splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
     for document in documents:
         splits["validation" if place(document) < fraction * 2**64 else "train"].append(document)
     if fraction and all(document.relative == documents[0].relative for document in documents):
@@ -153,8 +176,13 @@ def _split(documents: list[Document], settings: Settings) -> dict[str, list[Docu
             splits[empty] = [document for document in documents if document.relative == chosen]
             splits[full] = [document for document in documents if document.relative != chosen]
     for members in splits.values():
-        members.sort(key=lambda document: _hash(settings.seed, f"order {document.occurrence}", document.relative))
+        mix(members, settings.seed)
     return {name: members for name, members in splits.items() if members}
+
+
+def mix(documents: list[FileDocument], seed: int) -> None:
+    """Bring documents into the order of a hash of (seed, path): each shard is a mixture of all folders."""
+    documents.sort(key=lambda document: _hash(seed, f"order {document.occurrence}", document.relative))
 
 
 def _hash(seed: int, use: str, relative: bytes) -> int:

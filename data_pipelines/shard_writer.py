@@ -4,20 +4,18 @@ What a shard will hold follows from the documents' sizes alone, so that any shar
 """
 
 import hashlib
-import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
 import webdataset as wds
 
-from data_pipelines.errors import DataError
+from data_pipelines.documents import Document, Openings
 from data_pipelines.manifest import ShardRecord, sample_key
 from data_pipelines.modalities import Modality, Properties
 from data_pipelines.shards import BLOCK_BYTES, INDEX_DTYPE, index_to_bytes, member_bytes
-from data_pipelines.walk import Document
 
 SAMPLE_BYTES = 2**16  # a longer document becomes several samples: each is checked whole, and lost whole if damaged
 
@@ -35,27 +33,8 @@ class Piece:
         """Whether the document ends with this piece."""
         return self.offset + self.size == self.document.size
 
-    def read(self, modality: Modality, properties: Properties) -> bytes:
-        """The piece's content. Raises DataError where the document is no longer as the walk found it."""
-        document = self.document
-        try:
-            with document.path.open("rb") as file:
-                self._check(os.fstat(file.fileno()))
-                content = modality.load(document.path, file, properties, self.offset, self.size)
-                self._check(os.fstat(file.fileno()))
-        except OSError as error:
-            raise DataError(f"{document.path}: cannot be read ({error.strerror})") from error
-        if len(content) != self.size:
-            raise DataError(f"{document.path}: changed since the build began")
-        return content
 
-    def _check(self, status: os.stat_result) -> None:
-        document = self.document
-        if (status.st_size, status.st_mtime_ns) != (document.file_bytes, document.modified_ns):
-            raise DataError(f"{document.path}: changed since the build began")
-
-
-def pack(documents: Sequence[Document], shard_bytes: int, modality: Modality) -> Iterator[list[Piece]]:
+def pack(documents: Iterable[Document], shard_bytes: int, modality: Modality) -> Iterator[list[Piece]]:
     """The pieces of each shard: in order, as many as fit into ``shard_bytes`` and at least one.
 
     A document goes on in the next shard only where it is longer than a shard, so that few contexts of its own are cut.
@@ -82,16 +61,19 @@ def write_shard(
     pieces: Sequence[Piece],
     modality: Modality,
     properties: Properties,
+    openings: Openings,
     advance: Callable[[int], None],
 ) -> tuple[ShardRecord, bytes]:
     """Write the shard ``name`` to ``file``, or nowhere; its line of the manifest and its index file's content.
 
-    ``advance`` is told the content bytes of each piece. Raises DataError for a document that is not as it was found.
+    ``openings`` holds what is open from one piece to the next, and from one shard to the next. ``advance`` is told the
+    content bytes of each piece. Raises DataError for a document that is not as it was found.
     """
     shard = _ShardStream(file, name, modality, properties)
     try:
         for piece in pieces:
-            shard.add(piece.read(modality, properties), piece.ends)
+            content = piece.document.read(openings, modality, properties, piece.offset, piece.size)
+            shard.add(content, piece.ends)
             advance(piece.size)
         return shard.finish()
     finally:

@@ -181,7 +181,7 @@ class Transport:
             if offset < end:
                 remote_size = self._filesystem.size(url)
                 if remote_size is not None and remote_size != size:
-                    raise DifferentFileError(f"{remote_size} bytes, yet the manifest says {size}")
+                    raise DifferentFileError(f"{remote_size} bytes, and it should have {size}")
                 return
 
     def _http_body(self, url: str, offset: int, size: int | None) -> Iterator[bytes]:
@@ -282,10 +282,10 @@ def _bytes_to_skip(response: Any, offset: int, size: int | None) -> int:
         if found is None or int(found[1]) != offset:
             raise HttpStatusError("the server sends another range than it was asked for")
         if size is not None and found[2] not in ("*", str(size)):
-            raise DifferentFileError(f"{found[2]} bytes, yet the manifest says {size}")
+            raise DifferentFileError(f"{found[2]} bytes, and it should have {size}")
         return 0
     length = None if "Content-Encoding" in response.headers else response.content_length
     # A shorter body may be one that a proxy cut: what is missing is asked for again.
     if size is not None and length is not None and length > size:
-        raise DifferentFileError(f"{length} bytes, yet the manifest says {size}")
+        raise DifferentFileError(f"{length} bytes, and it should have {size}")
     return offset

@@ -5,25 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from data_pipelines.documents import FileDocument
 from data_pipelines.errors import DataError
 from data_pipelines.modalities import Modality, Properties
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A file of the input. There may be millions: a folder is one string that all its documents share."""
-
-    folder: str  # the input, or the folder that holds it where the input is a file
-    relative: bytes  # path under its input, with slashes: its identity, wherever the input lies
-    occurrence: int  # how many earlier inputs hold the same relative path
-    size: int  # content bytes
-    file_bytes: int
-    modified_ns: int  # with the size: whether the file is still the one that was found
-
-    @property
-    def path(self) -> Path:
-        """Where the file lies."""
-        return Path(self.folder, os.fsdecode(self.relative))
 
 
 @dataclass(slots=True)
@@ -36,7 +20,7 @@ class WalkCounts:
 
 def find_documents(
     inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], modality: Modality, asked: Properties
-) -> tuple[list[Document], dict[str, int], WalkCounts]:
+) -> tuple[list[FileDocument], dict[str, int], WalkCounts]:
     """The documents of the inputs that are not empty, their common properties, and what was left out.
 
     Documents are sorted by relative path within each input. Raises DataError for an input that is missing or
@@ -45,7 +29,7 @@ def find_documents(
     if not inputs:
         raise DataError("inputs: none given; name at least one folder or file")
     counts = WalkCounts()
-    documents: list[Document] = []
+    documents: list[FileDocument] = []
     properties: dict[str, int] | None = None
     seen: dict[bytes, int] = {}
     for given in inputs:
@@ -61,7 +45,7 @@ def find_documents(
                 counts.empty += 1
                 continue
             occurrence = seen.get(relative, 0)
-            documents.append(Document(folder, relative, occurrence, size, status.st_size, status.st_mtime_ns))
+            documents.append(FileDocument(folder, relative, occurrence, size, status.st_size, status.st_mtime_ns))
             seen[relative] = occurrence + 1
     if not documents or properties is None:
         wanted = " ".join(suffixes) or "any"

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from data_pipelines import MODALITIES, DataError, Manifest, build, open_store, verify
+from data_pipelines import DATASETS, MODALITIES, DataError, Manifest, build, build_dataset, open_store, verify
 from data_pipelines.crew import Crew, join_crew
 from data_pipelines.modalities.image import MAX_PIXELS
 from data_pipelines.unfinished import kept_folder
@@ -22,22 +23,29 @@ _SETTINGS = {  # of `build`, by the names that they have here
     "shard_bytes": "--shard-bytes",
     "exclude": "--exclude",
     "suffixes": "--suffix",
+    "dataset": "--dataset",
 }
 _OPTIONS = {"image": "image_size", "audio": "rate"}  # of one modality alone
+# Of files alone: a dataset has its own. None where they were not given, so that what is given in vain is told.
+_DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `data build`."""
-    parser.add_argument("inputs", nargs="+", metavar="PATH", help="files and folders")
+    parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
     parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
-    parser.add_argument("--modality", choices=sorted(MODALITIES), default="text")
+    parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
     parser.add_argument("--image-size", metavar="HxW", help="crop and resize pictures (default: all have one size)")
-    parser.add_argument("--rate", metavar="HZ", help="which all sounds must have (default: the first one's)")
-    parser.add_argument("--suffix", action="append", default=None, help="of files to take, such as .py (repeatable)")
-    parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help="file or folder (repeatable)")
-    parser.add_argument("--validation-fraction", type=float, default=0.05)
+    parser.add_argument("--rate", metavar="HZ", help="bring all sounds to it (default: all have one rate)")
+    parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
+    parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
+    parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
     parser.add_argument("--shard-bytes", type=int, default=None)
-    parser.add_argument("--seed", type=int, default=0, help="of the split by file, and of the order of documents")
+    parser.add_argument("--seed", type=int, help="of the split by file, and of the order of documents (default: 0)")
+    parser.add_argument("--dataset", metavar="NAME", help=f"a published one instead: {', '.join(sorted(DATASETS))}")
+    parser.add_argument("--input", metavar="PATH", help="the dataset as it is distributed: its archive or its folder")
+    parser.add_argument("--download", action="store_true", help="fetch the dataset where it is missing")
+    parser.add_argument("--unpublished", action="store_true", help="take other content in the dataset's form")
 
 
 def run_build(arguments: argparse.Namespace) -> int:
@@ -67,12 +75,27 @@ def run_build(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace, crew: Crew) -> Manifest:
+    _check_kind(arguments)
     for given in arguments.inputs:
         _check_on_this_machine("PATH", given, "a file or folder on this machine, such as texts; fetch it first")
+    if arguments.input is not None:
+        rule = "a file or folder on this machine, such as downloads; let --download fetch what is not here"
+        _check_on_this_machine("--input", arguments.input, rule)
     rule = "a folder on this machine, such as data/mine; build, then upload"
     _check_on_this_machine("--output", arguments.output, rule)
     sizes = {} if arguments.shard_bytes is None else {"shard_bytes": arguments.shard_bytes}
     with _progress(silent=not crew.is_first) as show:
+        if arguments.dataset is not None:
+            return build_dataset(
+                arguments.dataset,
+                None if arguments.input is None else Path(arguments.input),
+                Path(arguments.output),
+                unpublished=arguments.unpublished,
+                download=arguments.download,
+                progress=show,
+                crew=crew,
+                **sizes,
+            )
         return build(
             [Path(given) for given in arguments.inputs],
             Path(arguments.output),
@@ -86,6 +109,32 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> Manifest:
             crew=crew,
             **sizes,
         )
+
+
+def _check_kind(arguments: argparse.Namespace) -> None:
+    """Files or a dataset: fills in what files have where it was not given.
+
+    Raises DataError for neither, for both, and for an option that belongs to the other one.
+    """
+    if arguments.dataset is None:
+        for name in ("input", "download", "unpublished"):
+            if getattr(arguments, name):
+                raise DataError(f"--{name}: goes with --dataset; name one of {', '.join(sorted(DATASETS))}")
+        if not arguments.inputs:
+            raise DataError("PATH: none given; name files or folders, such as texts, or a --dataset")
+        for name, default in _DEFAULTS.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, default)
+        return
+    if arguments.inputs:
+        raise DataError(
+            f"PATH={arguments.inputs[0]}: goes without --dataset; name the dataset's archive or folder by --input"
+        )
+    for name in (*_DEFAULTS, *_OPTIONS.values()):
+        value = getattr(arguments, name)
+        if value is not None:
+            option = f"--{name.replace('_', '-')}={value[0] if isinstance(value, list) else value}"
+            raise DataError(f"{option}: goes without --dataset, which has its own; leave it out")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from data_pipelines.errors import DataError
 from data_pipelines.modalities.audio import Audio
 from data_pipelines.modalities.image import Image
-from data_pipelines.modalities.modality import Modality, Properties
+from data_pipelines.modalities.modality import Content, Modality, Properties
 from data_pipelines.modalities.text import Text
 
 _REGISTERED: tuple[Modality, ...] = (Text(), Image(), Audio())
@@ -17,4 +17,4 @@ def modality_named(name: str) -> Modality:
     return MODALITIES[name]
 
 
-__all__ = ["MODALITIES", "Modality", "Properties", "modality_named"]
+__all__ = ["MODALITIES", "Content", "Modality", "Properties", "modality_named"]

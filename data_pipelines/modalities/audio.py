@@ -1,33 +1,35 @@
 """Sound: a file is a document, a sample of it a byte of 8-bit mu-law (ITU-T G.711) in one channel.
 
 Channels are mixed by their mean. A member is a WAV file of format 7, which players open: the bytes of the content are
-G.711's own, bits inverted as the standard has it, so that silence is 0xFF and 0x7F. All
-arithmetic is in integers: the same bytes on every machine.
+G.711's own, bits inverted as the standard has it, so that silence is 0xFF and 0x7F. For a WAV file of the set's rate
+all arithmetic is in integers: the same bytes on every machine. What is decoded or resampled (`sound.py`) follows from
+the libraries that do it.
 """
 
 import struct
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from data_pipelines.errors import DataError
-from data_pipelines.modalities.modality import Properties, both_cases, token_bytes
-from data_pipelines.modalities.wav import MULAW, WavFormat, mix, pcm_samples, read_format
+from data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
+from data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
+from data_pipelines.modalities.sound import BLOCK_FRAMES, Form, StreamedSound, described, frames_at, wav_samples
+from data_pipelines.modalities.wav import MULAW, WavFormat, mix
 
-_BIAS = 132  # moves the borders of G.711's segments to powers of two; in units of 16 bits, 33 in its own of 14
-_CLIP = 32635  # the largest magnitude that the last segment holds with the bias
-_BLOCK_FRAMES = 2**16  # converted at once
+__all__ = ["Audio", "mulaw_decode", "mulaw_encode"]
+
 _HEADER_BYTES = 58
 
 
 class Audio:
-    """Sounds of one rate, in Hz."""
+    """Sounds of one rate, in Hz. The property ``resampled`` is 1 where others are brought to it, else there is none."""
 
     name = "audio"
     extension = "wav"
-    suffixes = both_cases(".wav")
+    suffixes = both_cases(".flac", ".mp3", ".ogg", ".wav")
     asks: tuple[str, ...] = ("rate",)
     packing = False
     divisible = True
@@ -35,30 +37,27 @@ class Audio:
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         """The rate that is asked for, else the first file's. Raises DataError for one that cannot be."""
         if "rate" not in asked:
-            return {"rate": read_format(path, file).rate}
+            return {"rate": described(path, file).rate}
         if not 1 <= asked["rate"] < 2**32:
             raise DataError(f"rate={asked['rate']}: must be from 1 to 2**32 - 1 Hz; such as 12000")
-        return {"rate": asked["rate"]}
+        return {"rate": asked["rate"], "resampled": 1}
 
     def document_bytes(self, properties: Properties) -> int | None:
         """Sounds are of any length."""
         return None
 
     def measure(self, path: Path, properties: Properties) -> int:
-        """The frames of a file, by its header."""
+        """The frames of a file at the set's rate, by its header."""
         with path.open("rb") as file:
-            return _fitting_format(path, file, properties).frames
+            form = _fitting(path, file, properties)
+        return frames_at(path, form, properties["rate"])
 
-    def load(self, path: Path, file: BinaryIO, properties: Properties, offset: int, size: int) -> bytes:
-        """The bytes of ``size`` frames from frame ``offset`` on; no more than these are held."""
-        form = _fitting_format(path, file, properties)
-        end = min(offset + size, form.frames)
-        file.seek(form.offset + offset * form.frame_bytes)
-        blocks = []
-        for start in range(offset, end, _BLOCK_FRAMES):
-            block = file.read(min(_BLOCK_FRAMES, end - start) * form.frame_bytes)
-            blocks.append(_to_mulaw(block, form))
-        return b"".join(blocks)
+    def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
+        """A byte a frame. A WAV file of the set's rate is read anywhere, any other sound from its beginning on."""
+        form = _fitting(path, file, properties)
+        if isinstance(form, WavFormat) and form.rate == properties["rate"]:
+            return _WavContent(file, form)
+        return StreamedSound(path, file, form, properties["rate"])
 
     def header(self, size: int, properties: Properties) -> bytes:
         """Of a mono WAV file of format 7. The even byte that RIFF wants at an odd end is left out, as players allow."""
@@ -74,52 +73,32 @@ class Audio:
         return self.header(len(content), properties) + content
 
 
-def mulaw_encode(samples: np.ndarray) -> np.ndarray:
-    """(n,) int16 -> (n,) uint8 of G.711, whose all-positive bits are inverted: 0 is 0xFF, full scale 0x80 and 0x00."""
-    return _encoding_table()[np.asarray(samples, dtype=np.int16).view(np.uint16)]
+@dataclass(frozen=True, slots=True)
+class _WavContent:
+    """Of a WAV file of the set's rate; no more is held than is asked for."""
+
+    file: BinaryIO
+    form: WavFormat
+
+    def read(self, offset: int, size: int) -> bytes:
+        """A byte for each of ``size`` frames from frame ``offset`` on."""
+        form = self.form
+        end = min(offset + size, form.frames)
+        self.file.seek(form.offset + offset * form.frame_bytes)
+        blocks = []
+        for start in range(offset, end, BLOCK_FRAMES):
+            block = self.file.read(min(BLOCK_FRAMES, end - start) * form.frame_bytes)
+            if form.tag == MULAW and form.channels == 1:
+                blocks.append(block)  # not even the two zeros change places
+            else:
+                blocks.append(mulaw_encode(mix(*wav_samples(block, form))).tobytes())
+        return b"".join(blocks)
 
 
-def mulaw_decode(content: np.ndarray) -> np.ndarray:
-    """(n,) uint8 of G.711 -> (n,) int16, the middle of each step; both zeros, 0xFF and 0x7F, are 0."""
-    return _decoding_table()[np.asarray(content, dtype=np.uint8)]
-
-
-@cache
-def _encoding_table() -> np.ndarray:
-    """(65536,) uint8: the byte of each int16, by its bits."""
-    value = np.arange(2**16, dtype=np.uint16).view(np.int16).astype(np.int64)
-    biased = np.minimum(np.abs(value), _CLIP) + _BIAS
-    segment = np.searchsorted(2 ** np.arange(8, 15), biased, side="right")  # 0..7: which power of two is below
-    step = biased >> (segment + 3) & 0x0F  # 16 equal ones in each segment
-    return (~(np.where(value < 0, 0x80, 0) | segment << 4 | step) & 0xFF).astype(np.uint8)
-
-
-@cache
-def _decoding_table() -> np.ndarray:
-    """(256,) int16: the value of each byte."""
-    code = ~np.arange(2**8, dtype=np.int64) & 0xFF
-    segment, step = code >> 4 & 0x07, code & 0x0F
-    magnitude = ((2 * step + 33) << (segment + 2)) - _BIAS
-    return np.where(code & 0x80, -magnitude, magnitude).astype(np.int16)
-
-
-def _fitting_format(path: Path, file: BinaryIO, properties: Properties) -> WavFormat:
-    form, rate = read_format(path, file), properties["rate"]
-    if form.rate != rate:
+def _fitting(path: Path, file: BinaryIO, properties: Properties) -> Form:
+    form, rate = described(path, file), properties["rate"]
+    if form.rate != rate and not properties.get("resampled"):
         raise DataError(
-            f"{path}: has {form.rate} Hz, and the set {rate} (its first file's, or --rate); "
-            f"resample it first, such as with `sox IN.wav -r {rate} OUT.wav`"
+            f"{path}: has {form.rate} Hz, and the set's first file {rate}; bring all to one rate with --rate {rate}"
         )
     return form
-
-
-def _to_mulaw(block: bytes, form: WavFormat) -> bytes:
-    """Whole frames of a file -> a byte each."""
-    block = block[: len(block) // form.frame_bytes * form.frame_bytes]  # the file may shrink while it is read
-    if form.tag == MULAW and form.channels == 1:
-        return block  # not even the two zeros change places
-    if form.tag == MULAW:
-        samples, width = mulaw_decode(np.frombuffer(block, dtype=np.uint8)).astype(np.int64), 2
-    else:
-        samples, width = pcm_samples(block, form.width), form.width
-    return mulaw_encode(mix(samples.reshape(-1, form.channels), width)).tobytes()

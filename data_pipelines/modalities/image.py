@@ -4,16 +4,25 @@ Its content is row after row, in a row pixel after pixel, in a pixel red, green,
 position tables (row, column, channel) count. A sample's member is a binary PPM file.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from data_pipelines.errors import DataError
-from data_pipelines.modalities.modality import Properties, both_cases, token_bytes
+from data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
 
 CHANNELS = 3  # red, green, blue
 MAX_PIXELS = 2**26  # of a file or of what is made of it: a few bytes of file may claim any number
+
+
+@dataclass(frozen=True, slots=True)
+class _Pixels:
+    content: bytes
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self.content[offset : offset + size]
 
 
 class Image:
@@ -50,14 +59,14 @@ class Image:
                 _check_size(path, _size(path, file), properties)
         return self.document_bytes(properties)
 
-    def load(self, path: Path, file: BinaryIO, properties: Properties, offset: int, size: int) -> bytes:
+    def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """The picture's pixels. Raises DataError for one that is damaged or does not fit the set."""
         from data_pipelines.modalities.picture import picture_pixels
 
         wanted = properties["height"], properties["width"]
         pixels = picture_pixels(path, file, wanted if properties["resized"] else None)
         _check_size(path, pixels.shape[:2], properties)
-        return pixels.tobytes()[offset : offset + size]
+        return _Pixels(pixels.tobytes())
 
     def header(self, size: int, properties: Properties) -> bytes:
         """Of a binary PPM file."""

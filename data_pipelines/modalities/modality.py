@@ -11,6 +11,16 @@ from data_pipelines.errors import DataError
 Properties = Mapping[str, int]  # what all documents of a set have in common: height, width, rate ...
 
 
+class Content(Protocol):
+    """The content of one open document."""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Content bytes ``[offset, offset + size)``; fewer where the document has fewer.
+
+        Reading on is cheap, going back may not be. Raises DataError for a document that is damaged.
+        """
+
+
 class Modality(Protocol):
     """How files of one kind become the bytes of a model's contexts, and back.
 
@@ -36,10 +46,10 @@ class Modality(Protocol):
     def measure(self, path: Path, properties: Properties) -> int:
         """Content bytes of a document, by its head alone. Raises DataError for one that does not fit the set."""
 
-    def load(self, path: Path, file: BinaryIO, properties: Properties, offset: int, size: int) -> bytes:
-        """Content bytes ``[offset, offset + size)`` of a document, open as ``file``; ``path`` is for messages.
+    def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
+        """The content of a document, open as ``file`` for as long as it is read; ``path`` is for messages.
 
-        Fewer come back where the document has fewer. Raises DataError for a document that does not fit the set.
+        Raises DataError for a document that does not fit the set.
         """
 
     def header(self, size: int, properties: Properties) -> bytes:

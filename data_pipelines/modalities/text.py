@@ -1,11 +1,21 @@
 """Text: the bytes of a file are the content, whatever their encoding."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.modalities.modality import Properties, token_bytes
+from data_pipelines.modalities.modality import Content, Properties, token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    file: BinaryIO
+
+    def read(self, offset: int, size: int) -> bytes:
+        self.file.seek(offset)
+        return self.file.read(size)
 
 
 class Text:
@@ -30,10 +40,9 @@ class Text:
         """The file's size."""
         return path.stat().st_size
 
-    def load(self, path: Path, file: BinaryIO, properties: Properties, offset: int, size: int) -> bytes:
-        """A part of the file."""
-        file.seek(offset)
-        return file.read(size)
+    def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
+        """The file as it is."""
+        return _Bytes(file)
 
     def header(self, size: int, properties: Properties) -> bytes:
         """A text file has none."""

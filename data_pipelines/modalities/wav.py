@@ -35,6 +35,13 @@ class WavFormat:
         return self.channels * self.width
 
 
+def is_wav(file: BinaryIO) -> bool:
+    """Whether an open file begins as a WAV file does, or ends before that can be told."""
+    file.seek(0)
+    head = file.read(12)
+    return head[:4] == b"RIFF" and head[8:] in (b"WAVE", b"")
+
+
 def read_format(path: Path, file: BinaryIO) -> WavFormat:
     """What an open WAV file says of itself. Raises DataError where it is none, cut short, or of another encoding."""
     file_bytes = file.seek(0, 2)

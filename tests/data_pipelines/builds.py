@@ -17,10 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from data_pipelines import load_manifest, open_store
+from data_pipelines.crew import Crew
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "data_pipelines" / "build_worker.py"
 PATIENCE_SECONDS = 60  # for what takes a few; a build that hangs fails its test
+
+
+class OutOfOrder(Crew):
+    """One process that makes the shards as three ranks would, one rank after the other: what is open is another's."""
+
+    def deal(self, tasks):
+        """The next shard: every third one, then those behind them, then the rest."""
+        if not hasattr(self, "left"):
+            every = list(tasks)
+            self.left = [*every[::3], *every[1::3], *every[2::3]]
+        return (True, self.left.pop(0)) if self.left else (False, None)
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:

@@ -17,10 +17,10 @@ import pytest
 import webdataset as wds
 
 from data_pipelines import DataError, build, modality_named, open_store, verify
+from data_pipelines.documents import FileDocument
 from data_pipelines.errors import os_errors_told
 from data_pipelines.shard_writer import SAMPLE_BYTES, pack
 from data_pipelines.shards import load_index
-from data_pipelines.walk import Document
 from tests.data_pipelines.builds import folder_bytes, numbered_files, payloads_of, write_files
 
 UNFINISHED = ".data.unfinished"
@@ -99,8 +99,8 @@ def test_build_index_tells_where_documents_end(tmp_path):
     check_index(tmp_path / "data", shard, ends)
 
 
-def documents_of(*sizes: int) -> list[Document]:
-    return [Document("folder", b"%d" % number, 0, size, size, 0) for number, size in enumerate(sizes)]
+def documents_of(*sizes: int) -> list[FileDocument]:
+    return [FileDocument("folder", b"%d" % number, 0, size, size, 0) for number, size in enumerate(sizes)]
 
 
 def packed(sizes: list[int], shard_bytes: int, divisible: bool = True) -> list[list[tuple[int, int, int]]]:

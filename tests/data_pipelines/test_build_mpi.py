@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from data_pipelines import DataError, build
+from data_pipelines import DataError, build, build_dataset
 from data_pipelines.crew import Crew, join_crew
 from data_pipelines.modalities import modality_named
-from data_pipelines.planning import Settings, make_plan
+from data_pipelines.planning import FileSettings, make_plan
 from tests.data_pipelines.builds import (
     ended,
     folder_bytes,
@@ -20,6 +20,7 @@ from tests.data_pipelines.builds import (
     worker_words,
     write_files,
 )
+from tests.data_pipelines.published_files import CIFAR_BATCHES, pictures, tarred, write_cifar
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mpirun comes with the dev extra on Linux")
 ARGUMENTS = {"validation_fraction": 0.2, "shard_bytes": 700}
@@ -75,7 +76,7 @@ def test_build_by_many_ranks_is_byte_identical(source, alone, tmp_path, ranks):
 def documents_by_shard(source: Path) -> list[list[Path]]:
     """The documents of each shard, in the order in which shards are dealt to ranks."""
     text = modality_named("text")
-    settings = Settings(text, {}, text.suffixes, (), ARGUMENTS["validation_fraction"], ARGUMENTS["shard_bytes"], 0)
+    settings = FileSettings(text, {}, text.suffixes, (), ARGUMENTS["validation_fraction"], ARGUMENTS["shard_bytes"], 0)
     return [[piece.document.path for piece in pieces] for _, pieces in make_plan([source], settings).shards()]
 
 
@@ -169,3 +170,17 @@ def test_crew_of_one_works_as_several_would():
     for call in (crew.on_each, crew.on_first):
         with pytest.raises(DataError, match=r"^name: No such file or directory$"):
             call(missing)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("version", ["binary", "python2"])
+def test_dataset_by_many_ranks_is_byte_identical(tmp_path, ranks, version):
+    """Each rank reads the archive by itself, and of every batch the pictures of its own shards."""
+    batches = {name: pictures(60, 32, seed) for seed, name in enumerate(CIFAR_BATCHES)}
+    given = tarred(tmp_path / "cifar.tar.gz", write_cifar(tmp_path / "cifar-10-batches", batches, version))
+    build_dataset("cifar10", given, tmp_path / "alone", unpublished=True, shard_bytes=50_000)
+    words = ["-m", "launcher.cli", "data", "build", "--dataset", "cifar10", "--input", str(given), "--unpublished"]
+    code, _, errors = ended(start([*words, "--shard-bytes", "50000", "--output", str(tmp_path / "data")], ranks))
+    assert (code, errors) == (0, [])
+    assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "alone")

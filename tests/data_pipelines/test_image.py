@@ -32,7 +32,7 @@ def read(path: Path, asked: dict[str, int] | None = None) -> np.ndarray:
     with path.open("rb") as file:
         properties = IMAGE.settle(path, file, asked or {})
         size = IMAGE.measure(path, properties)
-        content = IMAGE.load(path, file, properties, 0, size)
+        content = IMAGE.open(path, file, properties).read(0, size)
     assert len(content) == size
     return np.frombuffer(content, dtype=np.uint8).reshape(properties["height"], properties["width"], 3)
 

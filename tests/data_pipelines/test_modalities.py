@@ -50,7 +50,7 @@ def settle(modality, path):
 
 def load(modality, path, properties, offset=0, size=2**20):
     with path.open("rb") as file:
-        return modality.load(path, file, properties, offset, size)
+        return modality.open(path, file, properties).read(offset, size)
 
 
 def test_modality_registered_under_own_name(modality):

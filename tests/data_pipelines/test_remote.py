@@ -127,7 +127,7 @@ def test_fetch_from_any_filesystem(opened, tmp_path):
     assert store.local(StoredFile("a.tar", len(content), hashlib.sha256(content).hexdigest())).read_bytes() == content
     with pytest.raises(DataError, match=r"memory://set/b\.tar: no such file"):
         store.local(StoredFile("b.tar", 1, "0" * 64))
-    with pytest.raises(DataError, match=f"{len(content)} bytes, yet the manifest says {2 * len(content)}"):
+    with pytest.raises(DataError, match=f"{len(content)} bytes, and it should have {2 * len(content)}"):
         store.local(StoredFile("a.tar", 2 * len(content), "0" * 64))
 
 
@@ -180,13 +180,13 @@ def test_corrupted_remote_file_is_told_from_a_corrupted_transfer(bucket, opened,
     server = FaultyServer(bucket, corrupt={files[0].name})
     with server as url:
         store = opened(url)
-        with pytest.raises(DataError, match=r"its SHA-256 is not the manifest's: .* belongs to another set"):
+        with pytest.raises(DataError, match=r"its SHA-256 is not what it should be: .* belongs to another set"):
             store.local(files[0])
         assert len(server.requests) == download.ROUNDS
         server.corrupt = ()
         assert store.local(files[0]).stat().st_size == 50_000
         longer = StoredFile(files[1].name, 49_999, files[1].sha256)
-        with pytest.raises(DataError, match=r"50000 bytes, yet the manifest says 49999"):
+        with pytest.raises(DataError, match=r"50000 bytes, and it should have 49999"):
             store.local(longer)
         shorter = StoredFile(files[1].name, 50_001, files[1].sha256)
         with pytest.raises(DataError, match=r"it ends before byte 50000"):
@@ -373,7 +373,7 @@ def test_cache_that_cannot_be_written_is_named(bucket, opened, tmp_path):
 def test_full_disk_is_named(bucket, opened, tmp_path, monkeypatch):
     files = make_files(bucket, 1000)
     monkeypatch.setattr(
-        "data_pipelines.cache._lock_file", lambda path: os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", 0)
+        "data_pipelines.cache.lock_file", lambda path: os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", 0)
     )
     monkeypatch.setattr(download.Download, "_take_up", lambda self: None)
     with FaultyServer(bucket) as url, pytest.raises(DataError, match=r"\.partial: cannot be written \(No space left"):

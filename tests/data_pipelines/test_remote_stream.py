@@ -93,7 +93,7 @@ def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_
         stream = ByteStream(url, remote=settings, **OPTIONS)
         shutil.rmtree(served)
         build([corpus.source], served, validation_fraction=0.1, shard_bytes=2500, seed=8)
-        with pytest.raises(DataError, match=r"train-\d+.*: .*(yet the manifest says|SHA-256 is not the manifest's)"):
+        with pytest.raises(DataError, match=r"train-\d+.*: .*(and it should have|SHA-256 is not what it should be)"):
             list(itertools.islice(stream, 60))
         assert_equal(batches(url, 60, settings), batches(served, 60))
 

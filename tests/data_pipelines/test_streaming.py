@@ -208,6 +208,15 @@ def test_stream_passes_over_empty_documents(tmp_path):
     assert [text for _, text in rows(PlainStream(tmp_path, cut=DOCUMENTS, **options), 3)] == [b"xy", b"z", b"xy"]
 
 
+class TileContent:
+    def __init__(self, file):
+        self.file = file
+
+    def read(self, offset, size):
+        self.file.seek(1 + offset)
+        return self.file.read(size)
+
+
 class Tile:
     """A kind of document that is all of one size, after a header of one byte that says which."""
 
@@ -222,9 +231,8 @@ class Tile:
     def document_bytes(self, properties):
         return properties["size"]
 
-    def load(self, path, file, properties, offset, size):
-        file.seek(1 + offset)
-        return file.read(size)
+    def open(self, path, file, properties):
+        return TileContent(file)
 
 
 def write_tiles(folder: Path, payloads: list[bytes]) -> None:

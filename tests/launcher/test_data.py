@@ -26,6 +26,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 ON_THIS_MACHINE = "must be a file or folder on this machine, such as texts; fetch it first"
 TO_MAKE = "must be a folder on this machine, such as data/mine; build, then upload"
 LATER = ["texts", "--output", "data"]
+SET = ["--output", "data", "--dataset", "text8"]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,33 @@ LATER = ["texts", "--output", "data"]
         ([*LATER, "--suffix", "*.txt"], "--suffix=*.txt: must begin with a dot, such as .txt"),
         ([*LATER, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1, such as 16777216"),
         ([*LATER, "--validation-fraction", "2"], "--validation-fraction=2.0: must be at least 0 and less than 1, such"),
+        (["--output", "data"], "PATH: none given; name files or folders, such as texts, or a --dataset"),
+        ([*LATER, "--input", "texts"], "--input: goes with --dataset; name one of cifar10, enwik8, imagenet64, text8"),
+        ([*LATER, "--download"], "--download: goes with --dataset; "),
+        ([*LATER, "--unpublished"], "--unpublished: goes with --dataset; "),
+        (
+            [*LATER, "--dataset", "text8"],
+            "PATH=texts: goes without --dataset; name the dataset's archive or folder by ",
+        ),
+        ([*SET, "--dataset", "mnist"], "--dataset=mnist: not a dataset that is known; take one of cifar10, enwik8, "),
+        ([*SET, "--modality", "text"], "--modality=text: goes without --dataset, which has its own; leave it out"),
+        ([*SET, "--validation-fraction", "0.0"], "--validation-fraction=0.0: goes without --dataset"),
+        ([*SET, "--suffix", ".bin"], "--suffix=.bin: goes without --dataset"),
+        ([*SET, "--rate", "8000"], "--rate=8000: goes without --dataset"),
+        ([*SET, "--seed", "0"], "--seed=0: goes without --dataset"),
+        ([*SET, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1"),
+        (
+            [*SET, "--input", "s3://b/k"],
+            "--input='s3://b/k': must be a file or folder on this machine, such as downloads",
+        ),
+        (
+            [*SET, "--input", "none.zip"],
+            "--input=none.zip: no such file or folder; fetch http://mattmahoney.net/dc/text8",
+        ),
+        (
+            SET,
+            "--input: must name the archive or folder of text8; fetch http://mattmahoney.net/dc/text8.zip, or let --d",
+        ),
         (
             [*LATER, "--modality", "image", "--image-size", "9000x9000"],
             "--image-size=9000x9000: must be at most 67,108,864 pixels in all, such as 64x64",
@@ -54,6 +82,19 @@ def test_build_refuses_in_one_line(
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"longstride: error: {line}")
     assert [path.name for path in texts.iterdir()] == ["texts"]
+
+
+def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (texts / "text8").write_text("a few words " * 100)
+    words = ["data", "build", "--dataset", "text8", "--input", "text8", "--output", "data"]
+    assert cli.main(words) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("longstride: error: text8: 1,200 bytes, and the published file has 100,000,000; ")
+    assert cli.main([*words, "--unpublished"]) == 0
+    splits = ["train 1,080 bytes of 1 documents", "validation 60 bytes of 1 documents", "test 60 bytes of 1 documents"]
+    assert capsys.readouterr().err == f"data: {', '.join(splits)}\n"
+    assert cli.main(["data", "verify", "data"]) == 0
+    assert cli.main(["data", "show", "data", "--split", "test"]) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

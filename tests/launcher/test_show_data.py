@@ -172,7 +172,7 @@ def test_show_refuses_in_one_line(
         (["--image-size", "3x2"], "image", {"height": 3, "width": 2, "channels": 3, "resized": 1}),
         (["--image-size", "2"], "image", {"height": 2, "width": 2, "channels": 3, "resized": 1}),
         ([], "image", {"height": 6, "width": 4, "channels": 3, "resized": 0}),
-        (["--rate", "1000"], "audio", {"rate": 1000}),
+        (["--rate", "1000"], "audio", {"rate": 1000, "resampled": 1}),
         ([], "audio", {"rate": 1000}),
     ],
     ids=str,
@@ -193,7 +193,7 @@ def test_build_takes_options_of_the_modality(
         (["--modality", "audio", "--image-size", "32"], "goes with --modality image, and this is audio"),
         (["--modality", "audio", "--rate", "12k"], "--rate=12k: must be in Hz; such as 12000"),
         (["--modality", "audio", "--rate", "0"], "--rate=0: must be in Hz"),
-        (["--modality", "audio", "--rate", "8000"], "has 1000 Hz, and the set 8000"),
+        (["--modality", "audio", "--rate", "300000"], "has 1000 Hz, too far from 300000 to be resampled"),
         *(
             (["--modality", "image", "--image-size", value], f"--image-size={value}: must be height x width in pixels")
             for value in ("3x", "x3", "", "0", "-3", "3x-3", "3x3x3", "a", "3 x 3", "²", "1" * 50)

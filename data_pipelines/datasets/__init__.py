@@ -1,0 +1,21 @@
+"""The published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each."""
+
+from data_pipelines.datasets.cifar10 import CIFAR10
+from data_pipelines.datasets.dataset import Dataset
+from data_pipelines.datasets.enwik8 import ENWIK8
+from data_pipelines.datasets.imagenet64 import IMAGENET64
+from data_pipelines.datasets.text8 import TEXT8
+from data_pipelines.errors import DataError
+
+_REGISTERED: tuple[Dataset, ...] = (CIFAR10, IMAGENET64, ENWIK8, TEXT8)
+DATASETS = {dataset.name: dataset for dataset in _REGISTERED}
+
+
+def dataset_named(name: str) -> Dataset:
+    """The registered dataset of that name. Raises DataError for a name that is not registered."""
+    if name not in DATASETS:
+        raise DataError(f"dataset={name}: not a dataset that is known; take one of {', '.join(sorted(DATASETS))}")
+    return DATASETS[name]
+
+
+__all__ = ["DATASETS", "Dataset", "dataset_named"]

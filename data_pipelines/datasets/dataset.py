@@ -1,0 +1,71 @@
+"""What a published dataset has to say about itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from data_pipelines.datasets.published import Archive
+from data_pipelines.documents import Document
+from data_pipelines.errors import DataError
+from data_pipelines.modalities import Properties
+from data_pipelines.walk import WalkCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The documents of a dataset, in the order in which they are written."""
+
+    splits: Mapping[str, Sequence[Document]]
+    properties: Properties
+    counts: WalkCounts = field(default_factory=WalkCounts)  # what was left out
+
+
+class Dataset(Protocol):
+    """A dataset in the form in which it is distributed."""
+
+    @property
+    def name(self) -> str:
+        """As --dataset takes it."""
+
+    @property
+    def modality(self) -> str:
+        """What kind of data it is."""
+
+    @property
+    def archive(self) -> Archive | None:
+        """What --download fetches; None where no program may."""
+
+    @property
+    def where(self) -> str:
+        """What a person does to have it, in a few words for messages: "fetch URL"."""
+
+    def find(self, given: Path, unpublished: bool) -> Found:
+        """The documents of an archive, file or folder that is there.
+
+        Raises DataError where something is missing, damaged or in another form, and, unless ``unpublished``, where it
+        is not what was published.
+        """
+
+
+def files_in(given: Path) -> Iterator[list[Path]]:
+    """Where the files of a dataset may lie, nearest first: a file; a folder, then each folder in it.
+
+    Raises DataError for a folder that cannot be read.
+    """
+    if given.is_file():
+        yield [given]
+        return
+    try:
+        inside = sorted(given.iterdir())
+        yield [path for path in inside if path.is_file()]
+        for folder in inside:
+            if folder.is_dir() and not folder.name.startswith("."):
+                yield [path for path in sorted(folder.iterdir()) if path.is_file()]
+    except OSError as error:
+        raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); allow reading") from error
+
+
+def is_archive(path: Path) -> bool:
+    """By its name."""
+    return path.name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))

@@ -1,0 +1,71 @@
+"""Pickled batches: read in every form that pickles of them have, and nothing else is run."""
+
+import os
+import pickle
+import subprocess
+
+import numpy as np
+import pytest
+
+from data_pipelines.datasets.batch_pickle import RefusedPickleError, batch_rows
+from tests.data_pipelines.published_files import in_planes, pictures, python2_pickle, python3_pickle
+
+BATCH = pictures(3, 32)
+
+
+def test_batch_pickle_by_python2_is_the_array():
+    """The file that the test writes is one that numpy itself reads to the same array."""
+    content = python2_pickle(BATCH)
+    assert np.array_equal(pickle.loads(content, encoding="bytes")[b"data"], in_planes(BATCH))
+    assert np.array_equal(batch_rows(content, 3072), in_planes(BATCH))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_batch_pickle_by_python3_is_the_array(protocol):
+    assert np.array_equal(batch_rows(python3_pickle(BATCH, protocol), 3072), in_planes(BATCH))
+
+
+class _Runs:
+    """Unpickling it by pickle itself would make a file."""
+
+    def __init__(self, call, *arguments):
+        self._reduced = call, arguments
+
+    def __reduce__(self):
+        return self._reduced
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("call", [os.system, subprocess.getoutput], ids=["system", "getoutput"])
+def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
+    content = pickle.dumps({b"data": _Runs(call, f"touch {tmp_path}/ran")}, protocol=protocol)
+    with pytest.raises(RefusedPickleError, match=rf"asks for \w+\.{call.__name__}, which no batch"):
+        batch_rows(content, 3072)
+    assert list(tmp_path.iterdir()) == []
+    pickle.loads(content)  # what would have run
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros((2, 3071), np.uint8),
+        np.zeros((2, 3072), np.int8),
+        np.zeros((2, 3072), np.uint16),
+        np.asfortranarray(np.zeros((2, 3072), np.uint8)),
+        np.zeros(3072, np.uint8),
+        np.array([None, {}], dtype=object),
+        b"0" * 3072,
+        None,
+    ],
+    ids=["short", "signed", "wide", "by columns", "flat", "objects", "bytes", "none"],
+)
+def test_batch_pickle_of_another_array_is_refused(data):
+    with pytest.raises(RefusedPickleError):
+        batch_rows(pickle.dumps({b"data": data}, protocol=2), 3072)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1]), python2_pickle(BATCH)[:-9]])
+def test_batch_pickle_that_is_none_is_refused(content):
+    with pytest.raises(RefusedPickleError, match=r"cannot be read as a pickle|is no batch"):
+        batch_rows(content, 3072)
