@@ -7,6 +7,7 @@
 #   PART 2  tuning
 #   PART 3  a whole training step, the whole grid of attention, the bars
 #   PART 4  a DeepSpeed training of some hundred steps, and its resume
+#   PART 5  the paper's tables: dense, fixed and strided models trained side by side
 #
 # Nothing need be installed but torch, triton, numpy, pytest, hypothesis and matplotlib: the checkout is found through
 # PYTHONPATH, and what else is missing is installed from --wheels into a folder that is removed afterwards. Every step
@@ -25,12 +26,12 @@ while [ $# -gt 0 ]; do
       shift ;;
     --overwrite) OVERWRITE=(--overwrite) ;;
     --rehearse) REHEARSE=yes ;;
-    [1-4]) PART="$1" ;;
-    *) wrong "$1: must be 1, 2, 3 or 4, or one of --output, --wheels, --python, --overwrite, --rehearse" ;;
+    [1-5]) PART="$1" ;;
+    *) wrong "$1: must be 1, 2, 3, 4 or 5, or one of --output, --wheels, --python, --overwrite, --rehearse" ;;
   esac
   shift
 done
-[ -n "$PART" ] || wrong "which part? 1, 2, 3 or 4"
+[ -n "$PART" ] || wrong "which part? 1, 2, 3, 4 or 5"
 [ -z "$WHEELS" ] || [ -d "$WHEELS" ] || wrong "--wheels=$WHEELS: must be a folder"
 mkdir -p "$OUTPUT" || wrong "--output=$OUTPUT: cannot be made"
 OUTPUT="$(cd "$OUTPUT" && pwd)"
@@ -157,6 +158,19 @@ part_4() {
   step training 200 "${train[@]}" "${settings[@]}" "${steps[0]}" &&
     step resume 200 "${train[@]}" --resume auto "${settings[@]}" "${steps[1]}"
   [ ! -f "$WORK/run/metrics.jsonl" ] || cp "$WORK/run/metrics.jsonl" "$OUTPUT/training-metrics.jsonl"
+}
+part_5() {
+  # A seed of both data sets before the next: what the time limit cuts off are seeds.
+  local options=(--size real --time-limit 470) absent
+  [ -z "$REHEARSE" ] || options=(--size tiny --seeds 1 --text "$ROOT/docs")
+  absent="$(missing webdataset braceexpand yaml PIL matplotlib pydantic pydantic_core annotated_types typing_inspection \
+    typing_extensions)"
+  if [ -n "$absent" ]; then
+    skip paper "it needs $absent; --wheels installs it"
+    FAILED=1
+    return
+  fi
+  step paper 540 "$PYTHON" benchmarks/paper.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/paper-$SLUG.json"
 }
 "part_$PART"
 
