@@ -171,6 +171,11 @@ class RunConfig(StrictModel):
         if self.train.epochs is not None and self.data.order == "streaming":
             rule = "plain shards have no size that is known before they are read; give train.steps instead"
             raise ConfigError.at("train.epochs", self.train.epochs, rule)
+        recomputing = self.deepspeed.get("activation_checkpointing", {})
+        count = recomputing.get("number_checkpoints")
+        if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
+            rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
+            raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
         return self
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import importlib.util
 import typing
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from kernels.errors import ConfigError, Problem
 from sparse_model.strict import StrictModel, nearest
@@ -32,6 +32,13 @@ class _ActivationCheckpointing(StrictModel):
     number_checkpoints: int | None = Field(default=None, gt=0)
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> _ActivationCheckpointing:
+        if self.contiguous_memory_optimization and not self.partition_activations:
+            rule = "needs partition_activations; set that to true, or leave this out"
+            raise ConfigError.at("contiguous_memory_optimization", True, rule)
+        return self
 
 
 class _Aio(StrictModel):

@@ -22,6 +22,20 @@ import pytest
         ("aio=3", ["aio=3: must be an object"]),
         ("comet=true", ["comet=true: must be an object"]),
         ("activation_checkpointing.profil=true", ["activation_checkpointing.profil: unknown key; nearest profile"]),
+        (
+            "activation_checkpointing.contiguous_memory_optimization=true",
+            [
+                "activation_checkpointing.contiguous_memory_optimization=true: needs partition_activations; set that "
+                "to true, or leave this out"
+            ],
+        ),
+        (
+            'activation_checkpointing={"contiguous_memory_optimization": true, "partition_activations": true}',
+            [
+                "activation_checkpointing.number_checkpoints=null: must be model.layers 2: every residual block is a "
+                "checkpoint"
+            ],
+        ),
         ("flops_profiler.profile_stp=2", ["flops_profiler.profile_stp: unknown key; nearest profile_step"]),
         ("data_types.grad_accum=fp32", ["data_types.grad_accum: unknown key; nearest grad_accum_dtype"]),
         ("comms_logger.verbos=true", ["comms_logger.verbos: unknown key; nearest verbose"]),
