@@ -54,7 +54,7 @@ def attention_rows(
                 found[layer] = _rows_of(attention, output, queries, head, keep)
 
             hooks.callback(attention.query_key_value.register_forward_hook(take).remove)
-        model(tokens[None])
+        model(tokens[None], return_nats=True)  # without the logits of the whole context
     return found
 
 

@@ -15,8 +15,8 @@ from deepspeed import DeepSpeedEngine
 from data_pipelines import StreamState
 from kernels.errors import ConfigError, Problem
 from launcher.config import RunConfig
-from launcher.deepspeed_keys import zero_stage
-from launcher.engine import parameter_groups, precision
+from launcher.deepspeed_keys import precision, zero_stage
+from launcher.engine import parameter_groups
 from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.json_file import flattened
 from launcher.manifest import (

@@ -198,6 +198,11 @@ def zero_stage(section: dict[str, Any]) -> int:
     return int(section.get("zero_optimization", {}).get("stage", 0))
 
 
+def precision(section: dict[str, Any]) -> str:
+    """fp32, fp16 or bf16."""
+    return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
+
+
 def _precision_problems(section: dict[str, Any]) -> list[Problem]:
     """Two half precisions at once, or master weights that would not be fp32, which resume and export rely on."""
     problems = []

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.errors import ConfigError
 from launcher.config import RunConfig, TrainConfig
-from launcher.deepspeed_keys import check_packages, enabled, type_problems, zero_stage
+from launcher.deepspeed_keys import check_packages, precision, type_problems, zero_stage
 from launcher.processes import Ranks
 from launcher.weight_average import forget_average, keep_average
 from sparse_model import SparseTransformer
@@ -217,11 +217,6 @@ def quieten(config: RunConfig) -> None:
         deepspeed.utils.logger.setLevel(logging.WARNING)
     # DeepSpeed calls two collectives by names that torch is about to retire.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
-
-def precision(section: dict[str, Any]) -> str:
-    """fp32, fp16 or bf16."""
-    return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
 
 
 def describe(config: RunConfig, engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> str:

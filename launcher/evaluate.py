@@ -36,7 +36,8 @@ from launcher.reporting import tell_passed_over, told_at_once
 from sparse_model import SparseTransformer
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_MOST_THREADS = 8  # each holds the activations of a batch of its own
+_MOST_THREADS = 8
+_MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activations of a batch of its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         precision = arguments.precision or checkpoint.manifest.precision
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         device = next(model.parameters()).device
+        threads = score_threads(device, batch_size * config.model.context)
         with told_at_once(lambda: barrier(ranks)):
-            sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=score_threads(device))
+            sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
@@ -156,9 +158,11 @@ def score(
     return sums
 
 
-def score_threads(device: torch.device) -> int:
-    """How many batches are computed at a time, by a thread each; 0: one, by all threads of the process."""
-    return min(torch.get_num_threads(), _MOST_THREADS) if device.type == "cpu" else 0
+def score_threads(device: torch.device, rows: int) -> int:
+    """How many batches of so many positions are computed at a time, by a thread each; 0: one, by all threads."""
+    if device.type != "cpu":
+        return 0
+    return max(1, min(torch.get_num_threads(), _MOST_THREADS, _MOST_ROWS // rows))
 
 
 def _in_turn(

@@ -197,4 +197,5 @@ def _unsharded_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor
 
 def _load(path: Path) -> dict[str, Any]:
     # Pickles of DeepSpeed's own classes, which weights_only refuses; the manifest has vouched for the bytes.
-    return torch.load(path, map_location="cpu", weights_only=False)
+    # Mapped: of what is not asked for, such as Adam's moments, nothing is read.
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)

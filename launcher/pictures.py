@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,19 @@ def check_output(output: Path, option: str = "--output") -> None:
         raise ConfigError(f"{option}={output}: exists already; nothing is overwritten")
     if output.suffix != ".png" or not output.parent.is_dir():
         raise ConfigError(f"{option}={output}: must be a .png in a folder that exists")
+    if not os.access(output.parent, os.W_OK):
+        raise ConfigError(f"{option}={output}: {output.parent} cannot be written; name another folder")
 
 
 def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
-    """Write a figure and forget it.
+    """Write a figure into a file that is not there yet, and forget it.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
-        figure.savefig(output, dpi=120)
+        with output.open("xb") as file:
+            figure.savefig(file, format="png", dpi=120)
     except OSError as error:
         raise ConfigError(f"{option}={output}: cannot be written: {error.strerror}") from None
     plt.close(figure)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kernels.errors import ConfigError
 from launcher.config import RunConfig, check_world_size, load_config
+from launcher.deepspeed_keys import precision, zero_stage
 
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
 _GIB = 2**30
@@ -71,8 +72,8 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     kept = {name: memory.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
-        "precision": memory.precision(config.deepspeed),
-        "zero_stage": memory.planned_stage(config),
+        "precision": precision(config.deepspeed),
+        "zero_stage": zero_stage(config.deepspeed),
         "activation_checkpointing": train.activation_checkpointing,
         "micro_batch": train.micro_batch,
         "activations": {name: asdict(each) for name, each in kept.items()},

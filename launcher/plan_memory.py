@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from launcher.config import RunConfig
-from launcher.deepspeed_keys import enabled, zero_stage
+from launcher.deepspeed_keys import precision
 from sparse_model import ModelConfig, SparseTransformer
 
 REHEARSED_LAYERS = (2, 3)
@@ -48,7 +48,7 @@ class States:
 
     weights: int
     gradients: int
-    masters: int  # fp32 copies of half-precision weights
+    masters: int  # fp32 copies of the weights
     adam: int  # two fp32 moments
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
@@ -71,6 +71,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
     """
     section = config.deepspeed
     half = precision(section) != "fp32"
+    copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
     gradient_bytes = _gradient_bytes(section, stage)
 
     def share(numel: int, from_stage: int) -> int:
@@ -79,11 +80,11 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
     return States(
         weights=(2 if half else 4) * share(num_parameters, 3),
         gradients=gradient_bytes * share(num_parameters, 2),
-        masters=4 * share(num_parameters, 1) if half else 0,
+        masters=4 * share(num_parameters, 1) if copied else 0,
         adam=8 * share(num_parameters, 1),
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
         buffers=_buffer_bytes(num_parameters, section, stage, gradient_bytes),
-        at_step=4 * share(num_parameters, 1) if half else 0,
+        at_step=4 * share(num_parameters, 1) if copied else 0,
     )
 
 
@@ -192,16 +193,6 @@ def _dropout_arguments(h: Tensor, p: float = 0.5, training: bool = True, inplace
     return h, p, training
 
 
-def precision(section: dict[str, Any]) -> str:
-    """fp32, fp16 or bf16."""
-    return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
-
-
-def planned_stage(config: RunConfig) -> int:
-    """The ZeRO stage that the run asks for."""
-    return zero_stage(config.deepspeed)
-
-
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """As DeepSpeed's checkpointing, which keeps a block's input and runs the block again in the backward pass."""
     return checkpoint(function, *args, use_reentrant=True)
@@ -224,7 +215,9 @@ def _buffer_bytes(num_parameters: int, section: dict[str, Any], stage: int, grad
     zero = section.get("zero_optimization", {})
     if stage == 0:
         return 0
-    bucket = gradient_bytes * int(zero.get("reduce_bucket_size", _BUCKET))
+    # Stage 2 reduces in the weights' own precision, whatever it adds up in.
+    one = gradient_bytes if stage != 2 or precision(section) == "fp32" else 2
+    bucket = one * int(zero.get("reduce_bucket_size", _BUCKET))
     if not zero.get("contiguous_gradients", True):
         bucket = 0
     if stage < 3:

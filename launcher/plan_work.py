@@ -31,7 +31,7 @@ PUBLISHED_TRAIN_BYTES = {
     "cifar10": 48_000 * 3_072,
     "enwik8": 90_000_000,
     "text8": 90_000_000,
-    "imagenet64": 1_281_149 * 12_288,
+    "imagenet64": 1_281_167 * 12_288,
 }
 
 
@@ -123,8 +123,12 @@ def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
     if Path(location).exists() and config.data.order == "exact":
         lanes = RunData(config, Ranks()).stream().lanes
         return lanes.num_contexts, f"in {location}"
+    data = config.data
+    if data.order == "streaming":
+        return None, "plain shards do not tell how much they hold; give --contexts N"
     name = location.rstrip("/").rpartition("/")[2]
-    if name in PUBLISHED_TRAIN_BYTES:
+    usual = (data.train_split, data.packing, data.separator, data.hop) == ("train", None, None, None)
+    if name in PUBLISHED_TRAIN_BYTES and usual:
         contexts = PUBLISHED_TRAIN_BYTES[name] // config.model.context
         if contexts == 0:
             raise DataError(f"model.context={config.model.context}: longer than the train split of {name}")

@@ -54,12 +54,12 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
     means = [None if math.isnan(mean) else bits_per_byte(mean) for mean in sums.means()]
     bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), "bytes": sums.counts(), "bits_per_byte": means}
     beside = output.with_suffix(".json")
-    save_picture(draw_positions(sums, edges, line, run), output, "--positions")
     try:
         with beside.open("x", encoding="utf-8") as file:
             file.write(json.dumps({"run": str(run), **line, "positions": bins}) + "\n")
     except OSError as error:
         raise ConfigError(f"--positions={output}: {beside} cannot be written: {error.strerror}") from None
+    save_picture(draw_positions(sums, edges, line, run), output, "--positions")
 
 
 def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> Any:

@@ -54,7 +54,8 @@ def draw_attention(
     check_head(head, config.model.heads)
     tokens = RunData(config, Ranks()).context(context_number)
     check_queries(queries, len(tokens))
-    model = SparseTransformer(config.model)
+    # On the CPU, whatever trained it: rows are computed here, and of the model only its queries and keys are taken.
+    model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
     model.load_state_dict(master_weights(checkpoint, weights))
     name = f"{run.resolve().name}, step {checkpoint.manifest.step}, {config.data.validation_split}"
     who = "mean of all heads" if head is None else f"head {head}"

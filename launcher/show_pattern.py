@@ -19,14 +19,12 @@ from matplotlib.patches import Rectangle
 
 from kernels.errors import ConfigError
 from kernels.patterns.base import Pattern
-from launcher.config import DEEPSPEED_CONFIGS
+from launcher.config import find_config
 from launcher.json_file import load_json_object
 from launcher.pictures import plt
 from sparse_model import ModelConfig
 from sparse_model.config import ImageEmbedding
-from sparse_model.strict import nearest
 
-EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
 SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels
 SHOWN_STRIDES = 4  # that a matrix covers
@@ -61,20 +59,6 @@ def load_model_config(source: Path) -> ModelConfig:
         return ModelConfig.model_validate(content["model"])
     except ConfigError as error:
         raise error.under("model") from None
-
-
-def find_config(source: Path) -> Path:
-    """The file that a path or a bare name stands for; a file of that path comes first.
-
-    Raises:
-        ConfigError: a bare name that is neither.
-    """
-    if source.exists() or source.suffix or source.parent != Path():
-        return source
-    known = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
-    if source.name not in known:
-        raise ConfigError(f"{source}: no such file, and none of ds_configs/experiments; {nearest(source.name, known)}")
-    return EXPERIMENTS / f"{source.name}.json"
 
 
 def draw_pattern(source: Path, query: int | None = None) -> Any:

@@ -96,7 +96,7 @@ def _check_attention(config: RunConfig, local_rank: int) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from kernels import ConfigError, check_backend
-    from launcher.engine import precision
+    from launcher.deepspeed_keys import precision
 
     model = config.model
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

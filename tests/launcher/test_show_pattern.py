@@ -163,7 +163,7 @@ def test_a_file_comes_before_the_experiment_of_its_name(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("source", "query", "message"),
     [
-        ("demos", None, r"^demos: no such file, and none of ds_configs/experiments; nearest demo$"),
+        ("demos", None, r"^demos: no such file, and none of that name in ds_configs/experiments; nearest demo$"),
         ("demo", 256, r"^--query=256: must be from 0 to 255, a position; nearest 255$"),
         ("demo", -1, r"^--query=-1: must be from 0 to 255, a position; nearest 0$"),
         ("nowhere/demo", None, r"^nowhere/demo: cannot be read: No such file"),
