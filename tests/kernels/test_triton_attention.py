@@ -139,11 +139,19 @@ def test_triton_serves_every_width(width: int, value_width: int, dtype: torch.dt
     )
 
 
-@pytest.mark.parametrize("width", [16, 64, 128, pytest.param(256, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Each width and each type at least once by default; test_triton_serves_every_width has them all, of one pattern.
+DEFAULT_WIDTHS = [(16, torch.bfloat16), (64, torch.float16), (64, torch.float32), (128, torch.bfloat16)]
+OTHER_WIDTHS = [(w, d) for w in (16, 64, 128, 256) for d in DTYPES if (w, d) not in DEFAULT_WIDTHS]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [*DEFAULT_WIDTHS, *(pytest.param(*each, marks=pytest.mark.campaign) for each in OTHER_WIDTHS)],
+    ids=str,
+)
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
 def test_triton_serves_every_pattern_dtype_and_width(
-    pattern: Pattern, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+    pattern: Pattern, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tiles(monkeypatch, (32, 32), closed=32)
     check_against_reference("triton", pattern, dtype, Shape(1, 1, 72, width, width), device=DEVICE)
