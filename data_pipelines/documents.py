@@ -83,7 +83,6 @@ class FileDocument:
         def open_file(stack: ExitStack) -> tuple[BinaryIO, Content]:
             file = stack.enter_context(self.path.open("rb"))
             self._check(file)
-            self._check(file)
             return file, modality.open(self.path, file, properties)
 
         with reading(self.path):

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# What ends a line, what a terminal obeys (of Unicode's second set as well), and what turns the order of letters around.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class DataError(ValueError):

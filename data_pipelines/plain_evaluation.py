@@ -67,7 +67,9 @@ def plain_context(
 
     All before it is read. Raises DataError where there is no such context, and for what cannot be read.
     """
-    limit = max(number, 0) + 1
+    if number < 0:  # how many there are is known only at the end
+        raise DataError(f"context_number={number}: must be at least 0")
+    limit = number + 1
     count = 0
     for batch in plain_contexts(
         location, split, context=context, batch_size=1, cut=cut, limit=limit, modality=modality, extension=extension

@@ -1,7 +1,8 @@
 """The windows of a score: contexts that overlap by as many bytes as every scored byte is to see before it.
 
 N positions a window, M bytes that it has in common with the one before it. Windows begin every N - M bytes of a stream:
-of all documents end to end where they are packed, of each document where they are not. The first window of a stream is
+of all documents end to end where they are packed, of each document where they are not. A document that is longer than a
+shard starts anew in each shard: what a shard holds of it is a stream of its own. The first window of a stream is
 scored whole, with all there is before each byte; of every other one the first M bytes are only seen.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -208,7 +208,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     content = load_json_object(find_config(path))
     parsed = [parse_override(text) for text in overrides]
-    _drop_other_length(content, [parts for parts, _ in parsed])
+    _drop_other_length(content, {".".join(parts): value for parts, value in parsed})
     for parts, value in parsed:
         # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
         if parts[0] == "deepspeed" and len(parts) > 1:
@@ -238,11 +238,15 @@ def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
     return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
 
 
-def _drop_other_length(content: dict[str, Any], overridden: list[list[str]]) -> None:
-    """Steps on the command line take the place of a file's epochs, and epochs that of its steps, in place."""
+def _drop_other_length(content: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Steps on the command line take the place of a file's epochs, and epochs that of its steps, in place.
+
+    A null says that there is no such length, and takes the place of nothing.
+    """
     train = content.get("train")
     for own, other in (("steps", "epochs"), ("epochs", "steps")):
-        if isinstance(train, dict) and ["train", own] in overridden and ["train", other] not in overridden:
+        given = overrides.get(f"train.{own}") is not None and f"train.{other}" not in overrides
+        if isinstance(train, dict) and given:
             train.pop(other, None)
 
 

@@ -35,8 +35,8 @@ class Start:
     may_begin: bool = True  # where no candidate is whole
 
 
-def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks) -> Start:
-    """Reads data and run folder, and writes nothing.
+def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks, *, epochs: float | None = None) -> Start:
+    """Reads data and run folder, and writes nothing. ``epochs``: what a person gave, where the steps come of them.
 
     Raises:
         ConfigError: the folder is taken, or what it holds does not fit the run.
@@ -57,8 +57,7 @@ def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks) ->
     for checkpoint in start.candidates[:1]:
         check_matches(checkpoint, config, fingerprint, ranks.world_size)
         if checkpoint.manifest.step > settings.last_step:
-            rule = f"the checkpoint {checkpoint.folder} is already beyond it"
-            raise ConfigError.at("train.steps", settings.last_step, rule)
+            raise _beyond(checkpoint, settings.last_step, epochs)
         try:
             data.stream(StreamState.from_json(checkpoint.manifest.stream))
         except DataError as error:
@@ -66,6 +65,14 @@ def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks) ->
     if not start.candidates and start.refused:
         raise ConfigError("no checkpoint can be read:", *start.refused)
     return start
+
+
+def _beyond(checkpoint: Checkpoint, last_step: int, epochs: float | None) -> ConfigError:
+    """What is wrong with a length that a checkpoint has behind it, in the words in which it was given."""
+    told = f"the checkpoint {checkpoint.folder} is already beyond it"
+    if epochs is None:
+        return ConfigError.at("train.steps", last_step, told)
+    return ConfigError.at("train.epochs", epochs, f"comes to step {last_step}, and {told}")
 
 
 def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:

@@ -75,8 +75,9 @@ def _run(config: RunConfig, resume: str) -> int:
     _check_attention(config, ranks.local_rank)
     check_output(config.train.output, resume)  # before the data, which may take a while
     data = RunData(config, ranks)
+    epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
-    start = choose_start(config, resume, data, ranks)
+    start = choose_start(config, resume, data, ranks, epochs=epochs)
     with process_group(ranks, config.train.timeout_seconds):
         checkpoint = begin(start, config, ranks)
         with told_at_once(lambda: barrier(ranks)):

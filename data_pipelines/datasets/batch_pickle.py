@@ -1,14 +1,16 @@
 """CIFAR-10's pickled batches, read without running anything that a pickle asks for.
 
 A pickle is a program. The few names that these files ask for are answered by stand-ins that do nothing but keep what
-they are given, and any other name is refused: neither numpy's nor anybody else's code is called.
+they are given, and any other name is refused: neither numpy's nor anybody else's code is called. What a pickle takes is
+in proportion to its own bytes, and nothing of it stays when it has been read.
 """
 
 import io
 import pickle
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,7 +66,7 @@ class PickledBatch:
 def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
     """(n, row_bytes) uint8: the array under "data" of a pickled dictionary. Raises RefusedPickleError."""
     try:
-        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        batch = _Unpickler(content).load()
     except RefusedPickleError:
         raise
     except Exception as error:  # unpickling raises what it likes
@@ -110,30 +112,67 @@ class _Array:
         raise RefusedPickleError(f'its "data" is no array of bytes in rows of {row_bytes}')
 
 
-def _reconstruct(*_: Any) -> _Array:
-    """Stands for numpy's function, which makes the empty array that a state is then given to."""
-    return _Array()
+class _Named:
+    """Stands for a name: it can be called or handed on, and there is nothing in it that a pickle could change."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any] | None) -> None:
+        """``call``: what calling it does; None: no batch calls it."""
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._call is None:
+            raise RefusedPickleError("calls a name that no batch calls")
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedPickleError("gives a name a state, which no batch does")
 
 
-def _encode(text: Any, encoding: Any = None) -> bytes:
-    """Stands for codecs.encode, by which Python 3 writes bytes into pickles of protocol 2."""
-    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-        raise RefusedPickleError(f"asks for an encoding, {encoding!r}, that no batch has")
-    return text.encode("latin1")
-
-
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Type,
-    ("_codecs", "encode"): _encode,
+# numpy's _reconstruct makes the empty array that a state is then given to.
+_RECONSTRUCT, _NDARRAY, _DTYPE = _Named(lambda *_: _Array()), _Named(None), _Named(_Type)
+_KNOWN = {
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): _DTYPE,
 }
+# Out-of-band buffers, arrays of any length that is claimed, and what other code has registered in this process.
+_REFUSED_OPCODES = (
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+    pickle.BYTEARRAY8,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own, not the C one: that one makes room for as many objects as a pickle says it will remember."""
+
+    dispatch: ClassVar = {
+        code: run for code, run in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_OPCODES
+    }
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self._encodable = len(content)  # characters: each is a byte or more of the pickle, and is encoded once
+
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name. Raises RefusedPickleError for one that no batch asks for."""
+        if (module, name) == ("_codecs", "encode"):
+            return _Named(self._encode)
         if (module, name) not in _KNOWN:
             raise RefusedPickleError(f"asks for {module}.{name}, which no batch of CIFAR-10 does")
         return _KNOWN[module, name]
+
+    def _encode(self, text: Any, encoding: Any = None) -> bytes:
+        """Stands for codecs.encode, by which Python 3 writes bytes into pickles of protocol 2."""
+        if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
+            raise RefusedPickleError(f"asks for an encoding, {encoding!r}, that no batch has")
+        self._encodable -= len(text)
+        if self._encodable < 0:
+            raise RefusedPickleError("encodes one text again and again, which no batch does")
+        return text.encode("latin1")

@@ -44,6 +44,11 @@ class ByteCorpus:
     modality: str = "text"
 
     @property
+    def file_names(self) -> tuple[str, ...]:
+        """Of the file and of its archive."""
+        return self.name, self.archive.name
+
+    @property
     def where(self) -> str:
         """Where it is to be had."""
         return f"fetch {self.archive.url}"
@@ -77,7 +82,7 @@ class ByteCorpus:
             raise DataError(f"{given}: holds {_words(found)} instead of {self.name} alone; {self.where}")
         for files in files_in(given):
             for path in files:
-                if path.name in (self.name, self.archive.name):
+                if path.name in self.file_names:
                     return self._member(path)
         raise DataError(f"{given}: holds neither {self.name} nor {self.archive.name}; {self.where}")
 

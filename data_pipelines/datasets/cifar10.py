@@ -4,13 +4,13 @@ The last 25th of the training pictures, in the order in which they are distribut
 50,000. Both versions hold the same pictures in the same order, so that both give the same shards.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipelines.datasets.batch_pickle import PickledBatch
-from data_pipelines.datasets.dataset import Found, files_in, is_archive
-from data_pipelines.datasets.members import Member, members_of, whole_file
+from data_pipelines.datasets.dataset import Archives, Found, files_in
+from data_pipelines.datasets.members import Member, whole_file
 from data_pipelines.datasets.parts import Parts, Run
 from data_pipelines.datasets.planes import PlaneRows, picture_properties
 from data_pipelines.datasets.published import WAY_OUT, Archive, Known
@@ -24,6 +24,8 @@ _ROW_BYTES = 1 + _PICTURE_BYTES
 _VALIDATION_SHARE = 25
 _TRAIN, _TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
 _BINARY, _PYTHON = ".bin", ""  # what the names of the two versions end in
+_NAMES = {f"{name}{version}" for name in (*_TRAIN, _TEST) for version in (_BINARY, _PYTHON)}
+_ARCHIVE_NAMES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
 
 _BINARY_BYTES = 10_000 * _ROW_BYTES
 _KNOWN = {
@@ -50,6 +52,11 @@ class Cifar10:
     batches: Mapping[str, Known] = field(default_factory=lambda: _KNOWN)
     name: str = "cifar10"
     modality: str = "image"
+
+    @property
+    def file_names(self) -> set[str]:
+        """Of the batches and archives of both versions."""
+        return {*_NAMES, *_ARCHIVE_NAMES}
 
     @property
     def where(self) -> str:
@@ -96,15 +103,22 @@ def _version(members: Mapping[str, Member]) -> tuple[list[str], dict[str, Member
 
 def _batches_in(given: Path) -> dict[str, Member]:
     """The batches of the nearest place that has any, by their names; unpacked ones before those in archives."""
-    names = {f"{name}{version}" for name in (*_TRAIN, _TEST) for version in (_BINARY, _PYTHON)}
-    read: tuple[Callable[[Path], list[Member]], ...] = (lambda path: [whole_file(path)], members_of)
-    for in_archives, members in enumerate(read):
-        for files in files_in(given):
-            # A file that was named is looked into whatever its name.
-            paths = [path for path in files if not in_archives or given.is_file() or is_archive(path)]
-            found = {one.base_name: one for path in paths for one in members(path) if one.base_name in names}
-            if found:
-                return found
+    for files in files_in(given):
+        found = {path.name: whole_file(path) for path in files if path.name in _NAMES}
+        if found:
+            return found
+    archives = Archives(_ARCHIVE_NAMES, given)
+    for files in files_in(given):
+        for path in archives.in_order(files):
+            for one in archives.members(path):
+                if one.base_name in _NAMES:
+                    found.setdefault(one.base_name, one)
+            names, batches = _version(found)
+            if len(batches) == len(names):  # no other archive need be opened
+                break
+        if found:
+            return found
+    archives.check_nothing_passed_over()
     return {}
 
 

@@ -1,10 +1,11 @@
 """What a published dataset has to say about itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from data_pipelines.datasets.members import Member, members_of
 from data_pipelines.datasets.published import Archive
 from data_pipelines.documents import Document
 from data_pipelines.errors import DataError
@@ -37,6 +38,10 @@ class Dataset(Protocol):
         """What --download fetches; None where no program may."""
 
     @property
+    def file_names(self) -> Collection[str]:
+        """Of its files and of the archives that hold them: a folder with none of these names lacks the dataset."""
+
+    @property
     def where(self) -> str:
         """What a person does to have it, in a few words for messages: "fetch URL"."""
 
@@ -49,7 +54,7 @@ class Dataset(Protocol):
 
 
 def files_in(given: Path) -> Iterator[list[Path]]:
-    """Where the files of a dataset may lie, nearest first: a file; a folder, then each folder in it.
+    """Where the files of a dataset may lie, nearest first: a file; a folder, then each folder in it, by name.
 
     Raises DataError for a folder that cannot be read.
     """
@@ -69,3 +74,32 @@ def files_in(given: Path) -> Iterator[list[Path]]:
 def is_archive(path: Path) -> bool:
     """By its name."""
     return path.name.endswith((".zip", ".tar", ".tar.gz", ".tgz"))
+
+
+class Archives:
+    """The archives of a folder, of which some may have nothing to do with a dataset."""
+
+    def __init__(self, published: Collection[str], given: Path) -> None:
+        """``published``: names under which the dataset is distributed. ``given``: what a person named."""
+        self._published, self._given = published, given
+        self._passed_over: DataError | None = None
+
+    def in_order(self, paths: Iterable[Path]) -> list[Path]:
+        """The archives among files, published names first; a file that was named is one whatever its name."""
+        archives = [path for path in paths if path == self._given or is_archive(path)]
+        return sorted(archives, key=lambda path: path.name not in self._published)
+
+    def members(self, path: Path) -> list[Member]:
+        """See ``members_of``; nothing of one that cannot be read, unless it was named or has a published name."""
+        try:
+            return members_of(path)
+        except DataError as error:
+            if path == self._given or path.name in self._published:
+                raise
+            self._passed_over = self._passed_over or error
+            return []
+
+    def check_nothing_passed_over(self) -> None:
+        """Raises DataError for an archive that could not be read: to be called where nothing was found."""
+        if self._passed_over is not None:
+            raise self._passed_over

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from data_pipelines.cache import lock_file, unlock_file
-from data_pipelines.datasets.dataset import Dataset, is_archive
+from data_pipelines.datasets.dataset import Dataset, files_in, is_archive
 from data_pipelines.datasets.published import Archive
 from data_pipelines.documents import reading
 from data_pipelines.download import Download
@@ -34,9 +34,7 @@ def fetched_input(dataset: Dataset, there: Path, asked_for: bool, download: bool
     if not asked_for and not download:
         raise DataError(f"--input: must name the archive or folder of {dataset.name}; {_how(dataset)}")
     with reading(there):
-        present = there.exists()
-        if download and there.is_dir():  # an empty one is there to be filled
-            present = any(not path.name.endswith(_PARTIAL) for path in there.iterdir())
+        present = _holds(there, dataset) if download and there.is_dir() else there.exists()
     if present:
         return there
     if not download:
@@ -48,6 +46,13 @@ def fetched_input(dataset: Dataset, there: Path, asked_for: bool, download: bool
     return target
 
 
+def _holds(folder: Path, dataset: Dataset) -> bool:
+    """Whether a folder has anything of a dataset, by the names; of one that cannot be fetched, anything at all."""
+    if dataset.archive is None:
+        return any(folder.iterdir())
+    return any(path.name in dataset.file_names for files in files_in(folder) for path in files)
+
+
 def fetch(archive: Archive, target: Path, progress: Progress | None) -> None:
     """Make the file ``target`` of what lies behind a URL, going on from an earlier attempt.
 
@@ -56,6 +61,7 @@ def fetch(archive: Archive, target: Path, progress: Progress | None) -> None:
     settings = RemoteSettings(attempts=_ATTEMPTS)
     partial = target.with_name(target.name + _PARTIAL)
     with os_errors_told(target):
+        made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]  # nearest first
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = lock_file(partial)
     if handle is None:
@@ -84,7 +90,8 @@ def fetch(archive: Archive, target: Path, progress: Progress | None) -> None:
         with suppress(OSError):  # of what did not even begin nothing stays
             if partial.exists() and not partial.stat().st_size:
                 partial.unlink()
-                target.parent.rmdir()
+                for folder in made:
+                    folder.rmdir()
         unlock_file(handle)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipelines.datasets.dataset import Found, files_in
-from data_pipelines.datasets.members import Member, members_of, whole_file
+from data_pipelines.datasets.dataset import Archives, Found, files_in
+from data_pipelines.datasets.members import Member, whole_file
 from data_pipelines.datasets.parts import Parts, Run
 from data_pipelines.datasets.planes import PlaneRows, picture_properties
 from data_pipelines.datasets.published import WAY_OUT, Known
@@ -26,6 +26,7 @@ from data_pipelines.walk import WalkCounts, find_documents
 _EDGE = 64
 _PICTURE_BYTES = 3 * _EDGE**2
 _TRAIN, _VALIDATION = tuple(f"train_data_batch_{number}.npz" for number in range(1, 11)), "val_data.npz"
+_NAMES = {*_TRAIN, _VALIDATION}
 _FOLDERS = {
     "train": ("train", "train_64x64"),
     "validation": ("validation", "valid", "val", "valid_64x64", "val_64x64"),
@@ -57,6 +58,11 @@ class ImageNet64:
     name: str = "imagenet64"
     modality: str = "image"
     archive: None = None  # only for people who are logged in
+
+    @property
+    def file_names(self) -> set[str]:
+        """Of the batches and their archives."""
+        return {*_NAMES, *self.archives}
 
     @property
     def where(self) -> str:
@@ -137,24 +143,33 @@ class ImageNet64:
         return _found(given, splits, counts)
 
     def _batches_in(self, given: Path) -> dict[str, Member]:
-        """The batches of a file, or of the nearest place in a folder that has any; unpacked ones before zips."""
-        names = {*_TRAIN, _VALIDATION}
+        """The batches of a file, or of a folder and the folders in it: of two the nearer one, unpacked before zipped.
+
+        The three archives may thus lie, and be unpacked, in folders of their own.
+        """
+        found: dict[str, Member] = {}
         pickled = None
-        for files in files_in(given):
-            unpacked = {path.name: whole_file(path) for path in files if path.name in names}
-            if unpacked:
-                return unpacked
-            zipped: dict[str, Member] = {}
+        archives = Archives(tuple(self.archives), given)
+        here, *below = files_in(given)
+        for files in (here, [path for folder in below for path in folder]):
             for path in files:
-                if path.suffix == ".zip":
-                    members = members_of(path)
-                    zipped |= {one.base_name: one for one in members if one.base_name in names}
-                    pickled = next((path for one in members if _PICKLED.fullmatch(one.base_name)), pickled)
-            if zipped:
-                return zipped
-        if pickled is not None:
-            raise DataError(f"{pickled}: holds pickled batches, which are not read; fetch the archives of npz files")
-        return {}
+                if path.name in _NAMES:
+                    found.setdefault(path.name, whole_file(path))
+            for path in archives.in_order(path for path in files if path.suffix == ".zip"):
+                if len(found) == len(_NAMES):  # no other archive need be opened
+                    return found
+                members = archives.members(path)
+                for one in members:
+                    if one.base_name in _NAMES:
+                        found.setdefault(one.base_name, one)
+                pickled = next((path for one in members if _PICKLED.fullmatch(one.base_name)), pickled)
+        if not found:
+            archives.check_nothing_passed_over()
+            if pickled is not None:
+                raise DataError(
+                    f"{pickled}: holds pickled batches, which are not read; fetch the archives of npz files"
+                )
+        return found
 
 
 def _found(given: Path, splits: Mapping[str, "Parts | list[FileDocument]"], counts: WalkCounts) -> Found:
@@ -185,8 +200,8 @@ def _array_in(member: Member, head: bytes) -> tuple[tuple[int, ...], int]:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, columns_first, kind = read(file)
-    except (KeyError, ValueError) as error:
-        words = " ".join(str(error).split())
+    except Exception as error:  # numpy parses the header as Python's literals, which raise what they like
+        words = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{member.shown}: cannot be read as an array ({words}); fetch it again") from error
     if columns_first or kind != np.uint8:
         order = "column" if columns_first else "row"

@@ -19,8 +19,23 @@ from data_pipelines.errors import DataError
 
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06")
 _HASH_BYTES = 2**20
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python that was built without it, and reads no member that asks for it
+    _LZMA_DAMAGE: tuple[type[Exception], ...] = ()
+else:
+    _LZMA_DAMAGE = (LZMAError,)
 # What the standard library raises where an archive is not as it should be; RuntimeError: it asks for a password.
-_DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
+_DAMAGE: tuple[type[Exception], ...] = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    *_LZMA_DAMAGE,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,14 @@ def opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
         file.seek(0)
         with soundfile.SoundFile(file) as sound:
             yield sound
+    except TypeError as error:
+        if sound is not None:
+            raise
+        # Of a file named .raw soundfile, and nobody else, takes the name for the format, and asks for the rest.
+        raise DataError(
+            f"{path}: does not say what sound it holds ({error}); convert it, such as with "
+            "`sox -r 44100 -c 2 -b 16 -e signed IN.raw OUT.wav`, or exclude it"
+        ) from error
     except soundfile.LibsndfileError as error:
         words = " ".join(error.error_string.split()).rstrip(".")
         if sound is None:
@@ -46,6 +54,11 @@ def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarra
     Raises DataError for a file that is damaged.
     """
     with opened_sound(path, file) as sound:
+        # Where it may, soundfile seeks behind every read to where it is already, and an MP3 decoder that was told to
+        # seek has lost the bits that the next frame borrows from those before it.
+        sound.seekable = lambda: False
         while len(block := sound.read(block_frames, dtype="float64", always_2d=True)):
+            if np.isnan(block).any():
+                raise DataError(f"{path}: holds samples that are no numbers (NaN); write it anew or exclude it")
             # Decoders of formats with loss go beyond full scale.
             yield np.clip(np.rint(block * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype(np.int64)

@@ -13,6 +13,7 @@ import numpy as np
 
 from data_pipelines.errors import DataError
 from data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
+from data_pipelines.modalities.stated_length import check_stated_length
 from data_pipelines.modalities.wav import MULAW, WavFormat, is_wav, mix, pcm_samples, read_format
 
 BLOCK_FRAMES = 2**16  # converted at once
@@ -30,13 +31,15 @@ Form = WavFormat | DecodedFormat
 
 
 def described(path: Path, file: BinaryIO) -> Form:
-    """What an open sound file says of itself. Raises DataError where it cannot be read."""
+    """What an open sound file says of itself. Raises DataError where it cannot be read, or its length not be told."""
     if is_wav(file):
         return read_format(path, file)
     from data_pipelines.modalities.decoder import opened_sound  # with libsndfile, which WAV files do without
 
     with opened_sound(path, file) as sound:
-        return DecodedFormat(sound.samplerate, sound.frames)
+        kind, found = sound.format, DecodedFormat(sound.samplerate, sound.frames)
+    check_stated_length(path, file, kind, found.frames)
+    return found
 
 
 def frames_at(path: Path, form: Form, rate: int) -> int:

@@ -3,6 +3,7 @@
 import os
 import pickle
 import subprocess
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -69,3 +70,49 @@ def test_batch_pickle_of_another_array_is_refused(data):
 def test_batch_pickle_that_is_none_is_refused(content):
     with pytest.raises(RefusedPickleError, match=r"cannot be read as a pickle|is no batch"):
         batch_rows(content, 3072)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x0f.",
+        b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b".",
+        b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b".",
+        b"\x80\x02c_codecs\nencode\nq\0X\xe8\x03\0\0"
+        + b"a" * 1000
+        + b"X\x06\0\0\0latin1\x86q\x01R"
+        + b"h\0h\x01R" * 900
+        + b".",
+    ],
+    ids=["a place to remember", "an array", "a frame", "a text many times"],
+)
+def test_batch_pickle_takes_no_more_than_it_holds(content):
+    """Each says a length, or says again what is long, and would have had gigabytes, or 200 times its own size."""
+    tracemalloc.start()
+    with pytest.raises(RefusedPickleError):
+        batch_rows(content, 3072)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**19
+
+
+def short(text: str) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    "name", ["_codecs\nencode", "numpy\ndtype", "numpy\nndarray", "numpy.core.multiarray\n_reconstruct"]
+)
+@pytest.mark.parametrize("attribute", ["__doc__", "_call", "__class__"])
+def test_batch_pickle_changes_nothing_in_this_process(name, attribute):
+    """A state in two parts sets attributes of whatever it is given to."""
+    change = b"c" + name.encode() + b"\nN}" + short(attribute) + short("owned") + b"s\x86b"
+    with pytest.raises(RefusedPickleError, match="gives a name a state"):
+        batch_rows(b"\x80\x02}(" + short("data") + change + b"u.", 3072)
+    for content in (python2_pickle(BATCH), python3_pickle(BATCH)):
+        assert np.array_equal(batch_rows(content, 3072), in_planes(BATCH))
+
+
+def test_batch_pickle_that_calls_what_no_batch_calls_is_refused():
+    with pytest.raises(RefusedPickleError, match="calls a name that no batch calls"):
+        batch_rows(b"\x80\x02cnumpy\nndarray\n)R.", 3072)

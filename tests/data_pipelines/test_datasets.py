@@ -4,7 +4,9 @@ import hashlib
 import importlib
 import json
 import os
+import shutil
 import tracemalloc
+import zipfile
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image
 
 from data_pipelines import DATASETS, DataError, build_dataset, split_bytes, verify
+from data_pipelines.datasets import dataset as dataset_module
 from data_pipelines.datasets.cifar10 import CIFAR10
 from data_pipelines.datasets.enwik8 import ENWIK8
 from data_pipelines.datasets.imagenet64 import IMAGENET64
@@ -174,6 +177,28 @@ def test_archive_that_is_cut_short_is_refused(cifar, tmp_path, share):
     assert [path.name for path in tmp_path.iterdir()] == ["cut.tar.gz"]
 
 
+def test_unrelated_archives_beside_a_dataset_are_passed_over(cifar, cifar_built, tmp_path, monkeypatch):
+    """One that cannot be read ends nothing, unless it was named or has the published name; whole ones need no look."""
+    source = tmp_path / "source"
+    write_files(source, {"a.tar.gz": b"\x1f\x8bxxxx", "notes.zip": b"PK\3\4xxxx"})
+    mine = source / "mine.tar.gz"
+    shutil.copy(cifar["binary archive"], mine)
+    made("cifar10", source, tmp_path / "data", shard_bytes=20_000)
+    assert folder_bytes(tmp_path / "data") == folder_bytes(cifar_built)
+    mine.rename(source / "cifar-10-binary.tar.gz")
+    opened = []
+    members = dataset_module.members_of
+    monkeypatch.setattr(dataset_module, "members_of", lambda path: opened.append(path.name) or members(path))
+    made("cifar10", source, tmp_path / "again", shard_bytes=20_000)
+    assert opened == ["cifar-10-binary.tar.gz"]
+    with pytest.raises(DataError, match=r"a\.tar\.gz: is damaged or cut short"):
+        made("cifar10", source / "a.tar.gz", tmp_path / "other")
+    (source / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8bxxxx")
+    (source / "cifar-10-binary.tar.gz").rename(mine)
+    with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz: is damaged or cut short"):
+        made("cifar10", source, tmp_path / "other")
+
+
 # ImageNet
 
 
@@ -208,6 +233,40 @@ def test_imagenet64_batches_are_read_in_their_order(imagenet_built):
 def test_imagenet64_is_the_same_from_its_zips(imagenet_built, tmp_path, deflated):
     made("imagenet64", imagenet_zips(tmp_path / "zips", deflated), tmp_path / "data", shard_bytes=100_000)
     assert folder_bytes(tmp_path / "data") == folder_bytes(imagenet_built)
+
+
+def test_imagenet64_lies_in_several_folders(imagenet_built, tmp_path):
+    """As its archives unpack: the nearer of two of one name is taken, and of two as near the unpacked one."""
+    source = tmp_path / "source"
+    part = IMAGENET_BATCHES[5:8]
+    held = {name: npz(batch) for name, batch in IMAGENET.items()}
+    other = npz(pictures(3, 64, 99))
+    write_files(source, {IMAGENET_BATCHES[0]: held[IMAGENET_BATCHES[0]], "z.zip": b"PK\3\4 and no archive"})
+    write_files(source / "a", {name: held[name] for name in IMAGENET_BATCHES[1:5]} | {IMAGENET_BATCHES[0]: other})
+    write_files(source / "c", {name: held[name] for name in IMAGENET_BATCHES[8:]})
+    (source / "b").mkdir()
+    zipped(source / "a" / "a.zip", dict.fromkeys(IMAGENET_BATCHES[8:], other))
+    zipped(source / "b" / "b.zip", {f"train/{name}": held[name] for name in part})
+    made("imagenet64", source, tmp_path / "data", shard_bytes=100_000)
+    assert folder_bytes(tmp_path / "data") == folder_bytes(imagenet_built)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (3, 12288), ",
+        b"(((",
+        b"{[]: 1}",
+        b"\xff\xfe",
+        b"{'descr': [('a',)], 'fortran_order': False, 'shape': (3, 12288)}",
+    ],
+)
+def test_imagenet64_with_a_broken_header_is_refused_in_one_line(tmp_path, header):
+    array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(36_864)
+    source = zipped(tmp_path / "train_data_batch_1.npz", {"data.npy": array})
+    with pytest.raises(DataError, match=r"data\.npy\): cannot be read as an array \(.*\); fetch it again") as caught:
+        made("imagenet64", source, tmp_path / "data")
+    assert "\n" not in str(caught.value)
 
 
 def test_imagenet64_takes_the_published_counts_and_archives_alone(tmp_path, monkeypatch):
@@ -349,6 +408,25 @@ def test_text_in_another_archive_is_refused(tmp_path, members, rule):
     (tmp_path / "b.zip").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"b\.zip: is damaged or cut short"):
         made("enwik8", tmp_path / "b.zip", tmp_path / "data")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_in_a_deflated_member_is_told_in_one_line(tmp_path, method):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
+        archive.writestr("enwik8", TEXT)
+    content = bytearray((tmp_path / "a.zip").read_bytes())
+    content[60:90] = b"\xff" * 30
+    (tmp_path / "a.zip").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.zip \(enwik8\): is damaged or cut short"):
+        made("enwik8", tmp_path / "a.zip", tmp_path / "data")
+
+
+def test_names_in_an_archive_reach_no_terminal_as_they_are(tmp_path):
+    """Of line ends, of what a terminal obeys in either set, and of what turns letters around."""
+    given = zipped(tmp_path / "a.zip", {"a\nb\x1b[31m": b"1", "c\x9b31m\u202e": b"2"})
+    with pytest.raises(DataError) as caught:
+        made("enwik8", given, tmp_path / "data")
+    assert r"holds a\nb\x1b[31m, c\x9b31m\u202e instead of enwik8 alone" in str(caught.value)
 
 
 # Builds

@@ -104,6 +104,30 @@ def test_download_without_a_network_is_told(served, monkeypatch):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize("given", ["mine", "mine/new/enwik8.zip", "mine/new", "mine/new/deep/enwik8.zip"])
+def test_download_that_fails_leaves_the_folders_as_they_were(served, monkeypatch, given):
+    """An empty one that a person made stays, and what was made for the download goes."""
+    Path("mine").mkdir()
+    with FaultyServer(served, statuses={"enwik8.zip": 404}) as url:
+        published(monkeypatch, served, url)
+        refused("no such file", given=Path(given))
+    assert sorted(Path().rglob("*")) == [Path("mine")]
+
+
+def test_download_into_a_folder_of_other_things_is_done(served, monkeypatch):
+    """The name tells whether it is there: of the archive or of the file in it, here or one folder further down."""
+    Path("downloads/other").mkdir(parents=True)
+    Path("downloads/cifar-10-binary.tar.gz").write_bytes(b"other")
+    with FaultyServer(served) as url:
+        published(monkeypatch, served, url)
+        build_dataset("enwik8", Path("downloads"), Path("data"), download=True)
+    assert Path("downloads/enwik8.zip").read_bytes() == (served / "enwik8.zip").read_bytes()
+    Path("downloads/enwik8.zip").unlink()
+    Path("downloads/other/enwik8").write_bytes(TEXT)
+    build_dataset("enwik8", Path("downloads"), Path("again"), download=True)  # no server is asked: there is none now
+    assert folder_bytes(Path("again")) == folder_bytes(Path("data"))
+
+
 def test_download_by_two_processes_is_refused(served, monkeypatch):
     published(monkeypatch, served, "http://127.0.0.1:9")
     Path("downloads").mkdir()

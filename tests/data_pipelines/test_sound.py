@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipelines import MODALITIES, DataError, build, split_bytes, verify
+from data_pipelines.modalities.decoder import decoded
 from data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
 from data_pipelines.modalities.resampler import resampled, resampled_frames
+from data_pipelines.modalities.sound import BLOCK_FRAMES
+from data_pipelines.modalities.stated_length import check_stated_length
 from tests.data_pipelines.builds import OutOfOrder, folder_bytes
 from tests.data_pipelines.test_audio import pcm, tone, wav
 
@@ -37,6 +40,13 @@ def written(path: Path, samples: np.ndarray, rate: int = 44_100) -> Path:
     kind, subtype = FORMATS[path.suffix[1:]]
     soundfile.write(path, samples, rate, format=kind, subtype=subtype)
     return path
+
+
+def mp3(path: Path, samples: np.ndarray, rate: int = 44_100) -> bytes:
+    """Of a bit rate that varies: frames borrow bits from those before them."""
+    options = {"format": "MP3", "subtype": "MPEG_LAYER_III", "bitrate_mode": "VARIABLE", "compression_level": 0.5}
+    soundfile.write(path, samples, rate, **options)
+    return path.read_bytes()
 
 
 def content(path: Path, rate: int | None = None) -> bytes:
@@ -95,6 +105,22 @@ def test_sound_is_the_same_in_any_pieces(tmp_path, name, rate):
         opened = AUDIO.open(path, file, properties)
         for start in (70_000, 10, 70_000, 0, len(whole) - 3, len(whole)):
             assert opened.read(start, 5000) == whole[start : start + 5000]
+
+
+@pytest.mark.parametrize("name", ["a.mp3", "a.ogg", "a.opus", "a.flac"])
+def test_decoding_in_blocks_is_decoding_at_once(tmp_path, name):
+    """A decoder that is told to seek after a block begins the next one without what lies before it."""
+    noise = np.random.default_rng(0).standard_normal((140_000, 2)) * (np.arange(140_000) // 9000 % 2)[:, None]
+    samples = 0.8 * melody(140_000, 48_000) + 0.05 * noise
+    path = tmp_path / name
+    if name == "a.mp3":
+        mp3(path, samples, 48_000)
+    else:
+        written(path, samples, 48_000)
+    with path.open("rb") as file:
+        found = np.concatenate(list(decoded(path, file, BLOCK_FRAMES)))
+    whole, _ = soundfile.read(path, always_2d=True)
+    assert np.array_equal(found, np.clip(np.rint(whole * 2**31), -(2**31), 2**31 - 1).astype(np.int64))
 
 
 @pytest.mark.parametrize("rate", [44_100, 48_000, 8000, 11_025])
@@ -163,6 +189,88 @@ def test_sound_that_is_cut_short_is_told(tmp_path, name):
     with pytest.raises(DataError, match=rf"{name}: .*cut short.* fetch it again or exclude it") as caught:
         content(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("channels", "rate"), [(1, 44_100), (2, 22_050), (1, 22_050), (2, 8000)])
+def test_mp3_with_a_header_is_taken_whatever_stands_before_it(tmp_path, channels, rate):
+    """The header lies elsewhere in mono, and at low rates; a tag with a picture goes before it, and others behind."""
+    samples = melody(5000, rate)[:, :channels]
+    whole = mp3(tmp_path / "a.mp3", samples, rate)
+    tag = b"ID3\x03\0\0" + bytes([0, 8, 0, 1]) + b"\xff\xfb" * 2**16 + b"\0"
+    (tmp_path / "b.mp3").write_bytes(tag + whole + b"TAG" + bytes(125))
+    assert content(tmp_path / "b.mp3") == content(tmp_path / "a.mp3")
+    assert len(content(tmp_path / "a.mp3")) == 5000
+
+
+@pytest.mark.parametrize("change", ["no header", "no count in it", "a VBRI header"])
+def test_mp3_that_does_not_say_its_length_is_refused(tmp_path, change):
+    """What the decoder then says is a guess: of a quiet beginning at a low bit rate, that of a far shorter sound."""
+    samples = np.concatenate([0.001 * melody(44_100), melody(44_100)])
+    whole = bytearray(mp3(tmp_path / "a.mp3", samples))
+    assert whole[36:40] == b"Xing"
+    if change == "no header":
+        del whole[: whole.index(b"\xff\xfb", 4)]
+    elif change == "no count in it":
+        whole[40:44] = bytes(4)
+    else:
+        whole[36:62] = b"VBRI" + bytes(10) + bytes(whole[44:48]) + bytes(8)
+    (tmp_path / "a.mp3").write_bytes(whole)
+    assert soundfile.info(tmp_path / "a.mp3").frames not in range(88_200 - 1152, 88_200 + 2 * 1152)
+    with pytest.raises(
+        DataError, match=r"a\.mp3: does not say how long it is \(an MP3 .* `ffmpeg -i IN -c copy OUT\.mp3`"
+    ):
+        content(tmp_path / "a.mp3")
+
+
+def test_flac_that_does_not_say_its_length_is_refused_before_anything_is_made(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    whole = bytearray(written(source / "a.flac", melody(5000)).read_bytes())
+    whole[21] &= 0xF0  # the 36 bits of STREAMINFO's total
+    whole[22:26] = bytes(4)
+    (source / "a.flac").write_bytes(whole)
+    with pytest.raises(DataError, match=r"a\.flac: does not say how long it is; write it anew, .* or exclude it$"):
+        build([source], tmp_path / "data", modality="audio", validation_fraction=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("name", ["a.ogg", "a.opus", "a.mp3"])
+@pytest.mark.parametrize("between", [b"", b"TAG" + bytes(125)], ids=["bare", "tagged"])
+def test_sounds_laid_end_to_end_are_refused(tmp_path, name, between):
+    first, second = (written(tmp_path / f"{n}{name}", melody(9000, 48_000), 48_000).read_bytes() for n in "12")
+    both = tmp_path / name
+    both.write_bytes(first + between * (name == "a.mp3") + second)
+    assert soundfile.info(both).frames == 9000  # the decoder sees the first alone
+    with pytest.raises(
+        DataError, match=rf"{name}: several sounds laid end to end, .*; split it, write it anew"
+    ) as caught:
+        content(both)
+    assert "\n" not in str(caught.value)
+
+
+def test_ogg_streams_side_by_side_are_one_sound(tmp_path):
+    """The last page may be of any stream that begins at the beginning."""
+    whole = written(tmp_path / "a.ogg", melody(9000)).read_bytes()
+    head = 27 + whole[26] + sum(whole[27 : 27 + whole[26]])
+    other = bytearray(whole[:head])
+    other[14:18] = bytes(4)
+    path = tmp_path / "b.ogg"
+    last = bytes(other[:5]) + b"\4" + bytes(other[6:])
+    path.write_bytes(bytes(other) + whole + last)
+    with path.open("rb") as file:
+        check_stated_length(path, file, "OGG", 9000)
+    path.write_bytes(whole + last)
+    with path.open("rb") as file, pytest.raises(DataError, match="several sounds"):
+        check_stated_length(path, file, "OGG", 9000)
+
+
+def test_sound_without_a_header_and_sound_without_numbers_are_told_in_one_line(tmp_path):
+    (tmp_path / "a.raw").write_bytes(bytes(1000))
+    with pytest.raises(DataError, match=r"a\.raw: does not say what sound it holds .*convert it, such as with `sox -r"):
+        content(tmp_path / "a.raw")
+    soundfile.write(tmp_path / "a.aiff", np.array([0.0, np.nan, np.inf]), 8000, format="AIFF", subtype="FLOAT")
+    with pytest.raises(DataError, match=r"a\.aiff: holds samples that are no numbers"):
+        content(tmp_path / "a.aiff")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def test_windows_of_plain_shards_follow_their_definition(tmp_path, cut, min_cont
     assert bytes(plain_context(tmp_path, "train", 7, context=33, cut=cut).numpy()) in b"".join(streams)
     with pytest.raises(DataError, match=r"^context_number=100000: must be from 0 to \d+, a context of the split"):
         plain_context(tmp_path, "train", 100_000, context=33, cut=cut)
+    with pytest.raises(DataError, match=r"^context_number=-1: must be at least 0$"):
+        plain_context(tmp_path, "train", -1, context=33, cut=cut)
 
 
 @pytest.mark.parametrize(("min_context", "nearest"), [(-1, 0), (64, 63), (10**6, 63)])

@@ -60,6 +60,18 @@ def test_steps_take_the_place_of_a_files_epochs_and_epochs_that_of_its_steps(con
     assert (by_steps.steps, by_steps.epochs) == (5, None)
 
 
+@pytest.mark.parametrize("other, own", [("epochs", "steps"), ("steps", "epochs")])
+def test_a_length_of_null_takes_the_place_of_nothing(config_file: Path, other: str, own: str) -> None:
+    content = load_json_object(config_file)
+    content["train"][own] = content["train"].pop("steps")
+    config_file.write_text(json.dumps(content))
+    for overrides in ([f"train.{other}=null"], [f"train.{other}=3", f"train.{other}=null"]):
+        train = load_config(config_file, overrides).train
+        assert (getattr(train, own), getattr(train, other)) == (8, None)
+    train = load_config(config_file, [f"train.{own}=null", f"train.{other}=3"]).train
+    assert (getattr(train, own), getattr(train, other)) == (None, 3)
+
+
 @pytest.mark.parametrize(
     "overrides, line",
     [
@@ -104,6 +116,15 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
     data_of_run = RunData(config, Ranks())
     start = choose_start(resolve_steps(config, data_of_run), "auto", data_of_run, Ranks())
     assert [each.manifest.step for each in start.candidates] == [steps]
+    short = int(0.2 * (train_bytes(data) // 64) / 8)
+    for change, line in (
+        ("train.epochs=0.2", f"train.epochs=0.2: comes to step {short}, and the checkpoint {{}} is already beyond it"),
+        ("train.steps=2", "train.steps=2: the checkpoint {} is already beyond it"),
+    ):
+        less = load_config(config_file, [change])
+        with pytest.raises(ConfigError) as caught:
+            choose_start(resolve_steps(less, data_of_run), "auto", data_of_run, Ranks(), epochs=less.train.epochs)
+        assert str(caught.value) == line.format(run / f"checkpoints/step-{steps:08d}")
 
 
 def test_a_name_stands_for_a_published_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
