@@ -63,6 +63,7 @@ def process_group(ranks: Ranks, timeout_seconds: float) -> Iterator[None]:
     timeout = timedelta(seconds=timeout_seconds)
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(ranks.local_rank)
+    alone = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
     if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
         # A store of its own, not a port: two single runs on one machine cannot meet.
@@ -76,6 +77,8 @@ def process_group(ranks: Ranks, timeout_seconds: float) -> Iterator[None]:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            if alone:  # by itself it would look like half a launcher's environment
+                del os.environ["LOCAL_RANK"]
 
 
 @contextmanager

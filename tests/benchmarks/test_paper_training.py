@@ -58,7 +58,7 @@ def test_the_rate_and_the_groups_are_the_trainers() -> None:
     engine = pytest.importorskip("launcher.engine")
     for steps, warmup in ((40, 4), (3, 1), (1, 1)):
         train = SimpleNamespace(
-            warmup_steps=warmup, steps=steps, schedule="cosine", learning_rate=0.1, final_learning_rate=0.0
+            warmup_steps=warmup, last_step=steps, schedule="cosine", learning_rate=0.1, final_learning_rate=0.0
         )
         ours = [rate_factor(warmup, steps, step) for step in range(steps + 1)]
         assert ours == [engine.rate_factor(train, step) for step in range(steps + 1)]
@@ -129,7 +129,7 @@ def test_padding_is_not_scored() -> None:
     ids = torch.arange(2)
     nats = learner._nats_of(tokens)
     wanted = (nats[0].sum() + nats[1, :7].sum()).item() / (CASE.context + 7) * BITS
-    bits, num_bytes = learner.score([EvaluationBatch(tokens, lengths, ids)])
+    bits, num_bytes = learner.score([EvaluationBatch(tokens, lengths, torch.zeros_like(lengths), ids)])
     assert bits == pytest.approx(wanted) and num_bytes == CASE.context + 7
 
 
