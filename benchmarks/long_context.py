@@ -103,7 +103,6 @@ def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[
         f"model.embedding.row_width={stride}",
         "train.global_batch=1",
         "train.micro_batch=1",
-        "train.epochs=null",
         f"train.steps={2 if context <= WARM_CONTEXT else 1}",
         "train.warmup_steps=0",
         "train.evaluate_contexts=1",

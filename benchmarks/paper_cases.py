@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.config import TrainConfig
 from sparse_model import ModelConfig
 
 PATTERNS = ("dense", "fixed", "strided")  # in the order of the paper's Table 2
 TEXT, IMAGES = "text", "images"
+BETAS = (0.9, 0.95)
 # Shares of N that every scored byte sees at least; the paper's Table 3 begins at the half.
 MINIMUM_CONTEXTS = (0.0, 0.5, 0.75, 0.9)
 
@@ -42,6 +44,19 @@ class Case:
     def warmup_steps(self) -> int:
         """A tenth of all."""
         return max(1, self.steps // 10)
+
+    def train_config(self) -> TrainConfig:
+        """The trainer's settings: warm-up, cosine to 0, weight decay."""
+        content = {
+            "output": "none",  # a loop that saves nothing
+            "steps": self.steps,
+            "global_batch": self.batch,
+            "micro_batch": self.batch,
+            "learning_rate": self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "betas": BETAS,
+        }
+        return TrainConfig.model_validate(content)
 
     def model_config(self, pattern: str) -> ModelConfig:
         """The model with one pattern in every layer, the factors of a sparse one merged."""

@@ -10,7 +10,6 @@ Letters: B contexts, N positions.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import statistics
 import time
@@ -25,9 +24,10 @@ from benchmarks.paper_cases import Case
 from benchmarks.peers import dense_attention
 from benchmarks.training_step import attention_replaced
 from data_pipelines import Batch, EvaluationBatch
+from launcher.optimizer import make_optimizer, make_schedule
 from sparse_model import SparseTransformer
 
-BETAS, WEIGHT_DECAY, CLIPPING = (0.9, 0.95), 0.01, 1.0
+CLIPPING = 1.0
 CURVE_POINTS = 20
 BITS = 1 / math.log(2)  # a nat
 
@@ -48,11 +48,9 @@ class Learner:
             self._masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
             self.model.to(dtype)
         names = [name for name, _ in model.named_parameters()]
-        groups = parameter_groups(dict(zip(names, self._masters, strict=True)))
-        # The fused form is the trainer's.
-        self._optimizer = torch.optim.AdamW(groups, lr=case.learning_rate, betas=BETAS, fused=True)
-        factor = functools.partial(rate_factor, case.warmup_steps, case.steps)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, factor)
+        train = case.train_config()
+        self._optimizer = make_optimizer(dict(zip(names, self._masters, strict=True)), train)
+        self._schedule = make_schedule(self._optimizer, train)
         self._nats: list[Tensor] = []  # of each step, where it was computed: reading one would wait for the device
         self._seconds: list[float] = []
         self.data_order_crc32 = 0
@@ -149,22 +147,6 @@ def train_in_turns(learners: Sequence[Learner], batches: Iterator[Batch], say: C
         if (step + 1) % max(1, case.steps // 4) == 0:
             now = ", ".join(f"{one.pattern} {one.training_bits()[-1]:.3f}" for one in learners)
             say(f"step {step + 1} of {case.steps}, training bits per byte: {now}")
-
-
-def parameter_groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
-    """The trainer's groups: decay on tensors of two or more dimensions (section 6; the released code)."""
-    return [
-        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
-def rate_factor(warmup_steps: int, steps: int, step: int) -> float:
-    """The trainer's share of the learning rate at a step counted from 0: linear warm-up, then cosine to 0."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)  # 1 at the last step
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def windows(region: range, context: int, minimum: int) -> Iterator[tuple[int, range]]:

@@ -16,7 +16,6 @@ from data_pipelines import StreamState
 from kernels.errors import ConfigError, Problem
 from launcher.config import RunConfig
 from launcher.deepspeed_keys import precision, zero_stage
-from launcher.engine import parameter_groups
 from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.json_file import flattened
 from launcher.manifest import (
@@ -30,6 +29,7 @@ from launcher.manifest import (
     write_json,
     write_manifest,
 )
+from launcher.optimizer import parameter_groups
 from launcher.processes import Ranks, barrier, gather_objects
 
 DEEPSPEED_TAG = "deepspeed"
@@ -172,7 +172,7 @@ def save_checkpoint(engine: DeepSpeedEngine, config: RunConfig, stream: StreamSt
             zero_stage=zero_stage(config.deepspeed),
             precision=precision(config.deepspeed),
             stream=stream.to_json(),
-            parameter_groups=parameter_groups(engine.module),
+            parameter_groups=parameter_groups(dict(engine.module.named_parameters())),
             versions={name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
             files={name: record for share in shares for name, record in share.items()},
         )

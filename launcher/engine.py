@@ -18,14 +18,15 @@ import deepspeed
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from pydantic import BaseModel, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 from kernels.errors import ConfigError
 from launcher.config import RunConfig, TrainConfig
 from launcher.deepspeed_keys import check_packages, precision, type_problems, zero_stage
+from launcher.optimizer import make_optimizer, make_schedule, rate_factor
 from launcher.processes import Ranks
-from launcher.weight_average import forget_average, keep_average
+from launcher.weight_average import forget_average
 from sparse_model import SparseTransformer
 from sparse_model.strict import config_error
 
@@ -42,14 +43,14 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     """
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
-    optimizer = _make_optimizer(model, config.train)
+    optimizer = make_optimizer(dict(model.named_parameters()), config.train)
     section = engine_section(config, ranks.world_size)
     # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
     with contextlib.redirect_stdout(sys.stdout if "log_level" in section else io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            lr_scheduler=functools.partial(_make_schedule, train=config.train),
+            lr_scheduler=functools.partial(make_schedule, train=config.train),
             config=section,
         )
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -134,28 +135,6 @@ def take_step(engine: deepspeed.DeepSpeedEngine) -> float | None:
     return norm if math.isfinite(norm) else None
 
 
-def parameter_groups(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters with weight decay (two or more dimensions), and of those without."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # Under ZeRO 3 a parameter at rest is empty; ds_shape is what it was.
-    dimensions = {name: len(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
-    return [
-        [name for name, _ in named if dimensions[name] >= 2],
-        [name for name, _ in named if dimensions[name] < 2],
-    ]
-
-
-def rate_factor(train: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step counted from 0: linear warm-up, then cosine or constant."""
-    if step < train.warmup_steps:
-        return (step + 1) / train.warmup_steps
-    if train.schedule == "constant":
-        return 1.0
-    floor = train.final_learning_rate / train.learning_rate
-    done = (step - train.warmup_steps) / max(1, train.last_step - 1 - train.warmup_steps)  # 1 at the last step
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
 def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
     """Whether DeepSpeed takes its section, asked before a process group is made.
 
@@ -232,27 +211,6 @@ def describe(config: RunConfig, engine: deepspeed.DeepSpeedEngine, ranks: Ranks)
 def _checkpoint_in_training(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """Recomputes a block in backward; there is none to come in evaluation."""
     return deepspeed.checkpointing.checkpoint(function, *args) if torch.is_grad_enabled() else function(*args)
-
-
-def _make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay on tensors of two or more dimensions (section 6)."""
-    parameters = dict(model.named_parameters())
-    decayed, others = parameter_groups(model)
-    groups = [
-        {"params": [parameters[name] for name in decayed], "weight_decay": train.weight_decay},
-        {"params": [parameters[name] for name in others], "weight_decay": 0.0},
-    ]
-    # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)
-    if train.ema_decay is not None:
-        keep_average(optimizer, train.ema_decay)
-    return optimizer
-
-
-def _make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    for group in optimizer.param_groups:
-        group["lr"] = train.learning_rate
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(rate_factor, train))
 
 
 def _section_models() -> dict[str, type[BaseModel]]:

@@ -27,12 +27,13 @@ from launcher.config import RunConfig
 from launcher.cpu_accelerator import prepare_accelerator
 from launcher.engine import quieten
 from launcher.exact_sums import ExactSums
-from launcher.export import add_weights_argument, master_weights
+from launcher.export import master_weights
 from launcher.manifest import read_checkpoint_config
 from launcher.metrics import bits_per_byte
 from launcher.position_losses import bin_numbers, check_positions, position_edges, write_positions
 from launcher.processes import Ranks, barrier, process_group, ranks_from_environment
 from launcher.reporting import tell_passed_over, told_at_once
+from launcher.weight_average import add_weights_argument
 from sparse_model import SparseTransformer
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

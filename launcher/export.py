@@ -22,11 +22,9 @@ from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint, newer_refusals, open_
 from launcher.folders import CONFIG, WEIGHTS
 from launcher.manifest import find_damage, flush_folder, read_checkpoint_config, write_json
 from launcher.reporting import tell_passed_over
-from launcher.weight_average import AVERAGE
+from launcher.weight_average import AVERAGE, TRAINED, add_weights_argument
 
 EXPORT_FORMAT = 1
-TRAINED = "trained"
-WEIGHTS_KINDS = (TRAINED, AVERAGE)
 # Where a shard has its master weights, and where the optimiser's state, by ZeRO stage.
 _KEYS = {
     1: ("single_partition_of_fp32_groups", "base_optimizer_state"),
@@ -43,16 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_weights_argument(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-
-
-def add_weights_argument(parser: argparse.ArgumentParser) -> None:
-    """Which weights of a checkpoint are meant."""
-    parser.add_argument(
-        "--weights",
-        choices=WEIGHTS_KINDS,
-        default=TRAINED,
-        help=f"as they were trained, or their moving average of train.ema_decay (default: {TRAINED})",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

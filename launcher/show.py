@@ -12,6 +12,7 @@ import numpy as np
 from kernels.errors import ConfigError
 from launcher.folders import METRICS
 from launcher.pictures import check_output, plt, write_picture
+from launcher.weight_average import WEIGHTS_KINDS
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 _ASKED_OF = {  # the options that not every picture has
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=("trained", "ema"),
+        choices=WEIGHTS_KINDS,
         help="attention: as trained, or their moving average (default: trained)",
     )
     parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")

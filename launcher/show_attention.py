@@ -17,11 +17,12 @@ from launcher.attention_rows import attention_rows
 from launcher.batches import RunData
 from launcher.checkpoint import open_checkpoint
 from launcher.config import RunConfig
-from launcher.export import TRAINED, master_weights
+from launcher.export import master_weights
 from launcher.manifest import read_checkpoint_config
 from launcher.pictures import plt
 from launcher.processes import Ranks
 from launcher.show_pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, grid_of, window
+from launcher.weight_average import TRAINED
 from sparse_model import SparseTransformer
 
 MOST_QUERIES = 6  # one below the other

@@ -5,13 +5,16 @@ So it is sharded as they are under every ZeRO stage, offloaded where they are, a
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-AVERAGE = "ema"  # its key in the optimiser's state
+AVERAGE = "ema"  # its key in the optimiser's state, and what it is called on a command line
+TRAINED = "trained"
+WEIGHTS_KINDS = (TRAINED, AVERAGE)
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -47,3 +50,13 @@ def forget_average(optimizer: torch.optim.Optimizer) -> None:
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The parameters that a step changes; under ZeRO 3 they are those of one sub-group."""
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def add_weights_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that says which weights of a checkpoint are meant."""
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS_KINDS,
+        default=TRAINED,
+        help=f"as they were trained, or their moving average of train.ema_decay (default: {TRAINED})",
+    )

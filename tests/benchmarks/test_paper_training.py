@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +12,8 @@ from torch import nn
 from benchmarks.paper_cases import PATTERNS, SIZES
 from benchmarks.paper_training import (
     BITS,
-    WEIGHT_DECAY,
     Learner,
     curve,
-    parameter_groups,
-    rate_factor,
     spread_regions,
     windows,
 )
@@ -52,23 +48,6 @@ def test_patterns_of_a_case_have_the_same_parameters(size: str) -> None:
                 for pattern in PATTERNS
             }
         assert len(shapes) == 1
-
-
-def test_the_rate_and_the_groups_are_the_trainers() -> None:
-    engine = pytest.importorskip("launcher.engine")
-    for steps, warmup in ((40, 4), (3, 1), (1, 1)):
-        train = SimpleNamespace(
-            warmup_steps=warmup, last_step=steps, schedule="cosine", learning_rate=0.1, final_learning_rate=0.0
-        )
-        ours = [rate_factor(warmup, steps, step) for step in range(steps + 1)]
-        assert ours == [engine.rate_factor(train, step) for step in range(steps + 1)]
-    model = SparseTransformer(CASE.model_config("fixed"))
-    named = dict(model.named_parameters())
-    groups = parameter_groups(named)
-    assert [len(group["params"]) for group in groups] == [len(names) for names in engine.parameter_groups(model)]
-    for group, names in zip(groups, engine.parameter_groups(model), strict=True):
-        assert all(p is named[name] for p, name in zip(group["params"], names, strict=True))
-    assert [group["weight_decay"] for group in groups] == [WEIGHT_DECAY, 0.0]
 
 
 def test_the_dense_model_computes_what_ours_computes() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from kernels.errors import ConfigError
 from launcher.config import RunConfig, TrainConfig
-from launcher.engine import engine_section, parameter_groups, rate_factor
+from launcher.engine import engine_section
 from launcher.loop import is_due
+from launcher.optimizer import parameter_groups, rate_factor
 from launcher.processes import Ranks, ranks_from_environment
 from sparse_model import SparseTransformer
 from tests.launcher.runs import configuration, rank_environment
@@ -61,7 +62,7 @@ def test_accumulation_follows_from_the_batches() -> None:
 @pytest.mark.parametrize("kind", [{"type": "text", "row_width": 8}, {"type": "image", "height": 4, "width": 4}])
 def test_weight_decay_is_on_tensors_of_two_dimensions_alone(kind: dict[str, Any]) -> None:
     model = SparseTransformer(small(context=48, embedding=kind))
-    decayed, others = parameter_groups(model)
+    decayed, others = parameter_groups(dict(model.named_parameters()))
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     assert sorted(decayed + others) == sorted(shapes)
     assert all(shapes[name] == 2 and name.endswith("weight") and "norm" not in name for name in decayed)
