@@ -4,6 +4,7 @@ Workers share out the lanes, not the steps: each lane is read once, in sequence,
 share of a step is asked for in turn. So the rows are the same with any number of workers.
 """
 
+import signal
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,9 +111,16 @@ def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[Rows | Data
                 num_workers=workers,
                 prefetch_factor=prefetch,
                 collate_fn=_as_it_is,
+                worker_init_fn=_ignore_stops,
                 generator=torch.Generator(),  # else its seed would be drawn from the one that dropout draws from
             )
         )
+
+
+def _ignore_stops(_: int) -> None:
+    """What asks a run to stop reaches its whole group of processes; a worker is needed until its rank has saved."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(rows: Any) -> Any:

@@ -37,6 +37,7 @@ from kernels.errors import ConfigError
 from launcher.config import DataConfig, RemoteConfig, RunConfig
 from launcher.processes import Ranks, gather_int64, gather_objects
 from launcher.reporting import AgreedError
+from launcher.stopping import StopAskedError, StopFlag
 
 _PLACES = {
     "context": "model.context",
@@ -61,7 +62,11 @@ class Taken(Generic[SomeBatch]):
 
 
 def together(
-    open_batches: Callable[[], Iterator[SomeBatch]], rows: int, ranks: Ranks, device: torch.device
+    open_batches: Callable[[], Iterator[SomeBatch]],
+    rows: int,
+    ranks: Ranks,
+    device: torch.device,
+    stop: StopFlag | None = None,
 ) -> Iterator[Taken[SomeBatch]]:
     """The ranks' batches, of so many rows each, once all ranks have theirs.
 
@@ -70,6 +75,7 @@ def together(
 
     Raises:
         AgreedError: on every rank, where any rank cannot open its batches or take the next.
+        StopAskedError: on every rank, where any rank has been asked to stop.
     """
     batches: Iterator[SomeBatch] | None = None
     while True:
@@ -83,16 +89,22 @@ def together(
         except Exception as error:
             problem = told(error, ranks)
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        own = torch.zeros(3 + rows, dtype=torch.int64)
+        asked = int(stop is not None and stop.asked())
+        own = torch.zeros(4 + rows, dtype=torch.int64)
+        own[3] = asked
         if batch is not None:
-            own = torch.cat([torch.tensor([1, int(batch.lengths.sum()), len(substitutions)]), batch.sample_ids])
-        everyone = gather_int64(own, ranks, device)  # (W, 3 + rows)
+            counts = torch.tensor([1, int(batch.lengths.sum()), len(substitutions), asked])
+            own = torch.cat([counts, batch.sample_ids])
+        everyone = gather_int64(own, ranks, device)  # (W, 4 + rows)
         if batch is None or not bool(everyone[:, 0].all()):
             problems = [text for text in gather_objects(problem, ranks) if text]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
+        if bool(everyone[:, 3].any()):
+            reasons = [text for text in gather_objects(stop and stop.reason, ranks) if text]
+            raise StopAskedError(", ".join(dict.fromkeys(reasons)))
         if int(everyone[:, 2].sum()):
             substitutions = tuple(each for theirs in gather_objects(substitutions, ranks) for each in theirs)
-        ids = everyone[:, 3:].contiguous().numpy().astype("<i8")
+        ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
         yield Taken(batch, int(everyone[:, 1].sum()), zlib.crc32(ids.tobytes()), substitutions)
 
 

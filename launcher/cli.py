@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from launcher.reporting import EXIT_WRONG_INPUT, is_wrong_input, report
+from launcher import exit_codes
+from launcher.reporting import is_wrong_input, report
 
 
 class Verb(NamedTuple):
@@ -21,8 +22,6 @@ class Verb(NamedTuple):
     arguments: str = "add_arguments"
     run: str = "run"
 
-
-EXIT_STOPPED = 130  # by Ctrl-C, as shells count it
 
 VERBS = (
     Verb("data build", "make shards from files", "launcher.data", "add_build_arguments", "run_build"),
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             print("; ".join(["longstride: stopped", *map(str, stop.args)]), file=sys.stderr)
-        return EXIT_STOPPED
+        return exit_codes.STOPPED
 
 
 def _run(verb: Verb, words: list[str]) -> int:
@@ -84,7 +83,7 @@ def _help(words: list[str]) -> int:
     for verb in VERBS:
         print(f"  {verb.words:<15}{verb.summary}", file=stream)
     print("\nlongstride VERB --help tells the options of one.", file=stream)
-    return 0 if asked else EXIT_WRONG_INPUT
+    return 0 if asked else exit_codes.WRONG_INPUT
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from data_pipelines import DATASETS, MODALITIES, DataError, Manifest, build, bui
 from data_pipelines.crew import Crew, join_crew
 from data_pipelines.modalities.image import MAX_PIXELS
 from data_pipelines.unfinished import kept_folder
-from launcher.reporting import EXIT_WRONG_INPUT, is_wrong_input, report
+from launcher.exit_codes import WRONG_INPUT
+from launcher.reporting import is_wrong_input, report
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build`, by the names that they have here
@@ -61,7 +62,7 @@ def run_build(arguments: argparse.Namespace) -> int:
     except (DataError, OSError) as error:
         if not is_wrong_input(error):
             raise
-        code = report(_by_option(error)) if crew.is_first else EXIT_WRONG_INPUT
+        code = report(_by_option(error)) if crew.is_first else WRONG_INPUT
         crew.meet()  # the launcher ends all ranks once one has failed: not before it is told why
         return code
     except KeyboardInterrupt:

@@ -33,6 +33,7 @@ from launcher.metrics import bits_per_byte
 from launcher.position_losses import bin_numbers, check_positions, position_edges, write_positions
 from launcher.processes import Ranks, barrier, process_group, ranks_from_environment
 from launcher.reporting import tell_passed_over, told_at_once
+from launcher.stopping import StopFlag
 from launcher.weight_average import add_weights_argument
 from sparse_model import SparseTransformer
 
@@ -101,12 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate_split(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData) -> dict[str, Any]:
+def evaluate_split(
+    engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData, stop: StopFlag | None = None
+) -> dict[str, Any]:
     """The validation split's line for metrics.jsonl, over as many contexts as the configuration says."""
     start = time.perf_counter()
     engine.eval()
     contexts = partial(data.evaluation, limit=config.train.evaluate_contexts)
-    sums = score(engine, contexts, config.train.micro_batch, ranks, engine.device)
+    sums = score(engine, contexts, config.train.micro_batch, ranks, engine.device, stop=stop)
     engine.train()
     return evaluation_line(engine.global_steps, config.data.validation_split, sums, start, data.modality)
 
@@ -136,12 +139,16 @@ def score(
     *,
     edges: np.ndarray | None = None,
     threads: int = 0,
+    stop: StopFlag | None = None,
 ) -> ExactSums:
     """The nats of all ranks' scored bytes, summed without rounding: in all, or by the bins of positions ``edges``.
 
     Batches hold the same rows for any number of ranks and the sum has no order, so that neither do its bits depend on
     it. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a matrix product
     may depend on how many threads share it. All ranks must call, with equally many batches.
+
+    Raises:
+        StopAskedError: on every rank, where any rank has been asked to stop.
     """
     sums = ExactSums(1 if edges is None else len(edges) - 1)
     bins = None if edges is None else bin_numbers(edges)
@@ -151,7 +158,7 @@ def score(
             return model(batch.tokens.to(device), return_nats=True).float().cpu()  # (B, N)
 
     for batch, nats in _in_turn(
-        nats_of, (taken.batch for taken in together(contexts, batch_size, ranks, device)), threads
+        nats_of, (taken.batch for taken in together(contexts, batch_size, ranks, device, stop)), threads
     ):
         scored = batch.scored  # (B, N)
         sums.add(nats[scored].numpy(), None if bins is None else bins[scored.nonzero()[:, 1].numpy()])

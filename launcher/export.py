@@ -22,6 +22,7 @@ from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint, newer_refusals, open_
 from launcher.folders import CONFIG, WEIGHTS
 from launcher.manifest import find_damage, flush_folder, read_checkpoint_config, write_json
 from launcher.reporting import tell_passed_over
+from launcher.unpickling import read_pickle
 from launcher.weight_average import AVERAGE, TRAINED, add_weights_argument
 
 EXPORT_FORMAT = 1
@@ -125,7 +126,7 @@ def _sharded_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
     from deepspeed.utils import zero_to_fp32 as tool
 
     folder = str(checkpoint.folder / DEEPSPEED_TAG)
-    shards = [_load(Path(path))["optimizer_state_dict"] for path in tool.get_optim_files(folder)]
+    shards = [read_pickle(path, mapped=True)["optimizer_state_dict"] for path in tool.get_optim_files(folder)]
     if "zero_stage" not in shards[0]:
         return _bf16_optimizer_weights(checkpoint, shards, weights)
     key, inner = _KEYS[int(shards[0]["zero_stage"])]
@@ -153,7 +154,7 @@ def _flat_groups(masters: list[Tensor], optimizer: dict[str, Any], weights: str)
 
 def _bf16_optimizer_weights(checkpoint: Checkpoint, shards: list[dict[str, Any]], weights: str) -> dict[str, Tensor]:
     """ZeRO 1 in bf16 with gradients gathered in fp32: one flat vector a parameter group, cut over the ranks."""
-    model = _load(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt")
+    model = read_pickle(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt", mapped=True)
     found = {name: model["module"][name] for name in model["buffer_names"]}
     flat = [
         _flat_groups(shard["single_partition_of_fp32_groups"], shard["base_optimizer_state"], weights)
@@ -169,7 +170,7 @@ def _bf16_optimizer_weights(checkpoint: Checkpoint, shards: list[dict[str, Any]]
 
 def _unsharded_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
     """ZeRO 0, which DeepSpeed's own tool does not read: one file; in half precision its master weights are nameless."""
-    content = _load(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt")
+    content = read_pickle(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt", mapped=True)
     found: dict[str, Tensor] = dict(content["module"])
     names = [name for group in checkpoint.manifest.parameter_groups for name in group]
     masters = [found[name] for name in names]
@@ -181,9 +182,3 @@ def _unsharded_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor
         averages = _flat_groups(masters, optimizer, weights)
         masters = [average.view_as(master) for average, master in zip(averages, masters, strict=True)]
     return found | dict(zip(names, masters, strict=True))
-
-
-def _load(path: Path) -> dict[str, Any]:
-    # Pickles of DeepSpeed's own classes, which weights_only refuses; the manifest has vouched for the bytes.
-    # Mapped: of what is not asked for, such as Adam's moments, nothing is read.
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)

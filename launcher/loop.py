@@ -18,23 +18,32 @@ from torch import Tensor
 from data_pipelines import Batch, ByteStream, PlainStream, StreamState
 from launcher import engine as ours
 from launcher.batches import RunData, Taken, together
-from launcher.checkpoint import save_checkpoint
 from launcher.config import RunConfig
 from launcher.evaluate import evaluate_split
 from launcher.metrics import Recorder, bits_per_byte, device_seconds, holds_line
 from launcher.processes import Ranks, barrier, gather_float64, gather_objects
 from launcher.reporting import AgreedError
+from launcher.saving import save_checkpoint
+from launcher.stopping import StopAskedError, StopFlag
 
 
 class NonFiniteLossError(RuntimeError):
     """The loss is not a finite number; the step was not taken."""
 
 
-def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData, state: StreamState | None) -> None:
+def train(
+    engine: DeepSpeedEngine,
+    config: RunConfig,
+    ranks: Ranks,
+    data: RunData,
+    state: StreamState | None,
+    stop: StopFlag,
+) -> None:
     """Trains from the engine's step to the last, evaluating, recording and saving on the way. All ranks must call.
 
     Raises:
         AgreedError: on every rank, where data cannot be read; what is done is saved.
+        StopAskedError: on every rank, where any was asked to stop; what is done is saved.
         NonFiniteLossError: on every rank, before the step that would have spoilt the weights.
     """
     settings = config.train
@@ -48,8 +57,8 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunDat
     engine.train()
     try:
         if unevaluated:
-            record_evaluation(engine, config, ranks, data, recorder)
-        batches = together(lambda: iter(stream), share, ranks, engine.device)
+            record_evaluation(engine, config, ranks, data, recorder, stop)
+        batches = together(lambda: iter(stream), share, ranks, engine.device, stop)
         while engine.global_steps < settings.last_step:
             start = time.perf_counter()
             taken = next(batches)
@@ -69,9 +78,9 @@ def train(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunDat
                 save_checkpoint(engine, config, state, ranks)
                 saved = step
             if is_due(step, settings.evaluate_every, settings.last_step):
-                record_evaluation(engine, config, ranks, data, recorder)
+                record_evaluation(engine, config, ranks, data, recorder, stop)
         barrier(ranks)  # a rank that leaves while another still collects can abort it
-    except AgreedError:
+    except (AgreedError, StopAskedError):
         if engine.global_steps > saved:
             save_checkpoint(engine, config, state, ranks)
             recorder.say(f"step {engine.global_steps}: saved before the run ends; --resume auto goes on from there")
@@ -146,10 +155,10 @@ def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:
 
 
 def record_evaluation(
-    engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData, recorder: Recorder
+    engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData, recorder: Recorder, stop: StopFlag
 ) -> None:
     """Evaluates after the engine's step, and records and tells the result. All ranks must call."""
-    line = evaluate_split(engine, config, ranks, data)
+    line = evaluate_split(engine, config, ranks, data, stop)
     recorder.write(line)
     recorder.say(f"step {line['step']}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-EXIT_WRONG_INPUT = 2
+from launcher.exit_codes import WRONG_INPUT
+
 _FIRST_REPORTS_SECONDS = 30.0  # long enough for a slow start; the launcher ends all ranks once the first has ended
 _FULL_OR_FORBIDDEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # told by a write, which knows no name
 
@@ -40,7 +41,7 @@ def report(error: Exception) -> int:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(_FIRST_REPORTS_SECONDS)
     _tell(error)
-    return EXIT_WRONG_INPUT
+    return WRONG_INPUT
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def told_at_once(meet: Callable[[], None]) -> Iterator[None]:
             _tell(error)
         if isinstance(error, AgreedError):
             meet()  # a launcher ends all ranks once one has ended: not before the first has spoken
-        sys.exit(EXIT_WRONG_INPUT)
+        sys.exit(WRONG_INPUT)
 
 
 def tell_passed_over(lines: Sequence[str]) -> None:

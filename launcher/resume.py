@@ -11,7 +11,6 @@ from kernels.errors import ConfigError
 from launcher.batches import RunData
 from launcher.checkpoint import (
     Checkpoint,
-    check_matches,
     checkpoint_folder,
     list_checkpoints,
     open_checkpoint,
@@ -21,6 +20,7 @@ from launcher.checkpoint import (
 from launcher.config import RunConfig
 from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.manifest import write_json
+from launcher.matching import check_matches
 from launcher.metrics import cut_metrics
 from launcher.processes import Ranks, barrier
 from launcher.reporting import tell_passed_over

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from launcher import train
 from launcher.batches import RunData
 from launcher.checks import check_output
 from launcher.config import check_world_size, load_config
+from launcher.launchers import launcher_command, launcher_environment
 from launcher.processes import Ranks
 from launcher.steps import resolve_steps
 
@@ -53,27 +53,3 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, launcher_environment())
-
-
-def launcher_environment() -> dict[str, str]:
-    """This process's environment; without a GPU it names what DeepSpeed would choose, with a warning a process."""
-    chosen = {} if torch.accelerator.is_available() else {"DS_ACCELERATOR": "cpu"}
-    return chosen | os.environ
-
-
-def launcher_command(arguments: argparse.Namespace, processes: int | None) -> list[str]:
-    """The command line of `deepspeed launcher/train.py …`; None leaves the number of processes to the launcher."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
-    # How it starts each rank would fill the screen, and that a rank ended is told by the rank itself.
-    command += ["--log_level", "critical"]
-    if processes is not None:
-        command += ["--num_gpus", str(processes)]  # on a CPU too this is the number of processes
-    command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
-    return command + arguments.overrides
-
-
-def _free_port() -> int:
-    """A port for the ranks to meet at: the launcher's own choice is always the same, so that two runs would clash."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

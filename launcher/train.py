@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ if __name__ == "__main__":
     _here = Path(__file__).resolve().parent
     sys.path = [str(_here.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
+from launcher import exit_codes
 from launcher.config import RunConfig, check_world_size, load_config
 from launcher.reporting import is_wrong_input, report, told_at_once
 
@@ -65,6 +67,7 @@ def _run(config: RunConfig, resume: str) -> int:
     from launcher.processes import barrier, process_group, ranks_from_environment
     from launcher.resume import begin, choose_start
     from launcher.steps import resolve_steps
+    from launcher.stopping import StopAskedError, StopFlag
 
     ranks = ranks_from_environment(os.environ)
     check_world_size(config, ranks.world_size)
@@ -78,6 +81,8 @@ def _run(config: RunConfig, resume: str) -> int:
     epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
     start = choose_start(config, resume, data, ranks, epochs=epochs)
+    stop = StopFlag()
+    stop.listen()
     with process_group(ranks, config.train.timeout_seconds):
         checkpoint = begin(start, config, ranks)
         with told_at_once(lambda: barrier(ranks)):
@@ -86,9 +91,16 @@ def _run(config: RunConfig, resume: str) -> int:
             if checkpoint is not None:
                 state = load_checkpoint(engine, checkpoint, ranks)
                 ours.apply_settings(engine, config.train)
-            train(engine, config, ranks, data, state)
+            code = exit_codes.DONE
+            try:
+                train(engine, config, ranks, data, state, stop)
+            except StopAskedError as asked:
+                code = exit_codes.REQUEUE
+                if ranks.is_first:
+                    print(f"longstride: stopped by {asked}; --resume auto goes on", file=sys.stderr, flush=True)
+                barrier(ranks)  # a launcher ends all ranks once one has ended
             engine.destroy()
-    return 0
+    return code
 
 
 def _check_attention(config: RunConfig, local_rank: int) -> None:
@@ -120,6 +132,8 @@ def leave(code: int) -> NoReturn:
     A communication thread that still winds up can meet them there, and now and then aborts a rank that has done all its
     work, with the process group destroyed and every rank past its last collective.
     """
+    for child in multiprocessing.active_children():  # loader workers, which ignore what would ask them to end
+        child.kill()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

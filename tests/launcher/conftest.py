@@ -13,7 +13,7 @@ import pytest
 
 from data_pipelines import build
 from launcher import train
-from launcher.reporting import EXIT_WRONG_INPUT
+from launcher.exit_codes import WRONG_INPUT
 from tests.launcher.runs import configuration, files_under, spawn
 
 Make = Callable[[Path], None]
@@ -76,7 +76,7 @@ def refused(
     def run(*arguments: str) -> list[str]:
         before = files_under(tmp_path)
         capsys.readouterr()
-        assert train.main(list(arguments)) == EXIT_WRONG_INPUT
+        assert train.main(list(arguments)) == WRONG_INPUT
         assert files_under(tmp_path) == before
         lines = capsys.readouterr().err.splitlines()
         assert all(line.startswith("longstride: error: ") for line in lines), lines

@@ -15,8 +15,8 @@ import torch
 
 from data_pipelines import build
 from launcher import cli
+from launcher.exit_codes import WRONG_INPUT
 from launcher.manifest import sealed
-from launcher.reporting import EXIT_WRONG_INPUT
 from tests.launcher.runs import ROOT, files_under, plain_environment
 
 
@@ -293,20 +293,20 @@ def test_longstride_train_refuses_what_the_ranks_would(
     config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda path, command, environment: pytest.fail("started"))
-    assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == EXIT_WRONG_INPUT
+    assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == WRONG_INPUT
     assert "error: --resume=bla: must be auto, never or the number of a step" in capsys.readouterr().err
-    assert cli.main(["train", "--config", str(config_file)]) == EXIT_WRONG_INPUT
+    assert cli.main(["train", "--config", str(config_file)]) == WRONG_INPUT
     assert "holds a run already" in capsys.readouterr().err
 
 
 def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["evaluate", str(run_copy), "--batch", "0"]) == EXIT_WRONG_INPUT
+    assert cli.main(["evaluate", str(run_copy), "--batch", "0"]) == WRONG_INPUT
     assert capsys.readouterr().err == "longstride: error: --batch=0: must be at least 1\n"
 
 
 def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files_under(tmp_path)
-    assert cli.main(["export", str(run_copy), "--output", str(run_copy)]) == EXIT_WRONG_INPUT
+    assert cli.main(["export", str(run_copy), "--output", str(run_copy)]) == WRONG_INPUT
     assert capsys.readouterr().err.endswith(f"--output={run_copy}: exists already; nothing is overwritten\n")
     assert files_under(tmp_path) == before
 
@@ -317,7 +317,7 @@ def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: 
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     before = files_under(tmp_path)
-    assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == EXIT_WRONG_INPUT
+    assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == WRONG_INPUT
     assert f"{weights}: damaged, its SHA-256 is not the manifest's" in capsys.readouterr().err
     assert files_under(tmp_path) == before
     assert cli.main(["export", str(run_copy), "--step", "4", "--output", str(tmp_path / "out")]) == 0
@@ -334,7 +334,7 @@ def test_one_rank_of_two_reports_through_the_launcher(config_file: Path, tmp_pat
         text=True,
         timeout=100,
     )
-    assert ended.returncode == EXIT_WRONG_INPUT
+    assert ended.returncode == WRONG_INPUT
     assert ended.stderr.count("longstride: error: train.steps=0: must be greater than 0") == 1
     assert "Traceback" not in ended.stderr + ended.stdout
     assert not (tmp_path / "run").exists()

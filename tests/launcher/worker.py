@@ -87,12 +87,27 @@ def fail_evaluation(step: int) -> None:
 
     evaluate = loop.evaluate_split
 
-    def evaluate_or_fail(engine: Any, config: Any, ranks: Any, data: Any) -> Any:
+    def evaluate_or_fail(engine: Any, *args: Any) -> Any:
         if engine.global_steps == step:
             raise RuntimeError("the evaluation fails")
-        return evaluate(engine, config, ranks, data)
+        return evaluate(engine, *args)
 
     loop.evaluate_split = evaluate_or_fail
+
+
+def signal_rank_1(number: int, step: int, where: str) -> None:
+    """Has the second rank get a signal while it computes a step, or the evaluation behind it."""
+    import launcher.loop as loop
+
+    name = {"step": "train_step", "evaluation": "evaluate_split"}[where]
+    work = getattr(loop, name)
+
+    def work_and_be_signalled(engine: Any, *args: Any) -> Any:
+        if os.environ["RANK"] == "1" and engine.global_steps == step - (where == "step"):
+            os.kill(os.getpid(), number)
+        return work(engine, *args)
+
+    setattr(loop, name, work_and_be_signalled)
 
 
 if __name__ == "__main__":
@@ -104,6 +119,9 @@ if __name__ == "__main__":
         work_in_chunks(int(os.environ["CHUNK_ROWS"]))
     if "REMOVE_AFTER_STEP_2" in os.environ:
         remove_after_step_2(os.environ["REMOVE_AFTER_STEP_2"])
+    if "SIGNAL_RANK_1" in os.environ:
+        number, step, where = os.environ["SIGNAL_RANK_1"].split(",")
+        signal_rank_1(int(number), int(step), where)
     if "HANG_AFTER_STEP" in os.environ:
         stop_answering(int(os.environ["HANG_AFTER_STEP"]))
     entry.leave(entry.main(sys.argv[1:]))
