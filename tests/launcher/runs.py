@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,27 +79,85 @@ def plain_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in named} | {"OMP_NUM_THREADS": "1"}
 
 
+class Rank:
+    """A process that runs worker.py, forked from one that has imported everything already."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self._files = [nameless_file(), nameless_file()]
+        self._status, status = os.pipe()
+        request = json.dumps({"arguments": arguments, "environment": environment}).encode()
+        socket.send_fds(_rank_server(), [request], [*self._files, status])
+        os.close(status)
+        self._told = b""
+        self.pid = int(self._line(120.0))
+        self.returncode: int | None = None
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code, negative for a signal; subprocess.TimeoutExpired where it takes longer."""
+        if self.returncode is None:
+            self.returncode = int(self._line(seconds))
+            os.close(self._status)
+        return self.returncode
+
+    def end(self) -> tuple[str, str]:
+        """Ends it, if it has not ended, and returns what it has written to standard output and standard error."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait(60.0)
+        output, errors = (os.pread(file, 1 << 26, 0).decode() for file in self._files)
+        while self._files:
+            os.close(self._files.pop())
+        return output, errors
+
+    def _line(self, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._told:
+            ready, *_ = select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired("worker.py", seconds)
+            piece = os.read(self._status, 64)
+            assert piece, "the server of ranks is gone"
+            self._told += piece
+        line, _, self._told = self._told.partition(b"\n")
+        return line
+
+
+def nameless_file() -> int:
+    """The descriptor of a file that is gone once it is closed."""
+    file, name = tempfile.mkstemp()
+    Path(name).unlink()
+    return file
+
+
+@functools.cache
+def _rank_server() -> socket.socket:
+    """A connection to rank_server.py, which ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(ROOT / "tests/launcher/rank_server.py"), str(theirs.fileno())]
+    server = subprocess.Popen(command, env=plain_environment(), pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
+    theirs.close()
+    atexit.register(lambda: (ours.close(), server.wait(60.0)))
+    return ours
+
+
 def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = None, first: bool = False) -> Ended:
     """Runs worker.py as so many ranks (1: without any launcher's variables); waits for all, or for the first alone."""
-    port = free_port()
-    ranks = []
-    for rank in range(world_size):
-        environment = plain_environment() | (extra or {})
-        if world_size > 1:
-            environment |= rank_environment(rank, world_size, port)
-        command = [sys.executable, str(ROOT / "tests/launcher/worker.py"), *arguments]
-        ranks.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
-            )
-        )
+    ranks = start_ranks(arguments, world_size, extra)
     try:
-        outputs = [rank.communicate(timeout=120) for rank in (ranks[:1] if first else ranks)]
+        for rank in ranks[:1] if first else ranks:
+            rank.wait(120.0)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        outputs = [rank.end() for rank in ranks]
     return Ended([rank.returncode for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])
+
+
+def start_ranks(arguments: list[str], world_size: int, extra: dict[str, str] | None = None) -> list[Rank]:
+    """As many processes that run worker.py as one run's ranks."""
+    port = free_port()
+    shared = plain_environment() | (extra or {})
+    places = [rank_environment(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
+    return [Rank(arguments, shared | place) for place in places]
 
 
 def free_port() -> int:

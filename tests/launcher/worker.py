@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-import launcher.train as entry  # noqa: E402  the path comes first
+import launcher.train as entry
 
 
 def dump_master_weights(path: str) -> None:
@@ -110,7 +108,8 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
     setattr(loop, name, work_and_be_signalled)
 
 
-if __name__ == "__main__":
+def work(arguments: list[str]) -> NoReturn:
+    """The whole rank, as its environment asks; ends the process."""
     if "FAIL_EVALUATION_AT_STEP" in os.environ:
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
@@ -124,4 +123,15 @@ if __name__ == "__main__":
         signal_rank_1(int(number), int(step), where)
     if "HANG_AFTER_STEP" in os.environ:
         stop_answering(int(os.environ["HANG_AFTER_STEP"]))
-    entry.leave(entry.main(sys.argv[1:]))
+    entry.leave(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """launcher/train.py's exit code; 1 with a traceback for what it does not foresee, as Python ends."""
+    try:
+        return entry.main(arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
