@@ -12,14 +12,11 @@ from deepspeed import DeepSpeedEngine
 
 from data_pipelines import StreamState
 from kernels.errors import ConfigError
+from launcher.checkpoint_files import checkpoint_files
 from launcher.folders import CHECKPOINTS, CONFIG
-from launcher.manifest import (
-    Manifest,
-    find_damage,
-    read_manifest,
-)
+from launcher.manifest import Manifest, find_damage, find_foreign, read_manifest
 from launcher.processes import Ranks, gather_objects
-from launcher.unpickling import read_weights_only
+from launcher.unpickling import asked_code, read_pickle, refusal
 
 DEEPSPEED_TAG = "deepspeed"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -31,6 +28,7 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+    trusted: bool = False  # whether its pickles may run what they ask for
 
 
 class Refusal(NamedTuple):
@@ -45,14 +43,14 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
-def list_checkpoints(run: Path) -> tuple[list[Checkpoint], list[Refusal]]:
+def list_checkpoints(run: Path, *, trusted: bool = False) -> tuple[list[Checkpoint], list[Refusal]]:
     """The checkpoints of a run whose manifest and configuration are whole, newest first, and what else lies there."""
     found: list[Checkpoint] = []
     refused: list[Refusal] = []
     folders = [path for path in (run / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         try:
-            found.append(_checked(folder))
+            found.append(_checked(folder, trusted))
         except ConfigError as error:
             refused.extend(Refusal(int(folder.name[5:]), line) for line in str(error).splitlines())
     return found, refused
@@ -64,7 +62,7 @@ def newer_refusals(run: Path, checkpoint: Checkpoint) -> list[str]:
     return [refusal.line for refusal in refused if refusal.step > checkpoint.manifest.step]
 
 
-def open_checkpoint(run: Path, step: int | None) -> Checkpoint:
+def open_checkpoint(run: Path, step: int | None, *, trusted: bool = False) -> Checkpoint:
     """The checkpoint of a step, or the newest one.
 
     Raises:
@@ -72,14 +70,14 @@ def open_checkpoint(run: Path, step: int | None) -> Checkpoint:
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run folder")
-    found, refused = list_checkpoints(run)
+    found, refused = list_checkpoints(run, trusted=trusted)
     if step is None and found:
         return found[0]
     for checkpoint in found:
         if checkpoint.manifest.step == step:
             return checkpoint
     if step is not None and checkpoint_folder(run, step).is_dir():
-        _checked(checkpoint_folder(run, step))  # says what is wrong with it
+        _checked(checkpoint_folder(run, step), trusted)  # says what is wrong with it
     held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(found)) or "none"
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise ConfigError(f"{run / 'checkpoints'}: {wanted}; whole ones: {held}", *(each.line for each in refused))
@@ -89,20 +87,39 @@ def verify_together(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
     """One line for each damaged file, the same on every rank; the files are shared out. All ranks must call."""
     names = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.world_size]
     damage = find_damage(checkpoint.folder, names, checkpoint.manifest)
+    if ranks.is_first:
+        damage += find_foreign(checkpoint.folder, checkpoint.manifest)
     return [line for lines in gather_objects(damage, ranks) for line in lines]
+
+
+def check_trust(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Whether a verified checkpoint can be read without running anything; files are shared out. All ranks must call.
+
+    Raises:
+        ConfigError: on every rank, where a file asks for more and the checkpoint is not trusted.
+    """
+    if checkpoint.trusted:
+        return
+    names = [name for name in sorted(checkpoint.manifest.files) if name.endswith(".pt")]
+    found = ((name, asked_code(checkpoint.folder / name)) for name in names[ranks.rank :: ranks.world_size])
+    lines = [f"{checkpoint.folder / name}: {refusal(what)}" for name, what in found if what]
+    everyone = [line for own in gather_objects(lines, ranks) for line in own]
+    if everyone:
+        raise ConfigError(*everyone)
 
 
 def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) -> StreamState:
     """Brings engine and random generators to where they were; returns the next batch. The files are verified already.
 
     Raises:
+        ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted.
         RuntimeError: DeepSpeed did not take it.
     """
-    read_weights_only(engine)
+    checkpoint_files(engine).trusted = checkpoint.trusted
     loaded, _ = engine.load_checkpoint(str(checkpoint.folder), tag=DEEPSPEED_TAG)
     if loaded is None or engine.global_steps != checkpoint.manifest.step:
         raise RuntimeError(f"{checkpoint.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
-    states = torch.load(checkpoint.folder / random_name(ranks.rank), weights_only=True)
+    states = read_pickle(checkpoint.folder / random_name(ranks.rank), trusted=checkpoint.trusted)
     torch.set_rng_state(states["cpu"])
     if "device" in states and engine.device.type == "cuda":
         torch.cuda.set_rng_state(states["device"], engine.device)
@@ -120,7 +137,7 @@ def set_aside(path: Path) -> Path | None:
     return aside
 
 
-def _checked(folder: Path) -> Checkpoint:
+def _checked(folder: Path, trusted: bool) -> Checkpoint:
     """The checkpoint in a folder; its configuration is held against the manifest, as it is read before all the rest.
 
     Raises:
@@ -130,7 +147,7 @@ def _checked(folder: Path) -> Checkpoint:
     damage = find_damage(folder, [CONFIG], manifest)
     if damage:
         raise ConfigError(*damage)
-    return Checkpoint(folder, manifest)
+    return Checkpoint(folder, manifest, trusted)
 
 
 def random_name(rank: int) -> str:

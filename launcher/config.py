@@ -120,6 +120,11 @@ class TrainConfig(StrictModel):
     evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
     evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
     checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
+    checkpoint_in_background: bool = Field(
+        default=False, description="copy to the host's memory, and write from there while training goes on"
+    )
+    keep_last: int | None = Field(default=None, gt=0, description="checkpoints that stay; null: all")
+    keep_every: int | None = Field(default=None, gt=0, description="steps whose checkpoints stay for ever")
     timeout_seconds: float = Field(
         default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
     )
@@ -136,6 +141,9 @@ class TrainConfig(StrictModel):
         if self.final_learning_rate > self.learning_rate:
             rule = f"must be at most learning_rate {self.learning_rate}"
             problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
+        if self.keep_every is not None and self.keep_last is None:
+            rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
+            problems.append(Problem("keep_every", rule, self.keep_every))
         if self.global_batch % self.micro_batch:
             problems.append(
                 _batch_problem("global_batch", self.global_batch, self.micro_batch, f"micro_batch {self.micro_batch}")

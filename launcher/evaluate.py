@@ -34,6 +34,7 @@ from launcher.position_losses import bin_numbers, check_positions, position_edge
 from launcher.processes import Ranks, barrier, process_group, ranks_from_environment
 from launcher.reporting import tell_passed_over, told_at_once
 from launcher.stopping import StopFlag
+from launcher.trust import add_trust_argument
 from launcher.weight_average import add_weights_argument
 from sparse_model import SparseTransformer
 
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")
     parser.add_argument("--precision", choices=sorted(_DTYPES), default=None, help="default: the run's")
     add_weights_argument(parser)
+    add_trust_argument(parser)
     parser.add_argument(
         "--min-context",
         type=int,
@@ -70,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = ranks_from_environment(os.environ)
     if arguments.positions is not None:
         check_positions(arguments.positions)
-    checkpoint = open_checkpoint(arguments.run, arguments.step)
+    checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
         tell_passed_over(newer_refusals(arguments.run, checkpoint))
     config = read_checkpoint_config(checkpoint.folder)

@@ -1,7 +1,7 @@
 """How a training run ends, as numbers: what a launcher, a scheduler or a restart goes by. See docs/training.md."""
 
 DONE = 0
-UNFORESEEN = 1  # a traceback tells it
+UNFORESEEN = 1  # a traceback tells it, or a line that the end could not be saved
 WRONG_INPUT = 2  # a person can mend it; a line tells it
 REQUEUE = 75  # asked to stop, and saved: --resume auto goes on (EX_TEMPFAIL of sysexits.h)
 GUARDED = 76  # a guard stopped the run

@@ -20,8 +20,9 @@ from torch import Tensor
 from kernels.errors import ConfigError
 from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint, newer_refusals, open_checkpoint
 from launcher.folders import CONFIG, WEIGHTS
-from launcher.manifest import find_damage, flush_folder, read_checkpoint_config, write_json
+from launcher.manifest import find_damage, find_foreign, flush_folder, read_checkpoint_config, write_json
 from launcher.reporting import tell_passed_over
+from launcher.trust import add_trust_argument
 from launcher.unpickling import read_pickle
 from launcher.weight_average import AVERAGE, TRAINED, add_weights_argument
 
@@ -41,12 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=int, default=None, metavar="N", help="checkpoint to export (default: the newest)"
     )
     add_weights_argument(parser)
+    add_trust_argument(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
-    checkpoint = export(arguments.run, arguments.step, arguments.output, arguments.weights)
+    checkpoint = export(
+        arguments.run, arguments.step, arguments.output, arguments.weights, trusted=arguments.trust_checkpoint
+    )
     if arguments.step is None:
         tell_passed_over(newer_refusals(arguments.run, checkpoint))
     what = f"step {checkpoint.manifest.step} of {arguments.run}"
@@ -55,15 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def export(run_folder: Path, step: int | None, output: Path, kind: str = TRAINED) -> Checkpoint:
+def export(
+    run_folder: Path, step: int | None, output: Path, kind: str = TRAINED, *, trusted: bool = False
+) -> Checkpoint:
     """Exports a checkpoint of a run into a new folder; returns the checkpoint. ``kind`` is one of ``WEIGHTS_KINDS``.
 
     Raises:
-        ConfigError: no such checkpoint, a damaged one, one without averages, or an output that exists.
+        ConfigError: no such checkpoint, a damaged one, one without averages or to be trusted, or an output that exists.
     """
     if output.exists():
         raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
-    checkpoint = open_checkpoint(run_folder, step)
+    checkpoint = open_checkpoint(run_folder, step, trusted=trusted)
     config = read_checkpoint_config(checkpoint.folder)
     weights = master_weights(checkpoint, kind)
     partial = output.with_name(f".{output.name}.partial")
@@ -98,9 +104,10 @@ def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, 
         weights: one of ``WEIGHTS_KINDS``: as they were trained, or their moving average.
 
     Raises:
-        ConfigError: a file is damaged, weights are missing, or no average was kept.
+        ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.
     """
     damage = find_damage(checkpoint.folder, sorted(checkpoint.manifest.files), checkpoint.manifest)
+    damage += find_foreign(checkpoint.folder, checkpoint.manifest)
     if damage:
         raise ConfigError(*damage)
     read = _unsharded_weights if checkpoint.manifest.zero_stage == 0 else _sharded_weights
@@ -126,18 +133,36 @@ def _sharded_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
     from deepspeed.utils import zero_to_fp32 as tool
 
     folder = str(checkpoint.folder / DEEPSPEED_TAG)
-    shards = [read_pickle(path, mapped=True)["optimizer_state_dict"] for path in tool.get_optim_files(folder)]
+    shards = [_read(checkpoint, path)["optimizer_state_dict"] for path in tool.get_optim_files(folder)]
     if "zero_stage" not in shards[0]:
         return _bf16_optimizer_weights(checkpoint, shards, weights)
     key, inner = _KEYS[int(shards[0]["zero_stage"])]
     flat = [_flat_groups(shard[key], shard[inner], weights) for shard in shards]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        models = tool.parse_model_states(tool.get_model_state_files(folder))
+        models = [_model_states(_read(checkpoint, path)) for path in tool.get_model_state_files(folder)]
         if shards[0]["zero_stage"] == 3:
             gathered = tool._get_fp32_state_dict_from_zero3_checkpoint(len(shards), flat, models, False)
             return tool.to_torch_tensor(gathered)
         paddings = shards[0].get("param_alignment_paddings")
         return tool._get_fp32_state_dict_from_zero2_checkpoint(len(shards), flat, models, False, paddings)
+
+
+def _read(checkpoint: Checkpoint, path: Path | str) -> dict[str, Any]:
+    return read_pickle(path, mapped=True, trusted=checkpoint.trusted)
+
+
+def _model_states(content: dict[str, Any]) -> Any:
+    """What DeepSpeed's tool makes of a file of model states, which it would unpickle whatever is in it."""
+    from deepspeed.utils.zero_to_fp32 import zero_model_state
+
+    return zero_model_state(
+        buffers={name: content["module"][name].float() for name in content["buffer_names"]},
+        param_shapes=content["param_shapes"],
+        shared_params=[list(pair) for pair in content["shared_params"].items()],
+        ds_version=content["ds_version"],
+        frozen_param_shapes=content.get("frozen_param_shapes"),
+        frozen_param_fragments=content.get("frozen_param_fragments"),
+    )
 
 
 def _flat_groups(masters: list[Tensor], optimizer: dict[str, Any], weights: str) -> list[Tensor]:
@@ -154,7 +179,7 @@ def _flat_groups(masters: list[Tensor], optimizer: dict[str, Any], weights: str)
 
 def _bf16_optimizer_weights(checkpoint: Checkpoint, shards: list[dict[str, Any]], weights: str) -> dict[str, Tensor]:
     """ZeRO 1 in bf16 with gradients gathered in fp32: one flat vector a parameter group, cut over the ranks."""
-    model = read_pickle(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt", mapped=True)
+    model = _read(checkpoint, checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt")
     found = {name: model["module"][name] for name in model["buffer_names"]}
     flat = [
         _flat_groups(shard["single_partition_of_fp32_groups"], shard["base_optimizer_state"], weights)
@@ -170,7 +195,7 @@ def _bf16_optimizer_weights(checkpoint: Checkpoint, shards: list[dict[str, Any]]
 
 def _unsharded_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
     """ZeRO 0, which DeepSpeed's own tool does not read: one file; in half precision its master weights are nameless."""
-    content = read_pickle(checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt", mapped=True)
+    content = _read(checkpoint, checkpoint.folder / DEEPSPEED_TAG / "mp_rank_00_model_states.pt")
     found: dict[str, Tensor] = dict(content["module"])
     names = [name for group in checkpoint.manifest.parameter_groups for name in group]
     masters = [found[name] for name in names]

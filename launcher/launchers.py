@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from launcher import train
+from launcher.trust import TRUST_OPTION
 
 
 def launcher_environment() -> dict[str, str]:
@@ -27,6 +28,7 @@ def launcher_command(arguments: argparse.Namespace, processes: int | None) -> li
     if processes is not None:
         command += ["--num_gpus", str(processes)]  # on a CPU too this is the number of processes
     command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
+    command += [TRUST_OPTION] if arguments.trust_checkpoint else []
     return command + arguments.overrides
 
 

@@ -23,7 +23,7 @@ from launcher.evaluate import evaluate_split
 from launcher.metrics import Recorder, bits_per_byte, device_seconds, holds_line
 from launcher.processes import Ranks, barrier, gather_float64, gather_objects
 from launcher.reporting import AgreedError
-from launcher.saving import save_checkpoint
+from launcher.saving import NotSavedError, Saver
 from launcher.stopping import StopAskedError, StopFlag
 
 
@@ -44,6 +44,7 @@ def train(
     Raises:
         AgreedError: on every rank, where data cannot be read; what is done is saved.
         StopAskedError: on every rank, where any was asked to stop; what is done is saved.
+        NotSavedError: on every rank, where what is done at the end could not be saved.
         NonFiniteLossError: on every rank, before the step that would have spoilt the weights.
     """
     settings = config.train
@@ -51,8 +52,8 @@ def train(
     stream = data.stream(state)
     state = stream.state
     share = settings.global_batch // ranks.world_size
-    saved = engine.global_steps
     recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.last_step)
+    saver = Saver(engine, config, ranks, recorder.say)
     recorder.say(ours.describe(config, engine, ranks))
     engine.train()
     try:
@@ -73,17 +74,26 @@ def train(
             for text in data_news(stream, state, taken):
                 recorder.say(f"step {step}: {text}")
             state = taken.batch.state
+            saver.poll()
             # Saved first: an evaluation that fails must not cost the checkpoint.
             if is_due(step, settings.checkpoint_every, settings.last_step):
-                save_checkpoint(engine, config, state, ranks)
-                saved = step
+                saver.save(state)
             if is_due(step, settings.evaluate_every, settings.last_step):
                 record_evaluation(engine, config, ranks, data, recorder, stop)
         barrier(ranks)  # a rank that leaves while another still collects can abort it
-    except (AgreedError, StopAskedError):
-        if engine.global_steps > saved:
-            save_checkpoint(engine, config, state, ranks)
+        saver.finish()
+        if saver.saved < engine.global_steps:
+            raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
+    except (AgreedError, StopAskedError) as ending:
+        unsaved = saver.saved < engine.global_steps
+        if not saver.save_last(state):
+            if isinstance(ending, StopAskedError):
+                raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
+        elif unsaved:
             recorder.say(f"step {engine.global_steps}: saved before the run ends; --resume auto goes on from there")
+        raise
+    except NonFiniteLossError:
+        saver.finish()
         raise
     finally:
         recorder.close()

@@ -1,6 +1,6 @@
 """What a checkpoint folder says about itself: every file with size and SHA-256, and the place in the run.
 
-Format 1, `checkpoints/step-00001000/`:
+Format 2, `checkpoints/step-00001000/`, told in full in docs/checkpoints.md:
 
     manifest.json     this, with a SHA-256 over its own content
     config.json       the resolved configuration of the run
@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Container, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import Field
@@ -25,7 +25,7 @@ from launcher.folders import CONFIG
 from launcher.json_file import load_json_object
 from sparse_model.strict import StrictModel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 knew none of the keys that may be left out
 MANIFEST = "manifest.json"
 _OWN_HASH = "sha256"  # over the canonical JSON of all other keys
 _READ_BYTES = 1 << 20
@@ -50,6 +50,7 @@ class Manifest(StrictModel):
     parameter_groups: list[list[str]]  # names in the optimiser's order: ZeRO 0 stores its master weights nameless
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    probe: dict[str, Any] | None = None  # what the model gave on one context when it was saved
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -58,20 +59,24 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ConfigError: none, not readable, of a newer format, damaged, or naming a file outside its folder.
     """
-    content = load_json_object(folder / MANIFEST)
+    path = folder / MANIFEST
+    content = load_json_object(path)
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ConfigError(f"{folder / MANIFEST}: format_version={version}: this Longstride reads {FORMAT_VERSION}")
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        older = ", and is older" if type(version) is int and version > FORMAT_VERSION else ""
+        raise ConfigError(f"{path}: format_version={version}: this Longstride reads 1 to {FORMAT_VERSION}{older}")
+    # Byte for byte, so that no bit of it is outside of a check.
+    if path.read_text(encoding="utf-8") != json_text(content):
+        raise ConfigError(f"{path}: damaged, not as it was written")
     if content.pop(_OWN_HASH, None) != _content_sha256(content):
-        raise ConfigError(f"{folder / MANIFEST}: damaged, its SHA-256 is not its content's")
+        raise ConfigError(f"{path}: damaged, its SHA-256 is not its content's")
     try:
         manifest = Manifest.model_validate(content)
     except ConfigError as error:
-        raise ConfigError(*(f"{folder / MANIFEST}: {problem}" for problem in error.problems)) from None
+        raise ConfigError(*(f"{path}: {problem}" for problem in error.problems)) from None
     for name in manifest.files:
-        path = Path(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name:
-            raise ConfigError(f"{folder / MANIFEST}: names {name}, which is outside its folder")
+        if not _is_inside(name):
+            raise ConfigError(f"{path}: names {name!r}, which is no plain path within its folder")
     return manifest
 
 
@@ -100,13 +105,14 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         raise ConfigError(*(line if line.startswith(str(folder)) else prefix + line for line in lines)) from None
 
 
-def record_files(folder: Path, share: int, shares: int) -> dict[str, FileRecord]:
-    """Sizes and hashes of every ``shares``-th file from ``share``, each flushed to the disk first."""
+def record_files(folder: Path, share: int, shares: int, known: Container[str] = ()) -> dict[str, FileRecord]:
+    """Sizes and hashes of every ``shares``-th file from ``share``, flushed to the disk first; not of ``known`` ones."""
     records = {}
-    for path in _files_of(folder)[share::shares]:
-        with path.open("rb") as file:
+    files = {path.relative_to(folder).as_posix(): path for path in _files_of(folder)}
+    for name in [name for name in files if name not in known][share::shares]:
+        with files[name].open("rb") as file:
             os.fsync(file.fileno())
-        records[path.relative_to(folder).as_posix()] = _record(path)
+        records[name] = _record(files[name])
     return records
 
 
@@ -129,12 +135,52 @@ def find_damage(folder: Path, names: Sequence[str], manifest: Manifest) -> list[
     return damage
 
 
+def find_foreign(folder: Path, manifest: Manifest) -> list[str]:
+    """One line for whatever lies in a checkpoint folder without being named: DeepSpeed reads what matches a pattern.
+
+    Links are foreign too, wherever they lead: what is behind one can change after it was checked.
+    """
+    named = {*manifest.files, MANIFEST}
+    folders = {parent.as_posix() for name in named for parent in PurePosixPath(name).parents}
+    foreign = []
+    for parent, directories, files in os.walk(folder):
+        for name in sorted(directories + files):
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                foreign.append(f"{path}: a link, which a checkpoint has none of")
+            elif relative not in (folders if name in directories else named):
+                foreign.append(f"{path}: the manifest does not name it")
+    return foreign
+
+
+def missized(folder: Path, manifest: Manifest) -> list[str]:
+    """The files that are not there at their size: what can be told without reading them."""
+
+    def size(name: str) -> int:
+        try:
+            return (folder / name).stat().st_size
+        except OSError:
+            return -1
+
+    return [name for name, record in manifest.files.items() if size(name) != record.bytes]
+
+
+def json_text(content: object) -> str:
+    """JSON as this module writes it."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, content: object) -> None:
     """Writes JSON so that the path holds the old content or the new, never a part."""
+    write_text(path, json_text(content))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text so that the path holds the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -147,6 +193,12 @@ def flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is a path below the folder, in the one way to write it: as it is, it cannot stand twice."""
+    plain = name and not name.startswith("/") and "\\" not in name and "\0" not in name and name != MANIFEST
+    return bool(plain) and ".." not in name.split("/") and PurePosixPath(name).as_posix() == name and name != "."
 
 
 def _content_sha256(content: dict[str, Any]) -> str:

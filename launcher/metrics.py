@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +21,7 @@ from tqdm import tqdm
 from launcher.folders import METRICS
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+_MOST_WAITING = 100_000  # lines of some 500 bytes
 
 
 def bits_per_byte(nats: float) -> float:
@@ -33,42 +37,102 @@ def device_seconds(device: torch.device) -> float:
 
 
 class Recorder:
-    """Writes on rank 0 only; on the other ranks every call does nothing."""
+    """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is told, and ends nothing."""
 
     def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
         self._engine = engine
         self._is_first = is_first
+        self._monitors_fail = False
         if is_first:
-            self._file = (run / METRICS).open("a", encoding="utf-8")
+            self._lines = LineFile(run / METRICS, self.say)
             self._progress = make_progress(steps, engine.global_steps, sys.stderr)
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends one line and hands its numbers to DeepSpeed's monitors."""
         if not self._is_first:
             return
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._lines.append(json.dumps(line), f"step {line['step']}")
         if self._engine.monitor.enabled:
             numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
-            self._engine.monitor.write_events(
-                [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
-            )
+            try:
+                self._engine.monitor.write_events(
+                    [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
+                )
+            except OSError as error:
+                if not self._monitors_fail:
+                    self.say(f"step {line['step']}: a monitor of DeepSpeed's could not write: {error}; the run goes on")
+                self._monitors_fail = True
 
     def advance(self, step: int, text: str) -> None:
         """Moves the bar to a step."""
         if self._is_first:
-            self._progress.advance(step, text)
+            with contextlib.suppress(OSError):  # a log on a disk that is full
+                self._progress.advance(step, text)
 
     def say(self, text: str) -> None:
         """A line of its own above the bar."""
         if self._is_first:
-            self._progress.say(text)
+            with contextlib.suppress(OSError):
+                self._progress.say(text)
 
     def close(self) -> None:
         """Leaves the bar as it stands."""
         if self._is_first:
-            self._progress.close()
+            self._lines.close()
+            with contextlib.suppress(OSError):
+                self._progress.close()
+
+
+class LineFile:
+    """A file that whole lines are appended to; what cannot be written waits for the next try."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
+        self._first = ""  # what the oldest waiting line is about
+        self._dropped = 0
+
+    def append(self, text: str, about: str) -> None:
+        """Writes a line, behind those that wait; ``about`` names it where it cannot be written."""
+        waited = len(self._waiting)
+        self._waiting.append(f"{text}\n".encode())
+        if waited == _MOST_WAITING:
+            self._waiting.pop(0)
+            self._dropped += 1
+        reason = self._write()
+        if reason is not None and not waited:
+            self._first = about
+            self._say(f"{self._path}: {reason}; lines from {about} on wait in memory until there is room")
+        elif reason is None and waited:
+            lost = f"; {self._dropped} more are lost" if self._dropped else ""
+            self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
+            self._dropped = 0
+
+    def close(self) -> None:
+        """Tries once more, and tells what is lost."""
+        if self._waiting and self._write() is not None:
+            count = len(self._waiting) + self._dropped
+            self._say(f"{self._path}: {count} line{'s' if count > 1 else ''} from {self._first} on are lost")
+        with contextlib.suppress(OSError):
             self._file.close()
+
+    def _write(self) -> str | None:
+        """Writes all that waits; why not, where it cannot, and then no part of it stays in the file."""
+        text = b"".join(self._waiting)
+        try:
+            before = self._file.seek(0, os.SEEK_END)
+            try:
+                if self._file.write(text) == len(text):
+                    self._waiting.clear()
+                    return None
+                reason = os.strerror(errno.ENOSPC)  # a part had room
+            except OSError as error:
+                reason = error.strerror or str(error)
+            self._file.truncate(before)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        return reason
 
 
 class BarProgress:

@@ -11,6 +11,7 @@ from kernels.errors import ConfigError
 from launcher.batches import RunData
 from launcher.checkpoint import (
     Checkpoint,
+    check_trust,
     checkpoint_folder,
     list_checkpoints,
     open_checkpoint,
@@ -24,6 +25,7 @@ from launcher.matching import check_matches
 from launcher.metrics import cut_metrics
 from launcher.processes import Ranks, barrier
 from launcher.reporting import tell_passed_over
+from launcher.retention import point_to, remove_leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,12 @@ class Start:
     may_begin: bool = True  # where no candidate is whole
 
 
-def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks, *, epochs: float | None = None) -> Start:
+def choose_start(
+    config: RunConfig, resume: str, data: RunData, ranks: Ranks, *, epochs: float | None = None, trusted: bool = False
+) -> Start:
     """Reads data and run folder, and writes nothing. ``epochs``: what a person gave, where the steps come of them.
+
+    ``trusted``: whether checkpoints may hold more than tensors and numbers.
 
     Raises:
         ConfigError: the folder is taken, or what it holds does not fit the run.
@@ -49,11 +55,11 @@ def choose_start(config: RunConfig, resume: str, data: RunData, ranks: Ranks, *,
     if resume == "never":
         return Start()
     if resume == "auto":
-        found, refused = list_checkpoints(run)
+        found, refused = list_checkpoints(run, trusted=trusted)
         lines = tuple(refusal.line for refusal in refused)
         start = Start(tuple(found), lines, may_begin=not found and not refused)
     else:
-        start = Start((open_checkpoint(run, int(resume)),), may_begin=False)
+        start = Start((open_checkpoint(run, int(resume), trusted=trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
         check_matches(checkpoint, config, fingerprint, ranks.world_size)
         if checkpoint.manifest.step > settings.last_step:
@@ -79,7 +85,7 @@ def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
     """Verifies the chosen checkpoint and makes the run folder ready for it. All ranks must call.
 
     Raises:
-        ConfigError: on every rank, when no candidate is whole.
+        ConfigError: on every rank, when no candidate is whole, or it would have to be trusted.
     """
     damaged = list(start.refused)
     chosen = None
@@ -91,6 +97,8 @@ def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
         damaged += damage
     if chosen is None and not start.may_begin:
         raise ConfigError("no checkpoint is whole:", *damaged)
+    if chosen is not None:
+        check_trust(chosen, ranks)
     if ranks.is_first:
         tell_passed_over(damaged)
         _prepare_folder(Path(config.train.output), config, chosen)
@@ -102,11 +110,13 @@ def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> 
     """Writes config.json, and moves aside whatever lies beyond the step that the run goes on from."""
     step = chosen.manifest.step if chosen else 0
     (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    remove_leftovers(run)
     moved = [cut_metrics(run, step)]
     later, _ = list_checkpoints(run)
     moved += [set_aside(checkpoint_folder(run, each.manifest.step)) for each in later if each.manifest.step > step]
     write_json(run / CONFIG, config.to_json())
     if chosen:
+        point_to(run, step)
         print(f"longstride: going on from {chosen.folder}", file=sys.stderr)
     for path in filter(None, moved):
         print(f"longstride: kept what lay beyond as {path}", file=sys.stderr)

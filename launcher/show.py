@@ -12,6 +12,7 @@ import numpy as np
 from kernels.errors import ConfigError
 from launcher.folders import METRICS
 from launcher.pictures import check_output, plt, write_picture
+from launcher.trust import TRUST_OPTION, add_trust_argument
 from launcher.weight_average import WEIGHTS_KINDS
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attention: as trained, or their moving average (default: trained)",
     )
     parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")
+    add_trust_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,6 +71,8 @@ def check_options(arguments: argparse.Namespace) -> None:
             given = value[0] if isinstance(value, list) else value
             option = f"--{name.replace('_', '-')}={given}"
             raise ConfigError(f"{option}: is asked of `show {'` and `show '.join(pictures)}` alone; leave it out")
+    if arguments.trust_checkpoint and arguments.what != "attention":
+        raise ConfigError(f"{TRUST_OPTION}: is asked of `show attention` alone; leave it out")
     if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
         raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")
 
@@ -83,7 +87,15 @@ def _draw(arguments: argparse.Namespace) -> Any:
     from launcher.show_attention import draw_attention
 
     number, kind = arguments.context_number or 0, arguments.weights or "trained"
-    return draw_attention(arguments.source, arguments.step, number, arguments.head, arguments.query, kind)
+    return draw_attention(
+        arguments.source,
+        arguments.step,
+        number,
+        arguments.head,
+        arguments.query,
+        kind,
+        trusted=arguments.trust_checkpoint,
+    )
 
 
 def draw_loss(run_folder: Path) -> Any:

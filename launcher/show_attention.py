@@ -40,6 +40,8 @@ def draw_attention(
     head: int | None,
     queries: Sequence[int] | None,
     weights: str = TRAINED,
+    *,
+    trusted: bool = False,
 ) -> Any:
     """The figure of a run's checkpoint on one context of its validation split.
 
@@ -50,7 +52,7 @@ def draw_attention(
         ConfigError: no such checkpoint, head or query, or a damaged one.
         DataError: no such context, or data that cannot be read.
     """
-    checkpoint = open_checkpoint(run, step)
+    checkpoint = open_checkpoint(run, step, trusted=trusted)
     config = read_checkpoint_config(checkpoint.folder)
     check_head(head, config.model.heads)
     tokens = RunData(config, Ranks()).context(context_number)

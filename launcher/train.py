@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -22,6 +23,7 @@ if __name__ == "__main__":
 from launcher import exit_codes
 from launcher.config import RunConfig, check_world_size, load_config
 from launcher.reporting import is_wrong_input, report, told_at_once
+from launcher.trust import add_trust_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="auto|never|STEP",
         help="go on from the newest checkpoint if there is one, never, or from that of a step (default: never)",
     )
+    add_trust_argument(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
     )
@@ -48,14 +51,14 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
-        return _run(config, options.resume)
+        return _run(config, options.resume, trusted=options.trust_checkpoint)
     except (OSError, ValueError) as error:
         if not is_wrong_input(error):
             raise
         return report(error)
 
 
-def _run(config: RunConfig, resume: str) -> int:
+def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
     """Checks everything that can be checked alone, then trains."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
     from launcher import engine as ours
@@ -66,6 +69,7 @@ def _run(config: RunConfig, resume: str) -> int:
     from launcher.loop import train
     from launcher.processes import barrier, process_group, ranks_from_environment
     from launcher.resume import begin, choose_start
+    from launcher.saving import NotSavedError
     from launcher.steps import resolve_steps
     from launcher.stopping import StopAskedError, StopFlag
 
@@ -80,7 +84,7 @@ def _run(config: RunConfig, resume: str) -> int:
     data = RunData(config, ranks)
     epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
-    start = choose_start(config, resume, data, ranks, epochs=epochs)
+    start = choose_start(config, resume, data, ranks, epochs=epochs, trusted=trusted)
     stop = StopFlag()
     stop.listen()
     with process_group(ranks, config.train.timeout_seconds):
@@ -99,6 +103,11 @@ def _run(config: RunConfig, resume: str) -> int:
                 if ranks.is_first:
                     print(f"longstride: stopped by {asked}; --resume auto goes on", file=sys.stderr, flush=True)
                 barrier(ranks)  # a launcher ends all ranks once one has ended
+            except NotSavedError as error:
+                code = exit_codes.UNFORESEEN
+                if ranks.is_first:
+                    print(f"longstride: error: {error}", file=sys.stderr, flush=True)
+                barrier(ranks)
             engine.destroy()
     return code
 
@@ -135,8 +144,9 @@ def leave(code: int) -> NoReturn:
     for child in multiprocessing.active_children():  # loader workers, which ignore what would ask them to end
         child.kill()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a log on a disk that is full
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

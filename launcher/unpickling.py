@@ -7,43 +7,54 @@ all that it writes besides.
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from kernels.errors import ConfigError
+from launcher.trust import TRUST_OPTION
 
 _PLAIN = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
 
 
-def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False) -> Any:
+def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
     """What torch.save wrote to a file; ``mapped`` leaves its tensors on the disk until they are used.
 
     Raises:
-        ConfigError: it holds something else, which only running its code would bring.
+        ConfigError: it holds something else, which only running its code would bring, and is not ``trusted``.
     """
     try:
         with torch.serialization.safe_globals(_PLAIN):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        what = str(error).split("\n", 1)[0]
-        raise ConfigError(f"{path}: holds more than tensors and numbers, and is not opened: {what}") from None
+        what = asked_code(path) or " ".join(str(error).partition("\n")[2].split())[:200]
+    if not trusted:
+        raise ConfigError(f"{path}: {refusal(what)}")
+    print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {what}", file=sys.stderr)
+    return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
 
 
-class _WeightsOnlyEngine(TorchCheckpointEngine):
-    """DeepSpeed's own reader and writer of files, but for how it reads."""
+def asked_code(path: Path | str) -> str | None:
+    """What a file would have Python call besides tensors and plain classes, in words, told without opening it.
 
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file."""
-        return read_pickle(path, map_location=map_location)
+    None where there is nothing, or where the file is no zip archive, which only reading it can tell.
+    """
+    try:
+        with torch.serialization.safe_globals(_PLAIN):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (ValueError, RuntimeError, pickle.UnpicklingError):
+        return None
+    return ", ".join(sorted(names)) or None
 
 
-def read_weights_only(engine: DeepSpeedEngine) -> None:
-    """Has an engine read its checkpoints by ``read_pickle``."""
-    engine.checkpoint_engine = _WeightsOnlyEngine(engine._config)
+def refusal(what: str) -> str:
+    """The line about a file that asks for more than it may."""
+    return (
+        f"holds more than tensors and numbers ({what}), which only running its code would bring; where you trust "
+        f"whoever wrote it, {TRUST_OPTION} opens it"
+    )

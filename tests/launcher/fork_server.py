@@ -1,0 +1,146 @@
+"""Runs for campaigns of many: a process that has everything imported forks the ranks of each, in a second.
+
+A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
+null, `traced` {rank, work, last}: the rank's operations on files in its first `save` or in its `begin` are logged to
+`folder`/operations; it is killed at the number `last` of them, or behind them all; and
+`failing` {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no file longer than that,
+and null has the folder removed; in step `stop` it gets SIGTERM. The answer is a line: the ranks' exit codes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from launcher.cpu_accelerator import prepare_accelerator  # noqa: E402
+
+prepare_accelerator()
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  with torch's compiler: the seconds of a start
+import torch._dynamo  # noqa: E402, F401
+
+import launcher.batches  # noqa: E402  what a run would import
+import launcher.checkpoint  # noqa: E402
+import launcher.engine  # noqa: E402
+import launcher.loop  # noqa: E402
+import launcher.resume  # noqa: E402
+import launcher.saving as saving  # noqa: E402
+import launcher.train as entry  # noqa: E402
+from tests.launcher.runs import rank_environment  # noqa: E402
+from tests.launcher.worker import work_in_chunks  # noqa: E402
+
+ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launcher would end them
+
+
+def trace(work: str, last: int, log: Path) -> None:
+    """Has the first call of a piece of work traced, and this process killed in it or behind it."""
+    owner, name = {"save": (saving.Saver, "save"), "begin": (launcher.resume, "begin")}[work]
+    tracer, original = ctypes.CDLL(None), getattr(owner, name)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def traced(*arguments: Any) -> Any:
+        tracer.tracer_arm(ctypes.c_long(last), file)
+        original(*arguments)
+        tracer.tracer_disarm()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, traced)
+
+
+def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path) -> None:
+    """Has the saves of some steps fail on this rank as on a full disk: EFBIG needs no disk of its own."""
+    save, finish = saving.Saver.save, saving.Saver.finish
+
+    def limited(self: Any, *arguments: Any) -> None:
+        finish(self)
+        fails = self._engine.global_steps in steps and self._ranks.rank == rank
+        if fails and most_bytes is None:
+            shutil.rmtree(folder)
+        elif fails:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+        save(self, *arguments)
+
+    def finish_and_lift(self: Any) -> None:  # what a thread writes comes after the call
+        is_under_way = self._pending is not None
+        finish(self)
+        if is_under_way:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    saving.Saver.save, saving.Saver.finish = limited, finish_and_lift  # type: ignore[method-assign]
+
+
+def signal_in_step(step: int) -> None:
+    """Has this rank get SIGTERM while it computes a step."""
+    train_step = launcher.loop.train_step
+
+    def signalled(engine: Any, *arguments: Any) -> Any:
+        if engine.global_steps + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(engine, *arguments)
+
+    launcher.loop.train_step = signalled
+
+
+def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
+    """What a forked process does."""
+    folder, world_size = Path(case["folder"]), case["world_size"]
+    os.environ.update(rank_environment(rank, world_size, case["port"]))
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    traced = case["traced"]
+    if traced and traced["rank"] == rank:
+        trace(traced["work"], traced["last"], folder / "operations")
+    if failing := case["failing"]:
+        fail_saves(failing["rank"], failing["steps"], failing["bytes"], Path(failing["folder"]))
+        if failing["stop"]:
+            signal_in_step(failing["stop"])
+    try:
+        code = entry.main(case["arguments"])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    entry.leave(code)
+
+
+def run(case: dict[str, Any]) -> list[int]:
+    """The exit codes of a case's ranks: minus the signal for what was killed."""
+    pids = []
+    for rank in range(case["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(case, rank)
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    end = time.monotonic() + 120
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes[pid]:
+                end = min(end, time.monotonic() + ALONE_SECONDS)
+        elif time.monotonic() > end:
+            for other in set(pids) - codes.keys():
+                os.kill(other, signal.SIGKILL)
+            end = time.monotonic() + 120
+        else:
+            time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    if "CHUNK_ROWS" in os.environ:
+        work_in_chunks(int(os.environ["CHUNK_ROWS"]))
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
