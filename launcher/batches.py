@@ -48,6 +48,7 @@ _PLACES = {
     **{name: f"data.{name}" for name in DataConfig.model_fields},
     **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
 }
+_HAS_ONE, _AT_THE_END = 1, 2  # what a rank tells the others of its next batch; 0 is a problem
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 
@@ -70,11 +71,11 @@ def together(
 ) -> Iterator[Taken[SomeBatch]]:
     """The ranks' batches, of so many rows each, once all ranks have theirs.
 
-    One small collective a step tells it before anything is computed, so that no rank waits for one that has nothing.
-    All ranks must call, and have equally many batches.
+    One small collective a step tells it before anything is computed, so that no rank waits for one that has nothing,
+    be it at the end of its batches, or for a mistake. All ranks must call.
 
     Raises:
-        AgreedError: on every rank, where any rank cannot open its batches or take the next.
+        AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
         StopAskedError: on every rank, where any rank has been asked to stop.
     """
     batches: Iterator[SomeBatch] | None = None
@@ -85,7 +86,7 @@ def together(
                 batches = open_batches()
             batch = next(batches)
         except StopIteration:
-            return
+            pass
         except Exception as error:
             problem = told(error, ranks)
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
@@ -93,11 +94,15 @@ def together(
         own = torch.zeros(4 + rows, dtype=torch.int64)
         own[3] = asked
         if batch is not None:
-            counts = torch.tensor([1, int(batch.lengths.sum()), len(substitutions), asked])
+            counts = torch.tensor([_HAS_ONE, int(batch.lengths.sum()), len(substitutions), asked])
             own = torch.cat([counts, batch.sample_ids])
+        elif problem is None:
+            own[0] = _AT_THE_END
         everyone = gather_int64(own, ranks, device)  # (W, 4 + rows)
-        if batch is None or not bool(everyone[:, 0].all()):
-            problems = [text for text in gather_objects(problem, ranks) if text]
+        if bool((everyone[:, 0] == _AT_THE_END).all()):
+            return
+        if batch is None or not bool((everyone[:, 0] == _HAS_ONE).all()):
+            problems = [text for text in gather_objects(problem, ranks) if text] or [_unequal(everyone[:, 0])]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
         if bool(everyone[:, 3].any()):
             reasons = [text for text in gather_objects(stop and stop.reason, ranks) if text]
@@ -106,6 +111,12 @@ def together(
             substitutions = tuple(each for theirs in gather_objects(substitutions, ranks) for each in theirs)
         ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
         yield Taken(batch, int(everyone[:, 1].sum()), zlib.crc32(ids.tobytes()), substitutions)
+
+
+def _unequal(states: Tensor) -> str:
+    """What is wrong where some ranks have a further batch and others none: only other data can make it so."""
+    ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
+    return f"data.path: rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from launcher.processes import Ranks, barrier, process_group, ranks_from_environ
 from launcher.reporting import tell_passed_over, told_at_once
 from launcher.stopping import StopFlag
 from launcher.trust import add_trust_argument
+from launcher.warm_up import compile_kernels
 from launcher.weight_average import add_weights_argument
 from sparse_model import SparseTransformer
 
@@ -67,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb, alone or as one rank under a launcher; prints one JSON line on rank 0."""
+    from deepspeed.accelerator import get_accelerator
+
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     ranks = ranks_from_environment(os.environ)
@@ -85,11 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     contexts()  # says what does not fit before a process group is made
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
-    with process_group(ranks, config.train.timeout_seconds):
-        precision = arguments.precision or checkpoint.manifest.precision
+    precision = arguments.precision or checkpoint.manifest.precision
+    device = torch.device(get_accelerator().device_name(ranks.local_rank))
+    compile_kernels(config.model, batch_size, _DTYPES[precision], device, training=False)
+    with process_group(ranks, config.train.timeout_seconds, arguments.run) as watch:
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
-        device = next(model.parameters()).device
         threads = score_threads(device, batch_size * config.model.context)
+        watch.at("evaluation")
         with told_at_once(lambda: barrier(ranks)):
             sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)

@@ -4,3 +4,4 @@ CONFIG = "config.json"  # of the run, of each checkpoint and of an exported mode
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
+STACKS = "stacks"  # of ranks that waited in vain

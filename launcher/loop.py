@@ -20,6 +20,7 @@ from launcher import engine as ours
 from launcher.batches import RunData, Taken, together
 from launcher.config import RunConfig
 from launcher.evaluate import evaluate_split
+from launcher.hangs import Watch
 from launcher.metrics import Recorder, bits_per_byte, device_seconds, holds_line
 from launcher.processes import Ranks, barrier, gather_float64, gather_objects
 from launcher.reporting import AgreedError
@@ -38,6 +39,7 @@ def train(
     data: RunData,
     state: StreamState | None,
     stop: StopFlag,
+    watch: Watch,
 ) -> None:
     """Trains from the engine's step to the last, evaluating, recording and saving on the way. All ranks must call.
 
@@ -58,10 +60,12 @@ def train(
     engine.train()
     try:
         if unevaluated:
+            watch.at(f"evaluation after step {engine.global_steps}")
             record_evaluation(engine, config, ranks, data, recorder, stop)
         batches = together(lambda: iter(stream), share, ranks, engine.device, stop)
         while engine.global_steps < settings.last_step:
             start = time.perf_counter()
+            watch.at(f"step {engine.global_steps + 1}")
             taken = next(batches)
             line = train_step(engine, taken, settings.micro_batch, ranks)
             step = engine.global_steps
@@ -77,14 +81,18 @@ def train(
             saver.poll()
             # Saved first: an evaluation that fails must not cost the checkpoint.
             if is_due(step, settings.checkpoint_every, settings.last_step):
+                watch.at(f"saving step {step}")
                 saver.save(state)
             if is_due(step, settings.evaluate_every, settings.last_step):
+                watch.at(f"evaluation after step {step}")
                 record_evaluation(engine, config, ranks, data, recorder, stop)
+        watch.at("the end")
         barrier(ranks)  # a rank that leaves while another still collects can abort it
         saver.finish()
         if saver.saved < engine.global_steps:
             raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
     except (AgreedError, StopAskedError) as ending:
+        watch.at(f"saving step {engine.global_steps}")
         unsaved = saver.saved < engine.global_steps
         if not saver.save_last(state):
             if isinstance(ending, StopAskedError):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed
 
 from kernels.errors import ConfigError
+from launcher.hangs import Watch, found_in
+
+_BEHIND_THE_WATCH_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +55,64 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_seconds: float) -> Iterator[None]:
+def process_group(ranks: Ranks, timeout_seconds: float, run: Path | None = None) -> Iterator[Watch]:
     """Joins the processes for as long as the block runs; every collective in it ends by the time-out.
 
-    Leaving without destroying the group can abort a process that has done its work.
+    Where other processes do not answer, the block does not end: the process does, by ``exit_codes.HUNG``, with the
+    stacks of the processes of this host in the run's folder. Leaving without destroying the group can abort a process
+    that has done its work; destroying it where others are gone can wait for ever.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    timeout = timedelta(seconds=timeout_seconds)
-    if get_accelerator().device_name() != "cpu":
+    on_cpu = get_accelerator().device_name() == "cpu"
+    # NCCL ends by aborting the process, so the watch is to be first.
+    timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _BEHIND_THE_WATCH_SECONDS))
+    if not on_cpu:
         get_accelerator().set_device(ranks.local_rank)
     alone = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
-    if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
-        # A store of its own, not a port: two single runs on one machine cannot meet.
-        store = torch.distributed.HashStore()
-        backend = get_accelerator().communication_backend_name()
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    with _default_group_timeout(timeout):
-        try:
+    watch = Watch(run, ranks.rank, ranks.world_size, timeout_seconds)
+    try:
+        with _default_timeout(timeout):
+            if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
+                # A store of its own, not a port: two single runs on one machine cannot meet.
+                store = torch.distributed.HashStore()
+                backend = get_accelerator().communication_backend_name()
+                torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-            yield
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-            if alone:  # by itself it would look like half a launcher's environment
-                del os.environ["LOCAL_RANK"]
+            watch.meet(gather_objects(watch.address, ranks))
+            watch.at("starting")
+            yield watch
+    except Exception as error:
+        found = found_in(error)
+        if found is not None:
+            watch.end(found, error)
+        raise
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        watch.close()
+        if alone:  # by itself it would look like half a launcher's environment
+            del os.environ["LOCAL_RANK"]
 
 
 @contextmanager
-def _default_group_timeout(timeout: timedelta) -> Iterator[None]:
-    """Gives groups made without a time-out this one.
+def _default_timeout(timeout: timedelta) -> Iterator[None]:
+    """Gives groups made without a time-out, and barriers that name those who are missing, this one.
 
     DeepSpeed clones the world group by ``new_group(ranks)`` and runs its collectives there, so that the time-out of
-    the world group would never apply.
+    the world group would never apply. Torch's own makers of groups, such as device meshes, ask for these two as well.
     """
-    original = torch.distributed.new_group
-    torch.distributed.new_group = functools.partial(original, timeout=timeout)
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(torch.distributed.distributed_c10d, name) for name in names}
+    for name in names:
+        setattr(torch.distributed.distributed_c10d, name, timeout)
     try:
         yield
     finally:
-        torch.distributed.new_group = original
+        for name, value in before.items():
+            setattr(torch.distributed.distributed_c10d, name, value)
 
 
 def gather_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if __name__ == "__main__":
     # Run as a file, Python puts this folder first on the path, where our module names would shadow others' (metrics,
@@ -24,6 +24,9 @@ from launcher import exit_codes
 from launcher.config import RunConfig, check_world_size, load_config
 from launcher.reporting import is_wrong_input, report, told_at_once
 from launcher.trust import add_trust_argument
+
+if TYPE_CHECKING:
+    import torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +75,7 @@ def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
     from launcher.saving import NotSavedError
     from launcher.steps import resolve_steps
     from launcher.stopping import StopAskedError, StopFlag
+    from launcher.warm_up import compile_kernels
 
     ranks = ranks_from_environment(os.environ)
     check_world_size(config, ranks.world_size)
@@ -85,9 +89,10 @@ def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
     epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
     start = choose_start(config, resume, data, ranks, epochs=epochs, trusted=trusted)
+    compile_kernels(config.model, config.train.micro_batch, *_attention_runs_in(config, ranks.local_rank))
     stop = StopFlag()
     stop.listen()
-    with process_group(ranks, config.train.timeout_seconds):
+    with process_group(ranks, config.train.timeout_seconds, Path(config.train.output)) as watch:
         checkpoint = begin(start, config, ranks)
         with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
@@ -97,7 +102,7 @@ def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
                 ours.apply_settings(engine, config.train)
             code = exit_codes.DONE
             try:
-                train(engine, config, ranks, data, state, stop)
+                train(engine, config, ranks, data, state, stop, watch)
             except StopAskedError as asked:
                 code = exit_codes.REQUEUE
                 if ranks.is_first:
@@ -112,21 +117,28 @@ def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
     return code
 
 
-def _check_attention(config: RunConfig, local_rank: int) -> None:
-    """Whether the model's backend can run where and as training will; ConfigError if not."""
+def _attention_runs_in(config: RunConfig, local_rank: int) -> tuple[torch.dtype, torch.device]:
+    """The type and the device of the model's attention in training."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from kernels import ConfigError, check_backend
     from launcher.deepspeed_keys import precision
 
-    model = config.model
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    return dtypes[precision(config.deepspeed)], torch.device(get_accelerator().device_name(local_rank))
+
+
+def _check_attention(config: RunConfig, local_rank: int) -> None:
+    """Whether the model's backend can run where and as training will; ConfigError if not."""
+    from kernels import ConfigError, check_backend
+
+    model = config.model
+    dtype, device = _attention_runs_in(config, local_rank)
     try:
         check_backend(
             model.backend,
-            device=torch.device(get_accelerator().device_name(local_rank)),
-            dtype=dtypes[precision(config.deepspeed)],
+            device=device,
+            dtype=dtype,
             head_width=model.query_key_width // model.heads,
             value_width=model.width // model.heads,
             training=True,

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, without what differs between equal runs."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in UNEQUAL} for line in lines]
+
+
+def timeouts() -> list[timedelta]:
+    """Of all process groups of this process, and of the store at which they meet."""
+    import torch
+
+    torch_groups = torch.distributed.distributed_c10d
+    groups = [group._get_backend(torch.device("cpu")).options._timeout for group in torch_groups._world.pg_map]
+    return [*groups, torch_groups._get_default_store().timeout]

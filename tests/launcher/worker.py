@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import launcher.train as entry
+from tests.launcher.runs import timeouts
 
 
 def dump_master_weights(path: str) -> None:
@@ -46,22 +52,6 @@ def work_in_chunks(rows: int) -> None:
     import sparse_model.output as output
 
     feed_forward.LONG_ROWS = feed_forward.CHUNK_ROWS = output.CHUNK_ROWS = rows
-
-
-def stop_answering(step: int) -> None:
-    """Lets the last rank hang before its next collective, after a step."""
-    import launcher.loop as loop
-
-    gather = loop.gather_float64
-    calls = []
-
-    def gather_or_hang(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) > step and os.environ["RANK"] != "0":
-            time.sleep(60)
-        return gather(*args)
-
-    loop.gather_float64 = gather_or_hang
 
 
 def remove_after_step_2(path: str) -> None:
@@ -108,8 +98,36 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
     setattr(loop, name, work_and_be_signalled)
 
 
+def halt(where: str, step: int, how: str) -> None:
+    """Has the last rank, at a step, stop as a debugger does it, go on for ever, or lose a network interface."""
+    import launcher.loop as loop
+    from launcher.saving import Saver
+
+    owner, name = {"step": (loop, "train_step"), "evaluation": (loop, "evaluate_split"), "save": (Saver, "save")}[where]
+    work = getattr(owner, name)
+
+    def work_and_halt(engine: Any, *args: Any) -> Any:
+        done = engine._engine.global_steps if where == "save" else engine.global_steps
+        last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        if last and done == step - (where == "step"):
+            seconds = [f"{each.total_seconds():g}" for each in timeouts()]
+            print("time-outs of groups and store:", *seconds, flush=True)
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while how == "endless":
+                pass
+            if how.startswith("without "):
+                subprocess.run(["ip", "link", "set", how.removeprefix("without "), "down"], check=True)
+        return work(engine, *args)
+
+    setattr(owner, name, work_and_halt)
+
+
 def work(arguments: list[str]) -> NoReturn:
     """The whole rank, as its environment asks; ends the process."""
+    if "HALT" in os.environ:
+        where, step, how = os.environ["HALT"].split(",")
+        halt(where, int(step), how)
     if "FAIL_EVALUATION_AT_STEP" in os.environ:
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
@@ -121,8 +139,6 @@ def work(arguments: list[str]) -> NoReturn:
     if "SIGNAL_RANK_1" in os.environ:
         number, step, where = os.environ["SIGNAL_RANK_1"].split(",")
         signal_rank_1(int(number), int(step), where)
-    if "HANG_AFTER_STEP" in os.environ:
-        stop_answering(int(os.environ["HANG_AFTER_STEP"]))
     entry.leave(run(arguments))
 
 
@@ -135,3 +151,7 @@ def run(arguments: list[str]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+
+
+if __name__ == "__main__":
+    work(sys.argv[1:])

@@ -1,0 +1,132 @@
+"""The stacks of processes that answer no longer, read by their neighbours on the same host.
+
+Each process has a sheet: a file in memory alone, whose first page says where the process is, and behind which Python's
+own handler of SIGUSR2 writes the stacks of all threads. That handler is C and needs no interpreter: it writes whatever
+the process is stuck in. A neighbour reads the sheet through /proc, so that nothing lies on a disk until there
+is something to tell, and a process that cannot write any more is told of all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import mmap
+import os
+import secrets
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+STACKS_SIGNAL = signal.SIGUSR2
+_PAGE_BYTES = mmap.PAGESIZE
+_PLACE = struct.Struct("<d256s")  # when it came there, by the clock that all processes of a host share, and where
+_MARK = _PLACE.size  # behind the place: 1 where a neighbour has found that the run is over
+
+
+class Address(NamedTuple):
+    """Where the neighbours of a process find its sheet."""
+
+    rank: int
+    host: str  # with the namespaces in which pid and sockets mean something
+    pid: int
+    file: int  # its own number of the sheet's open file
+    token: str
+
+
+class Reading(NamedTuple):
+    """What a sheet says."""
+
+    place: str
+    seconds: float  # since the process came there
+    stacks: str  # empty where the process has not been asked for them, or could not run its handler
+
+
+class Sheet:
+    """This process's own."""
+
+    def __init__(self, rank: int) -> None:
+        token = secrets.token_hex(8)
+        self._file = os.memfd_create(_name(token))
+        os.ftruncate(self._file, _PAGE_BYTES)
+        self._page = mmap.mmap(self._file, _PAGE_BYTES)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # stacks stand behind the page, and behind one another
+        self.address = Address(rank, this_host(), os.getpid(), self._file, token)
+        faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
+
+    def at(self, place: str) -> None:
+        """Says where the process is from now on."""
+        _PLACE.pack_into(self._page, 0, time.monotonic(), place.encode()[:255])
+
+    @property
+    def marked(self) -> bool:
+        """Whether a neighbour has found that the run is over, and has asked for the stacks."""
+        return self._page[_MARK] == 1
+
+    def write_stacks(self) -> None:
+        """Writes the stacks of all threads as they are now."""
+        faulthandler.dump_traceback(self._file, all_threads=True)
+
+    def read(self) -> Reading:
+        """What it says by now."""
+        return _read(self._file)
+
+    def close(self) -> None:
+        """Gives up the signal and the memory."""
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._page.close()
+        os.close(self._file)
+
+
+class Neighbour:
+    """The sheet of another process on this host; what is gone, or no longer that process, is as if it said nothing."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._path = Path(f"/proc/{address.pid}/fd/{address.file}")
+
+    def ask(self) -> None:
+        """Marks the sheet, has the process write its stacks, and wakes it where it was stopped."""
+        with contextlib.suppress(OSError):
+            if not self._is_there():
+                return
+            with self._path.open("r+b", buffering=0) as sheet:
+                sheet.seek(_MARK)
+                sheet.write(b"\x01")
+            os.kill(self.address.pid, STACKS_SIGNAL)
+            os.kill(self.address.pid, signal.SIGCONT)
+
+    def read(self) -> Reading | None:
+        """What it says by now."""
+        try:
+            if not self._is_there():
+                return None
+            with self._path.open("rb") as sheet:
+                return _read(sheet.fileno())
+        except OSError:
+            return None
+
+    def _is_there(self) -> bool:
+        """Whether the number of the process still means that process, which a new one may have got."""
+        return str(self._path.readlink()).startswith(f"/memfd:{_name(self.address.token)} ")
+
+
+def this_host() -> str:
+    """What two processes have in common that can signal one another: name, and namespaces of processes and sockets."""
+    spaces = [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net")]
+    return " ".join([socket.gethostname(), *spaces])
+
+
+def _name(token: str) -> str:
+    return f"longstride-stacks-{token}"
+
+
+def _read(file: int) -> Reading:
+    size = os.fstat(file).st_size
+    content = os.pread(file, size, 0)
+    since, place = _PLACE.unpack_from(content)
+    stacks = content[_PAGE_BYTES:].decode(errors="replace")
+    return Reading(place.rstrip(b"\0").decode(errors="replace"), time.monotonic() - since, stacks)

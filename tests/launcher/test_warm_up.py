@@ -1,0 +1,98 @@
+"""What is compiled before the processes meet is what a step launches: held launch by launch, of which none is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.backends.triton.call import Call
+from launcher import warm_up
+from launcher.warm_up import compile_kernels, run_attention
+from sparse_model import ModelConfig, SparseTransformer
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "fixed": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},
+    "merged": {"type": "fixed", "stride": 8, "summary": 2, "combine": "merged"},
+    "strided": {"type": "strided", "stride": 8},
+}
+Key = tuple[object, ...]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Key]]:
+    """What a compiler would tell apart of all launches: the kernel, its constants, its types, and kinds of integers.
+
+    The launches themselves are left out, as the interpreter takes its time: what they compute decides nothing here.
+    """
+    found: set[Key] = set()
+
+    def record(
+        self: Call, kernel: Any, programs: int, tensors: Any, strided: Any, sizes: Any, tiles: Any, **constants: Any
+    ) -> None:
+        integers = [stride for tensor in strided for stride in tensor.stride()[:3]]
+        integers += [self.heads, self.context, *sizes]
+        kinds = tuple((number == 1, number % 16 == 0) for number in integers)
+        types = tuple(getattr(tensor, "dtype", None) for tensor in tensors)
+        found.add((kernel.fn.__name__, tiles, tuple(sorted(constants.items())), types, kinds))
+
+    monkeypatch.setattr(Call, "launch", record)
+    yield found
+
+
+def model_config(attention: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {
+            "context": 48,
+            "layers": 3,
+            "heads": 2,
+            "width": 32,
+            "attention": attention,
+            "embedding": {"type": "text", "row_width": 8},
+            "dropout": 0.0,
+            "backend": "triton",
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
+    pattern: str, dtype: torch.dtype, recomputed: bool, launches: set[Key]
+) -> None:
+    config = model_config(PATTERNS[pattern])
+    run_attention(config, 2, dtype, torch.device("cpu"))
+    warm = set(launches)
+    launches.clear()
+    model = SparseTransformer(config).to(dtype)
+    if recomputed:
+        model.activation_checkpoint = lambda block, h: torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+    tokens = torch.arange(96).reshape(2, 48)
+    model(tokens, return_nats=True).sum().backward()
+    assert launches == warm and len({key[0] for key in warm}) > 2
+    launches.clear()
+    with torch.no_grad():
+        model.eval()(tokens, return_nats=True)
+    assert launches and launches < warm
+    scored = set(launches)
+    launches.clear()
+    run_attention(config, 2, dtype, torch.device("cpu"), training=False)
+    assert launches == scored
+
+
+def test_other_batches_are_other_kernels(launches: set[Key]) -> None:
+    """So the warm-up has the run's own sizes: this is what the test above can see."""
+    config = model_config(PATTERNS["merged"])
+    run_attention(config, 2, torch.float32, torch.device("cpu"))
+    two = set(launches)
+    launches.clear()
+    run_attention(config.model_copy(update={"context": 40}), 2, torch.float32, torch.device("cpu"))
+    assert launches != two
+
+
+def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "run_attention", pytest.fail)
+    compile_kernels(model_config(PATTERNS["fixed"]), 2, torch.float32, torch.device("cpu"))
