@@ -28,6 +28,7 @@ setup(
         "pydantic>=2.7,<3",
         "safetensors>=0.4.3,<1",
         "tqdm>=4.66,<5",
+        "psutil>=5.9,<8",
         "matplotlib>=3.8,<4",
     ],
     extras_require={

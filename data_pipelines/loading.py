@@ -119,7 +119,7 @@ def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[Rows | Data
 
 def _ignore_stops(_: int) -> None:
     """What asks a run to stop reaches its whole group of processes; a worker is needed until its rank has saved."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

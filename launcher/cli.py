@@ -7,10 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
 from launcher import exit_codes
 from launcher.reporting import is_wrong_input, report
+from launcher.stopping import stopped_at_once
 
 
 class Verb(NamedTuple):
@@ -53,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb is None:
         return _help(words)
     try:
-        return _run(verb, words[len(verb.words.split()) :])
+        # A stop of a run that has not begun is one of the run all the same; importing what it needs takes seconds.
+        with stopped_at_once() if verb.words == "train" else nullcontext():
+            return _run(verb, words[len(verb.words.split()) :])
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             print("; ".join(["longstride: stopped", *map(str, stop.args)]), file=sys.stderr)

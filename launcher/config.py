@@ -128,6 +128,7 @@ class TrainConfig(StrictModel):
     timeout_seconds: float = Field(
         default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
     )
+    max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:

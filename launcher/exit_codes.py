@@ -7,3 +7,5 @@ REQUEUE = 75  # asked to stop, and saved: --resume auto goes on (EX_TEMPFAIL of 
 GUARDED = 76  # a guard stopped the run
 HUNG = 77  # a collective took longer than its time-out, or another process was lost
 STOPPED = 130  # left at once, as shells count Ctrl-C
+DOCUMENTED = (DONE, UNFORESEEN, WRONG_INPUT, REQUEUE, GUARDED, HUNG, STOPPED)
+RESTARTABLE = (UNFORESEEN, HUNG)  # for what another attempt may get past

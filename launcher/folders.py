@@ -5,3 +5,4 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "model.safetensors"
 STACKS = "stacks"  # of ranks that waited in vain
+LOCK = ".lock"  # held by the run that writes there

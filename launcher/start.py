@@ -1,10 +1,10 @@
-"""`longstride train`: the deepspeed launcher around launcher/train.py, as a person would type it."""
+"""`longstride train`: starts the deepspeed launcher around launcher/train.py, and watches over it."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+import secrets
+import time
 from pathlib import Path
 
 import torch
@@ -13,10 +13,16 @@ from kernels.errors import ConfigError
 from launcher import train
 from launcher.batches import RunData
 from launcher.checks import check_output
-from launcher.config import check_world_size, load_config
+from launcher.config import RunConfig, check_world_size, load_config
+from launcher.lasting_output import lasting_output
 from launcher.launchers import launcher_command, launcher_environment
 from launcher.processes import Ranks
+from launcher.progress import is_done
+from launcher.remaining import count_accelerators, first_visible, usable_world_sizes
+from launcher.restarts import run_with_restarts
+from launcher.run_lock import check_unlocked
 from launcher.steps import resolve_steps
+from launcher.supervisor import Launch, Wish, supervise, supervised_signals
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 
@@ -27,17 +33,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, default=None, metavar="N", help="on this host (default: one a GPU, or one on a CPU)"
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again, from the newest checkpoint on what is left, after a process or host died (default: 0)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Becomes the launcher, so that signals and the exit code are its own.
+    """Starts the ranks and stays with them to the end; returns the run's exit code.
 
     Raises:
         ConfigError: the configuration or the run folder is wrong, told here once instead of by every rank.
         DataError: so is the data folder.
     """
+    started = time.time()
     config = load_config(arguments.config, arguments.overrides)
+    ranks = _check(config, arguments)
+    output = Path(config.train.output).absolute()
+    with supervised_signals() as signals, lasting_output():
+        wish = Wish(signals)
+        return run_with_restarts(
+            output,
+            arguments.resume,
+            arguments.max_restarts,
+            wish,
+            lambda resume: ranks.launch(arguments, resume, output, started),
+            lambda launch: supervise(launch, wish, config.train.timeout_seconds, lambda: is_done(output)),
+            ranks.after_loss,
+        )
+
+
+class LocalRanks:
+    """The ranks of a run on this host: how they are started, and on what after a loss."""
+
+    def __init__(self, config: RunConfig, processes: int | None) -> None:
+        self._config = config
+        self.processes = processes  # None: the launcher takes every GPU that it may see
+        self._accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        self._environment = launcher_environment()
+
+    def launch(self, arguments: argparse.Namespace, resume: str, output: Path, started: float) -> Launch:
+        """What starts them, at a meeting place of its own."""
+        named = argparse.Namespace(**vars(arguments) | {"resume": resume})
+        file = output / f".stop-{secrets.token_hex(8)}"
+        command = launcher_command(named, self.processes)
+        return Launch([*command, f"--stop-file={file}", f"--started={started!r}"], self._environment, file)
+
+    def after_loss(self) -> str:
+        """Takes as many GPUs as are left; says how many processes that makes.
+
+        Raises:
+            ConfigError: the batch divides over no number of processes that could be started.
+        """
+        if self._accelerators == 0:
+            return f"with {_counted(self.processes)}"
+        there = count_accelerators()
+        before = self.processes or self._accelerators
+        if there >= before:
+            return f"with {_counted(before)}"
+        sizes = usable_world_sizes(self._config, there)
+        if not sizes:
+            raise ConfigError(
+                f"{there} of {self._accelerators} GPUs are left, and the batch divides over no such number"
+            )
+        # By the environment, as the launcher passes over what it says of GPUs once it is given a number.
+        self._environment = first_visible(self._environment, sizes[0])
+        self.processes = None
+        self._accelerators = sizes[0]
+        return f"with {_counted(sizes[0])}, as {there} GPUs are left of {before}"
+
+
+def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks:
+    """Everything that can be found wrong before a process is started."""
     check_output(config.train.output, arguments.resume)
+    check_unlocked(Path(config.train.output))
+    if arguments.max_restarts < 0:
+        raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     processes = arguments.processes
     if processes is None and not torch.cuda.is_available() and not HOSTFILE.exists():
         processes = 1  # the launcher would start one a NUMA node
@@ -49,7 +123,10 @@ def run(arguments: argparse.Namespace) -> int:
         data = RunData(config, Ranks())
         resolve_steps(config, data)
         data.check()
-    command = launcher_command(arguments, processes)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(command[0], command, launcher_environment())
+    return LocalRanks(config, processes)
+
+
+def _counted(processes: int | None) -> str:
+    if processes is None:
+        return "as many processes"
+    return "1 process" if processes == 1 else f"{processes} processes"

@@ -20,8 +20,16 @@ if __name__ == "__main__":
     _here = Path(__file__).resolve().parent
     sys.path = [str(_here.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
+from launcher.stopping import StopFile, StopFlag, TimeIsUp
+
+if __name__ == "__main__":
+    _stop = StopFlag()
+    _stop.listen()  # the imports below take seconds
+
 from launcher import exit_codes
+from launcher.ancestors import LauncherGone
 from launcher.config import RunConfig, check_world_size, load_config
+from launcher.lasting_output import lasting_output
 from launcher.reporting import is_wrong_input, report, told_at_once
 from launcher.trust import add_trust_argument
 
@@ -46,22 +54,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """One rank's whole run; returns its exit code."""
+def main(arguments: list[str], stop: StopFlag | None = None) -> int:
+    """One rank's whole run; returns its exit code. ``stop`` may listen already."""
     parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher's own
+    # Those of `longstride train`: where its wish to stop will stand, and when it began, by the clock.
+    parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
+    own = StopFlag()
     try:
-        config = load_config(options.config, options.overrides)
-        return _run(config, options.resume, trusted=options.trust_checkpoint)
+        return _begin(options, stop or own)
     except (OSError, ValueError) as error:
         if not is_wrong_input(error):
             raise
         return report(error)
+    finally:
+        own.close()
 
 
-def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
+def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
+    """Reads the configuration and says what else may ask for a stop, then runs."""
+    stop.look(LauncherGone(os.environ))
+    if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
+        stop.look(StopFile(options.stop_file))
+    config = load_config(options.config, options.overrides)
+    if config.train.max_seconds is not None:
+        stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
+    return _run(config, options.resume, stop, trusted=options.trust_checkpoint)
+
+
+def _process_start() -> float:
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+def _run(config: RunConfig, resume: str, stop: StopFlag, *, trusted: bool) -> int:
     """Checks everything that can be checked alone, then trains."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
     from launcher import engine as ours
@@ -72,9 +102,10 @@ def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
     from launcher.loop import train
     from launcher.processes import barrier, process_group, ranks_from_environment
     from launcher.resume import begin, choose_start
+    from launcher.run_lock import run_lock
     from launcher.saving import NotSavedError
     from launcher.steps import resolve_steps
-    from launcher.stopping import StopAskedError, StopFlag
+    from launcher.stopping import StopAskedError
     from launcher.warm_up import compile_kernels
 
     ranks = ranks_from_environment(os.environ)
@@ -90,9 +121,9 @@ def _run(config: RunConfig, resume: str, *, trusted: bool) -> int:
     config = resolve_steps(config, data, ranks)
     start = choose_start(config, resume, data, ranks, epochs=epochs, trusted=trusted)
     compile_kernels(config.model, config.train.micro_batch, *_attention_runs_in(config, ranks.local_rank))
-    stop = StopFlag()
     stop.listen()
-    with process_group(ranks, config.train.timeout_seconds, Path(config.train.output)) as watch:
+    output = Path(config.train.output)
+    with process_group(ranks, config.train.timeout_seconds, output) as watch, stop.held(), run_lock(output, ranks):
         checkpoint = begin(start, config, ranks)
         with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
@@ -163,4 +194,5 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    with lasting_output():
+        leave(main(sys.argv[1:], _stop))

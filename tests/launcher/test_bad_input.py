@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -292,7 +291,7 @@ def test_overrides_and_options_in_any_order(refused: Callable[..., list[str]], c
 def test_longstride_train_refuses_what_the_ranks_would(
     config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: pytest.fail("started"))
+    monkeypatch.setattr("launcher.start.supervise", lambda *_: pytest.fail("started"))
     assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == WRONG_INPUT
     assert "error: --resume=bla: must be auto, never or the number of a step" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file)]) == WRONG_INPUT

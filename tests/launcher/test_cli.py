@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
+from launcher.supervisor import Launch, Outcome
 from tests.launcher.runs import ROOT, free_port, metrics, plain_environment, rank_environment
 
 Trained = Callable[..., Path]
@@ -128,31 +128,43 @@ def test_deepspeed_launcher_gives_the_same_training(trained: Trained, tmp_path: 
     assert metrics(tmp_path / "run") == metrics(directly)
 
 
-def test_longstride_train_becomes_the_launcher(
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What `longstride train` would run from here on."""
+    launches: list[Launch] = []
+
+    def supervise(launch: Launch, *_: object) -> Outcome:
+        launches.append(launch)
+        return Outcome(0, "done")
+
+    monkeypatch.setattr("launcher.start.supervise", supervise)
+    return launches
+
+
+def test_longstride_train_starts_the_launcher(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = []
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: commands.append((path, command)))
+    launches = supervised(monkeypatch)
     cli.main(["train", "--config", str(config_file), "train.steps=3", "--processes", "2", "--resume", "auto"])
-    ((path, command),) = commands
-    assert path == sys.executable
-    assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
+    (launch,) = launches
+    command = launch.command
+    assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
     assert command[command.index("--num_gpus") + 1] == "2"
     script = command.index(str(ROOT / "launcher/train.py"))
-    assert command[script + 1 :] == ["--config", str(config_file), "--resume", "auto", "train.steps=3"]
+    assert command[script + 1 : -2] == ["--config", str(config_file), "--resume", "auto", "train.steps=3"]
+    assert command[-2] == f"--stop-file={launch.stop_file}"
+    assert launch.stop_file.parent == tmp_path / "run"
 
 
 def test_longstride_train_starts_one_process_without_a_gpu(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = []
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: commands.append(command))
+    launches = supervised(monkeypatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("launcher.start.HOSTFILE", tmp_path / "hostfile")
     cli.main(["train", "--config", str(config_file)])
     (tmp_path / "hostfile").touch()
     cli.main(["train", "--config", str(config_file)])
-    alone, hosts = commands
+    alone, hosts = (launch.command for launch in launches)
     assert alone[alone.index("--num_gpus") + 1] == "1"
     assert "--num_gpus" not in hosts
 
@@ -160,10 +172,12 @@ def test_longstride_train_starts_one_process_without_a_gpu(
 def test_longstride_train_refuses_before_it_starts_anything(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: pytest.fail("started"))
+    monkeypatch.setattr("launcher.start.supervise", lambda *_: pytest.fail("started"))
     assert cli.main(["train", "--config", str(config_file), "--processes", "3"]) == 2
     assert "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file), "--processes", "0"]) == 2
     capsys.readouterr()
+    assert cli.main(["train", "--config", str(config_file), "--max-restarts", "-1"]) == 2
+    assert capsys.readouterr().err == "longstride: error: --max-restarts=-1: must be at least 0\n"
     assert cli.main(["train", "--config", str(config_file), "data.path=nowhere"]) == 2
     assert capsys.readouterr().err.startswith("longstride: error: nowhere: no such folder")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher import exit_codes
-from tests.launcher.runs import metrics, spawn
+from launcher.ancestors import LauncherGone
+from launcher.lasting_output import LastingOutput
+from launcher.progress import read_progress
+from launcher.stopping import LEAVE_AT_ONCE, StopFile, TimeIsUp
+from tests.launcher.runs import ROOT, metrics, plain_environment, spawn
 
 Trained = Callable[..., Path]
 
@@ -28,3 +36,126 @@ def test_signal_to_one_rank_stops_all_and_nothing_is_lost(
     ended = spawn(arguments, 2)
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr
     assert metrics(tmp_path / "run") == metrics(whole)
+
+
+# A process that listens, and whose main thread is then stuck in C code, as in a collective that never ends. Another
+# thread tells what the flag knows.
+_STUCK = """
+import ctypes, sys, threading, time
+from contextlib import nullcontext
+from launcher import stopping
+stopping._ONE_STOP_SECONDS = 0.5
+stop = stopping.StopFlag()
+stop.listen()
+def tell():
+    while not stop.asked():
+        time.sleep(0.01)
+    print(stop.reason, flush=True)
+with stop.held() if sys.argv[1] == "held" else nullcontext():
+    threading.Thread(target=tell, daemon=True).start()
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def stuck(how: str) -> subprocess.Popen[str]:
+    """A process with a main thread that sees no signal."""
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STUCK, how],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_second_signal_ends_a_process_that_is_stuck_in_a_collective() -> None:
+    with stuck("held") as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)  # of the same stop
+        reason = process.stdout.readline()
+        assert reason in ("SIGTERM\n", "SIGINT\n")
+        time.sleep(0.7)
+        assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == exit_codes.STOPPED
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_stop_before_there_is_anything_to_save_ends_at_once(number: signal.Signals) -> None:
+    with stuck("not yet") as process:
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == exit_codes.REQUEUE
+    assert told == f"longstride: stopped by {number.name}; there was nothing to save\n"
+
+
+def test_time_is_up_after_so_many_seconds_of_the_process() -> None:
+    assert TimeIsUp(60.0, started=time.time())() is None
+    assert TimeIsUp(60.0, started=time.time() - 59.0)() is None
+    assert TimeIsUp(60.0, started=time.time() - 61.0)() == "train.max_seconds=60"
+
+
+def test_stop_file_carries_the_reason_and_goes_with_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    file = StopFile(run / ".stop-1")
+    assert file() is None
+    StopFile(run / ".stop-2").write("SIGTERM")  # another run's
+    assert file() is None
+    file.write("SIGINT")
+    assert file() == "SIGINT"
+    file.write(LEAVE_AT_ONCE)
+    assert file() == LEAVE_AT_ONCE
+    file.remove()
+    assert [path.name for path in run.iterdir()] == [".stop-2"]
+    alone = StopFile(tmp_path / "unborn" / ".stop-3")
+    alone.write("SIGINT")
+    alone.remove()
+    assert not (tmp_path / "unborn").exists()
+
+
+def test_process_by_itself_has_no_launcher_to_lose() -> None:
+    assert LauncherGone({})._chain == []
+    gone = LauncherGone({"RANK": "0"})
+    assert gone() is None
+    gone._chain = [(child, parent + 1) for child, parent in gone._chain]
+    assert gone() == "the end of its launcher"
+
+
+@pytest.mark.parametrize("number", [5, 32])
+def test_output_outlives_its_reader(number: int) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(number, "gone")
+
+        def flush(self) -> None:
+            self.write("")
+
+    output = LastingOutput(Gone())
+    assert output.write("x") == 0
+    output.flush()
+    assert output.encoding is None  # what else is asked of a stream is the stream's
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "full")
+
+    with pytest.raises(OSError, match="full"):
+        LastingOutput(Full()).write("x")
+
+
+@pytest.mark.campaign
+def test_time_limit_stops_a_run_saved(config_file: Path, tmp_path: Path) -> None:
+    arguments = ["--config", str(config_file), "train.steps=100000", "train.max_seconds=20", "train.evaluate_every=0"]
+    ended = spawn(arguments, 2)
+    assert ended.codes == [exit_codes.REQUEUE] * 2, ended.stderr
+    assert "longstride: stopped by train.max_seconds=20; " in ended.stderr[0]
+    progress = read_progress(tmp_path / "run")
+    assert progress.saved == progress.recorded

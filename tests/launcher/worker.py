@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import launcher.train as entry
+from launcher.stopping import StopFlag
 from tests.launcher.runs import timeouts
 
 
@@ -123,11 +125,42 @@ def halt(where: str, step: int, how: str) -> None:
     setattr(owner, name, work_and_halt)
 
 
-def work(arguments: list[str]) -> NoReturn:
-    """The whole rank, as its environment asks; ends the process."""
+def mark_moments(path: Path, seconds: float) -> None:
+    """Has rank 0 write a line at the beginning of whatever a run does, and every rank take its time over it."""
+    import launcher.evaluate as evaluate
+    import launcher.loop as loop
+    import launcher.saving as saving
+
+    def mark(word: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            with path.open("a") as file:
+                file.write(f"{word}\n")
+        time.sleep(seconds)
+
+    def marked(module: Any, name: str, word: str) -> None:
+        original = getattr(module, name)
+
+        def work(*args: Any, **named: Any) -> Any:
+            mark(word)
+            return original(*args, **named)
+
+        setattr(module, name, work)
+
+    mark("begin")
+    marked(loop, "train_step", "step")
+    marked(loop, "evaluate_split", "evaluation")
+    marked(evaluate, "evaluation_line", "evaluated")
+    marked(saving.Saver, "save", "save")
+    marked(saving, "gather_objects", "saving")
+
+
+def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
+    """The whole rank, as its environment asks; ends the process. ``stop`` may listen already."""
     if "HALT" in os.environ:
         where, step, how = os.environ["HALT"].split(",")
         halt(where, int(step), how)
+    if "MARKS" in os.environ:
+        mark_moments(Path(os.environ["MARKS"]), float(os.environ["MARK_SECONDS"]))
     if "FAIL_EVALUATION_AT_STEP" in os.environ:
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
@@ -139,13 +172,14 @@ def work(arguments: list[str]) -> NoReturn:
     if "SIGNAL_RANK_1" in os.environ:
         number, step, where = os.environ["SIGNAL_RANK_1"].split(",")
         signal_rank_1(int(number), int(step), where)
-    entry.leave(run(arguments))
+    with entry.lasting_output():
+        entry.leave(run(arguments, stop))
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], stop: StopFlag | None) -> int:
     """launcher/train.py's exit code; 1 with a traceback for what it does not foresee, as Python ends."""
     try:
-        return entry.main(arguments)
+        return entry.main(arguments, stop)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

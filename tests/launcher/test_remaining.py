@@ -1,0 +1,84 @@
+"""What is left to go on with: numbers of processes that divide the batch, GPUs, hosts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from kernels.errors import ConfigError
+from launcher import start
+from launcher.config import RunConfig, load_config
+from launcher.remaining import (
+    answering,
+    count_accelerators,
+    fewer_slots,
+    first_visible,
+    usable_world_sizes,
+    write_hostfile,
+)
+
+
+@pytest.fixture
+def config(config_file: Path) -> RunConfig:
+    """A batch of eight in micro-batches of two."""
+    return load_config(config_file)
+
+
+def test_world_sizes_divide_the_batch(config: RunConfig) -> None:
+    assert usable_world_sizes(config, 7) == [4, 2, 1]
+    assert usable_world_sizes(config, 3) == [2, 1]
+    assert usable_world_sizes(config, 0) == []
+
+
+@pytest.mark.campaign
+def test_accelerators_are_counted_by_a_new_process() -> None:
+    import torch
+
+    assert count_accelerators() == torch.accelerator.device_count()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, "0,1"), ({"CUDA_VISIBLE_DEVICES": "3,5,6"}, "3,5"), ({"CUDA_VISIBLE_DEVICES": ""}, "0,1")],
+)
+def test_first_visible_gpus_are_kept(before: dict[str, str], after: str) -> None:
+    assert first_visible(before, 2)["CUDA_VISIBLE_DEVICES"] == after
+
+
+def test_lost_gpu_makes_a_smaller_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    counted = iter([4, 3, 0])
+    monkeypatch.setattr(start, "count_accelerators", lambda: next(counted))
+    ranks = start.LocalRanks(config, None)
+    assert ranks.after_loss() == "with 4 processes"
+    assert ranks.after_loss() == "with 2 processes, as 3 GPUs are left of 4"
+    options = argparse.Namespace(config="X.json", resume="never", overrides=[])
+    launch = ranks.launch(options, "auto", Path("/run"), 1.5)
+    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "--num_gpus" not in launch.command
+    assert launch.command[-2:] == [f"--stop-file={launch.stop_file}", "--started=1.5"]
+    with pytest.raises(ConfigError, match="0 of 2 GPUs are left"):
+        ranks.after_loss()
+
+
+def test_hosts_that_answer_keep_their_order() -> None:
+    assert answering(["a", "b", "c", "d"], lambda host: host in "dbc") == ["b", "c", "d"]
+
+
+def test_slots_of_fewer_processes() -> None:
+    slots = {"a": [0, 1], "b": [0, 1, 2], "c": [0]}
+    assert fewer_slots(slots, 4) == {"a": [0, 1], "b": [0, 1]}
+    assert fewer_slots(slots, 7) == {}
+    assert fewer_slots(slots, 4, equally=True) == {"a": [0, 1], "b": [0, 1]}
+    assert fewer_slots(slots, 3, equally=True) == {"a": [0], "b": [0], "c": [0]}
+    assert fewer_slots(slots, 5, equally=True) == {}
+
+
+def test_hostfile_is_one_that_the_launcher_reads(tmp_path: Path) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    path = write_hostfile(tmp_path / "hosts", {"node1": [0, 1], "10.0.0.2": [0]})
+    assert fetch_hostfile(str(path)) == {"node1": 2, "10.0.0.2": 1}
