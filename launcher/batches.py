@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -58,7 +58,8 @@ class Taken(Generic[SomeBatch]):
 
     batch: SomeBatch
     num_bytes: int  # over all ranks, without padding: what the loss is normalised by
-    sample_ids_crc32: int  # of all ranks' int64 sample ids in rank order, little-endian
+    sample_ids: tuple[int, ...]  # of all ranks, in rank order
+    sample_ids_crc32: int  # of the same as little-endian int64
     substitutions: tuple[Substitution, ...]  # of all ranks: what stands in for damaged contexts
 
 
@@ -68,7 +69,7 @@ def together(
     ranks: Ranks,
     device: torch.device,
     stop: StopFlag | None = None,
-) -> Iterator[Taken[SomeBatch]]:
+) -> Generator[Taken[SomeBatch]]:
     """The ranks' batches, of so many rows each, once all ranks have theirs.
 
     One small collective a step tells it before anything is computed, so that no rank waits for one that has nothing,
@@ -110,7 +111,8 @@ def together(
         if int(everyone[:, 2].sum()):
             substitutions = tuple(each for theirs in gather_objects(substitutions, ranks) for each in theirs)
         ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
-        yield Taken(batch, int(everyone[:, 1].sum()), zlib.crc32(ids.tobytes()), substitutions)
+        crc32 = zlib.crc32(ids.tobytes())
+        yield Taken(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
 
 
 def _unequal(states: Tensor) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from deepspeed import DeepSpeedEngine
 
 from data_pipelines import StreamState
@@ -16,6 +15,7 @@ from launcher.checkpoint_files import checkpoint_files
 from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.manifest import Manifest, find_damage, find_foreign, read_manifest
 from launcher.processes import Ranks, gather_objects
+from launcher.random_states import set_random_states
 from launcher.unpickling import asked_code, read_pickle, refusal
 
 DEEPSPEED_TAG = "deepspeed"
@@ -120,9 +120,7 @@ def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Rank
     if loaded is None or engine.global_steps != checkpoint.manifest.step:
         raise RuntimeError(f"{checkpoint.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
     states = read_pickle(checkpoint.folder / random_name(ranks.rank), trusted=checkpoint.trusted)
-    torch.set_rng_state(states["cpu"])
-    if "device" in states and engine.device.type == "cuda":
-        torch.cuda.set_rng_state(states["device"], engine.device)
+    set_random_states(states, engine.device)
     return StreamState.from_json(checkpoint.manifest.stream)
 
 

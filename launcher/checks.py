@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from kernels.errors import ConfigError
+from launcher.config import RunConfig
 from launcher.folders import CHECKPOINTS, CONFIG, METRICS
 
 _MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
@@ -33,3 +34,19 @@ def check_output(output: str, resume: str) -> None:
     if resume == "never" and taken:
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
+
+
+def check_replay(config: RunConfig, resume: str, replay: str) -> None:
+    """Whether --replay names a step of a run; nothing is read but the run folder.
+
+    Raises:
+        ConfigError: it is no step, --resume is given as well, or there is no such run.
+    """
+    if not (replay.isascii() and replay.isdecimal() and int(replay) > 0):
+        raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
+    if resume != "never":
+        raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
+    if not (Path(config.train.output) / CONFIG).is_file():
+        raise ConfigError.at(
+            "train.output", config.train.output, "holds no run to replay a step of; name one that does"
+        )

@@ -94,6 +94,31 @@ class DataConfig(StrictModel):
         return self
 
 
+GuardPolicy = Literal["skip", "rewind", "stop"]
+
+
+class SpikeConfig(StrictModel):
+    """From when on a loss counts as a spike: above the mean of the last ones by so many standard deviations."""
+
+    deviations: float = Field(default=6.0, gt=0, description="above the mean, in standard deviations")
+    window: int = Field(
+        default=100, ge=2, description="steps that mean and deviation are taken of; none is judged before"
+    )
+    policy: GuardPolicy = "skip"
+
+
+class GuardsConfig(StrictModel):
+    """What becomes of a step that would spoil the weights."""
+
+    non_finite: GuardPolicy = Field(
+        default="stop", description="where the loss, or in bf16 and fp32 a gradient, is no finite number"
+    )
+    loss_scale_floor: GuardPolicy = Field(default="stop", description="where fp16 overflows at its lowest loss scale")
+    spike: SpikeConfig | None = Field(default=None, description="null: no loss is too high")
+    max_skips_in_a_row: int = Field(default=10, gt=0, description="that end the run: it would skip for ever")
+    max_rewinds: int = Field(default=3, gt=0, description="that do not get beyond the place; the next stops")
+
+
 class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
@@ -129,6 +154,7 @@ class TrainConfig(StrictModel):
         default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
     )
     max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
+    guards: GuardsConfig = GuardsConfig()
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:

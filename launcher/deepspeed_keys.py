@@ -212,7 +212,18 @@ def _precision_problems(section: dict[str, Any]) -> list[Problem]:
         key = f"{name}_master_weights_and_grads"
         if section.get(name, {}).get(key, False) is not False:
             problems.append(Problem(f"{name}.{key}", "must be false: master weights are fp32", section[name][key]))
-    return problems
+    return problems + _blind_problems(section)
+
+
+def _blind_problems(section: dict[str, Any]) -> list[Problem]:
+    """Keys that would have gradients that are no finite numbers spoil the weights in silence."""
+    rule = "must be true: without it nobody sees gradients that are no finite numbers"
+    keys = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
+    return [
+        Problem(f"{part}.{key}", rule, section[part][key])
+        for part, key in keys
+        if section.get(part, {}).get(key) is False
+    ]
 
 
 def _stage_problems(section: dict[str, Any]) -> list[Problem]:

@@ -29,6 +29,8 @@ def launcher_command(arguments: argparse.Namespace, processes: int | None) -> li
         command += ["--num_gpus", str(processes)]  # on a CPU too this is the number of processes
     command += [str(Path(train.__file__).resolve()), "--config", str(arguments.config), "--resume", arguments.resume]
     command += [TRUST_OPTION] if arguments.trust_checkpoint else []
+    if arguments.replay is not None:
+        command += ["--replay", arguments.replay]
     return command + arguments.overrides
 
 

@@ -5,6 +5,7 @@ Letters: G contexts a global batch, W ranks, N bytes a context.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -20,16 +21,16 @@ from launcher import engine as ours
 from launcher.batches import RunData, Taken, together
 from launcher.config import RunConfig
 from launcher.evaluate import evaluate_split
+from launcher.guards import Guards, GuardStopError
 from launcher.hangs import Watch
+from launcher.incidents import as_number
 from launcher.metrics import Recorder, bits_per_byte, device_seconds, holds_line
 from launcher.processes import Ranks, barrier, gather_float64, gather_objects
 from launcher.reporting import AgreedError
+from launcher.rewinding import Response
 from launcher.saving import NotSavedError, Saver
+from launcher.skipping import Before, poisoned, weights_are_finite
 from launcher.stopping import StopAskedError, StopFlag
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss is not a finite number; the step was not taken."""
 
 
 def train(
@@ -40,6 +41,7 @@ def train(
     state: StreamState | None,
     stop: StopFlag,
     watch: Watch,
+    guards: Guards,
 ) -> None:
     """Trains from the engine's step to the last, evaluating, recording and saving on the way. All ranks must call.
 
@@ -47,7 +49,7 @@ def train(
         AgreedError: on every rank, where data cannot be read; what is done is saved.
         StopAskedError: on every rank, where any was asked to stop; what is done is saved.
         NotSavedError: on every rank, where what is done at the end could not be saved.
-        NonFiniteLossError: on every rank, before the step that would have spoilt the weights.
+        GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
     """
     settings = config.train
     unevaluated = lacks_evaluation(engine.global_steps, config, ranks)
@@ -57,32 +59,44 @@ def train(
     recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.last_step)
     saver = Saver(engine, config, ranks, recorder.say)
     recorder.say(ours.describe(config, engine, ranks))
+    response = Response(engine, config, ranks, guards, recorder, state)
     engine.train()
     try:
         if unevaluated:
             watch.at(f"evaluation after step {engine.global_steps}")
             record_evaluation(engine, config, ranks, data, recorder, stop)
-        batches = together(lambda: iter(stream), share, ranks, engine.device, stop)
+        batches = together(functools.partial(iter, stream), share, ranks, engine.device, stop)
         while engine.global_steps < settings.last_step:
             start = time.perf_counter()
             watch.at(f"step {engine.global_steps + 1}")
             taken = next(batches)
-            line = train_step(engine, taken, settings.micro_batch, ranks)
-            step = engine.global_steps
+            line = train_step(engine, taken, settings.micro_batch, ranks, guards)
+            step, verdict = line["step"], guards.verdict
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = taken.num_bytes / line["seconds"]
-            # What stood in for damaged data is recorded whatever the interval.
-            if taken.substitutions or is_due(step, settings.log_every, settings.last_step):
+            # What stood in for damaged data, and what a guard did, is recorded whatever the interval.
+            if verdict or taken.substitutions or is_due(step, settings.log_every, settings.last_step):
                 recorder.write(line)
-            recorder.advance(step, f"{line['bits_per_byte']:.3f} bits per byte")
+            recorder.advance(
+                step, "no loss" if line["loss_nats"] is None else f"{line['bits_per_byte']:.3f} bits per byte"
+            )
             for text in data_news(stream, state, taken):
                 recorder.say(f"step {step}: {text}")
+            if verdict:
+                saver.finish()  # a rewind looks for the newest checkpoint
+            rewound = verdict is not None and response.act(verdict, line, taken, state)
             state = taken.batch.state
+            if rewound:
+                saver.saved = engine.global_steps
+                batches.close()
+                stream = data.stream(state)
+                batches = together(functools.partial(iter, stream), share, ranks, engine.device, stop)
+                continue
             saver.poll()
             # Saved first: an evaluation that fails must not cost the checkpoint.
             if is_due(step, settings.checkpoint_every, settings.last_step):
                 watch.at(f"saving step {step}")
-                saver.save(state)
+                saver.save(state, guards.memory())
             if is_due(step, settings.evaluate_every, settings.last_step):
                 watch.at(f"evaluation after step {step}")
                 record_evaluation(engine, config, ranks, data, recorder, stop)
@@ -91,49 +105,66 @@ def train(
         saver.finish()
         if saver.saved < engine.global_steps:
             raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
-    except (AgreedError, StopAskedError) as ending:
+    except (AgreedError, StopAskedError, GuardStopError) as ending:
         watch.at(f"saving step {engine.global_steps}")
-        unsaved = saver.saved < engine.global_steps
-        if not saver.save_last(state):
+        saver.finish()
+        unsaved = saver.saved < engine.global_steps and weights_are_finite(engine, ranks)
+        if unsaved and not saver.save_last(state, guards.memory()):
             if isinstance(ending, StopAskedError):
                 raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
         elif unsaved:
             recorder.say(f"step {engine.global_steps}: saved before the run ends; --resume auto goes on from there")
         raise
-    except NonFiniteLossError:
-        saver.finish()
-        raise
     finally:
         recorder.close()
 
 
-def train_step(engine: DeepSpeedEngine, taken: Taken[Batch], micro_batch: int, ranks: Ranks) -> dict[str, Any]:
-    """One optimiser step over a global batch; returns its line for metrics.jsonl."""
-    scale, rate = ours.loss_scale(engine), ours.learning_rate(engine)
+def train_step(
+    engine: DeepSpeedEngine,
+    taken: Taken[Batch],
+    micro_batch: int,
+    ranks: Ranks,
+    guards: Guards,
+    context_nats: list[float] | None = None,
+) -> dict[str, Any]:
+    """One optimiser step over a global batch; returns its line for metrics.jsonl.
+
+    ``guards.verdict`` tells whether the step was taken: where it is to be skipped, the engine has dropped it, and where
+    the run is to stop or rewind, the engine is as it was before. ``context_nats`` gets the sum of each context of this
+    rank.
+    """
+    before, scale, rate = Before(engine), ours.loss_scale(engine), ours.learning_rate(engine)
     batch = taken.batch
     num_micro_batches = len(batch.tokens) // micro_batch
     # DeepSpeed takes the mean over micro-batches and ranks, of which each may hold another number of bytes: this makes
     # of it the sum over all bytes divided by their global number.
     factor = num_micro_batches * ranks.world_size / taken.num_bytes
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for start in range(0, len(batch.tokens), micro_batch):
-        rows = slice(start, start + micro_batch)
-        total = sum_nats(engine, batch.tokens[rows], batch.lengths[rows], engine.device)
+    for start in range(0, len(batch.tokens) - micro_batch, micro_batch):
+        total = sum_nats(engine, batch, slice(start, start + micro_batch), context_nats)
         ours.backward(engine, total * factor)
         nats += total.detach().double()
-        if start + micro_batch < len(batch.tokens):
-            engine.step()
-    loss_nats = gather_float64(nats, ranks, engine.device).sum().item() / taken.num_bytes
-    if not math.isfinite(loss_nats):
-        raise NonFiniteLossError(
-            f"step {engine.global_steps + 1}: the loss is {loss_nats}; sample_ids_crc32 {taken.sample_ids_crc32}"
-        )
+        engine.step()
+    total = sum_nats(engine, batch, slice(-micro_batch, None), context_nats)
+    nats += total.detach().double()
+    # Judged before the last backward pass, which can still have the step dropped.
+    rank_nats = gather_float64(nats, ranks, engine.device).tolist()
+    loss_nats = sum(rank_nats) / taken.num_bytes
+    unwanted = guards.judge_loss(loss_nats)
+    ours.backward(engine, (poisoned(total) if unwanted else total) * factor)
     norm = ours.take_step(engine)
-    return {
-        "step": engine.global_steps,
+    step = engine.global_steps
+    verdict = unwanted or guards.judge_gradients(step, loss_nats, before.overflow(), scale)
+    if verdict and verdict.outcome != "skip":
+        before.put_back()
+    elif verdict and verdict.guard != "loss_scale_floor":  # which is the scale's own affair
+        before.put_back_scale()
+    is_number = math.isfinite(loss_nats)
+    line = {
+        "step": step,
         "split": "train",
-        "loss_nats": loss_nats,
-        "bits_per_byte": bits_per_byte(loss_nats),
+        "loss_nats": loss_nats if is_number else None,
+        "bits_per_byte": bits_per_byte(loss_nats) if is_number else None,
         "tokens": taken.num_bytes,
         "learning_rate": rate,
         "loss_scale": scale,
@@ -143,6 +174,8 @@ def train_step(engine: DeepSpeedEngine, taken: Taken[Batch], micro_batch: int, r
         "epoch": batch.state.epoch,
         "substitutions": [str(each) for each in taken.substitutions],
     }
+    told = {"guard": str(verdict), "rank_nats": [as_number(each) for each in rank_nats]} if verdict else {}
+    return line | told
 
 
 def data_news(stream: ByteStream | PlainStream, before: StreamState, taken: Taken[Batch]) -> Iterator[str]:
@@ -154,13 +187,19 @@ def data_news(stream: ByteStream | PlainStream, before: StreamState, taken: Take
         yield carried
 
 
-def sum_nats(model: torch.nn.Module, tokens: Tensor, lengths: Tensor, device: torch.device) -> Tensor:
-    """The cross-entropy of some contexts, padding left out: () fp32. tokens: (B, N) uint8, lengths: (B,) int64."""
-    nats = model(tokens.to(device), return_nats=True)  # (B, N)
-    if bool((lengths == tokens.shape[1]).all()):
-        return nats.sum()
-    real = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return nats.masked_fill(~real.to(device), 0.0).sum()
+def sum_nats(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Tensor:
+    """The cross-entropy of some contexts of a batch, padding left out: () fp32.
+
+    ``context_nats`` gets the sum of each of them.
+    """
+    tokens, lengths = batch.tokens[rows], batch.lengths[rows]
+    nats = engine(tokens.to(engine.device), return_nats=True)  # (B, N)
+    if not bool((lengths == tokens.shape[1]).all()):
+        real = torch.arange(tokens.shape[1]) < lengths[:, None]
+        nats = nats.masked_fill(~real.to(engine.device), 0.0)
+    if context_nats is not None:
+        context_nats += nats.detach().double().sum(1).tolist()
+    return nats.sum()
 
 
 def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:

@@ -47,6 +47,7 @@ class Manifest(StrictModel):
     zero_stage: int = Field(ge=0, le=3)
     precision: str
     stream: dict[str, Any]  # data_pipelines.StreamState: the next batch
+    guards: dict[str, Any] | None = None  # guards.GuardMemory: the losses that the next one is held against
     parameter_groups: list[list[str]]  # names in the optimiser's order: ZeRO 0 stores its master weights nameless
     versions: dict[str, str]
     files: dict[str, FileRecord]

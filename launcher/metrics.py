@@ -40,7 +40,7 @@ class Recorder:
     """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is told, and ends nothing."""
 
     def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
-        self._engine = engine
+        self._run, self._engine = run, engine
         self._is_first = is_first
         self._monitors_fail = False
         if is_first:
@@ -74,6 +74,16 @@ class Recorder:
         if self._is_first:
             with contextlib.suppress(OSError):
                 self._progress.say(text)
+
+    def rewind(self, step: int, text: str) -> Path | None:
+        """Goes back to a step; returns the copy that keeps the lines after it."""
+        if not self._is_first:
+            return None
+        self._lines.close()
+        copy = cut_metrics(self._run, step, "rewind")
+        self._lines = LineFile(self._run / METRICS, self.say)
+        self._progress.advance(step, text)
+        return copy
 
     def close(self) -> None:
         """Leaves the bar as it stands."""
@@ -185,8 +195,10 @@ def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LinePr
     return BarProgress(steps, done, stream) if stream.isatty() else LineProgress(steps, done, stream)
 
 
-def cut_metrics(run: Path, step: int) -> Path | None:
+def cut_metrics(run: Path, step: int, before: str = "resume") -> Path | None:
     """Takes the lines after a step out of metrics.jsonl, so that no step will stand there twice.
+
+    ``before``: a word for the name of the copy.
 
     Returns the copy that keeps them; None where there was nothing to take out. A line that was cut off in writing, or
     is damaged, counts as one to take out.
@@ -199,7 +211,7 @@ def cut_metrics(run: Path, step: int) -> Path | None:
     if kept == lines:
         return None
     number = 1
-    while (copy := run / f"metrics.before-resume-{number}.jsonl").exists():
+    while (copy := run / f"metrics.before-{before}-{number}.jsonl").exists():
         number += 1
     shutil.copy2(path, copy)
     partial = run / f".{METRICS}.partial"
@@ -211,11 +223,16 @@ def cut_metrics(run: Path, step: int) -> Path | None:
     return copy
 
 
-def holds_line(run: Path, step: int, split: str) -> bool:
-    """Whether metrics.jsonl has a split's line of a step."""
+def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
+    """A split's whole lines of metrics.jsonl by their step."""
     path = run / METRICS
     found = [_parsed(line) for line in _read_lines(path)] if path.exists() else []
-    return any(line.get("step") == step and line.get("split") == split for line in found)
+    return {line["step"]: line for line in found if line.get("split") == split and isinstance(line.get("step"), int)}
+
+
+def holds_line(run: Path, step: int, split: str) -> bool:
+    """Whether metrics.jsonl has a split's line of a step."""
+    return step in find_lines(run, split)
 
 
 def _read_lines(path: Path) -> list[str]:

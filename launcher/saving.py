@@ -30,6 +30,7 @@ from launcher.manifest import (
 )
 from launcher.optimizer import parameter_groups
 from launcher.processes import Ranks, gather_int64, gather_objects
+from launcher.random_states import random_states
 from launcher.retention import partial_folder, point_to, remove_leftovers, remove_tree, retire
 
 T = TypeVar("T")
@@ -52,10 +53,10 @@ class Saver:
         self.saved = engine.global_steps  # the newest step that is safe
         self._pending: _Attempt | None = None
 
-    def save(self, stream: StreamState) -> None:
-        """Saves the engine's step, or begins to. All ranks must call."""
+    def save(self, stream: StreamState, guards: dict[str, Any]) -> None:
+        """Saves the engine's step, or begins to; ``guards`` is what they remember. All ranks must call."""
         self.finish()
-        attempt = _Attempt(self._engine, self._config, stream, self._ranks)
+        attempt = _Attempt(self._engine, self._config, stream, self._ranks, guards)
         with self._told(attempt.step):
             attempt.write(background=self._config.train.checkpoint_in_background)
             self._pending = attempt
@@ -80,11 +81,11 @@ class Saver:
             if self._ranks.is_first:
                 self._tidy(attempt.step)
 
-    def save_last(self, stream: StreamState) -> bool:
+    def save_last(self, stream: StreamState, guards: dict[str, Any]) -> bool:
         """Brings the engine's step to the disk, unless it is there; returns whether it is. All ranks must call."""
         self.finish()
         if self.saved < self._engine.global_steps:
-            self.save(stream)
+            self.save(stream, guards)
             self.finish()
         return self.saved == self._engine.global_steps
 
@@ -115,23 +116,17 @@ class Saver:
             self._say(f"step {step} is saved; what follows a save was not done: {told_error(error, self._run)}")
 
 
-def save_checkpoint(engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks) -> Path:
-    """Writes the checkpoint of the engine's step; returns its folder. All ranks must call.
-
-    Everything is written beside its place and renamed there by rank 0 once every rank has flushed its files.
-
-    Raises:
-        NotSavedError: on every rank, where any could not write.
-    """
-    attempt = _Attempt(engine, config, stream, ranks)
-    attempt.write(background=False)
-    return attempt.seal()
-
-
 class _Attempt:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: RunConfig,
+        stream: StreamState,
+        ranks: Ranks,
+        guards: dict[str, Any],
+    ) -> None:
         self._engine, self._config, self._ranks = engine, config, ranks
         self._run = Path(config.train.output)
         self.step = engine.global_steps
@@ -145,6 +140,7 @@ class _Attempt:
             "zero_stage": zero_stage(config.deepspeed),
             "precision": precision(config.deepspeed),
             "stream": stream.to_json(),
+            "guards": guards,
             "parameter_groups": parameter_groups(dict(engine.module.named_parameters())),
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
         }
@@ -154,7 +150,7 @@ class _Attempt:
         self._together(self._make_folder if self._ranks.is_first else _nothing)
         self._files.begin(background=background)
         self._engine.save_checkpoint(str(self._partial), tag=DEEPSPEED_TAG, save_latest=False)
-        self._files.save(_random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
+        self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
 
     def is_written(self) -> bool:
         """Whether this rank's files are on the disk."""
@@ -234,10 +230,3 @@ def _gigabytes(count: int) -> str:
 
 def _nothing() -> None:
     """The work of a rank that has none."""
-
-
-def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["device"] = torch.cuda.get_rng_state(device)
-    return states

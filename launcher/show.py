@@ -103,7 +103,8 @@ def draw_loss(run_folder: Path) -> Any:
     lines = read_metrics(run_folder / METRICS)
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for split in dict.fromkeys(line["split"] for line in lines):
-        own = [line for line in lines if line["split"] == split]
+        # A step whose loss was no number has none.
+        own = [line for line in lines if line["split"] == split and line["bits_per_byte"] is not None]
         steps, bits = [line["step"] for line in own], [line["bits_per_byte"] for line in own]
         if split == "train":  # every step is a small batch: the curve is its mean, the batches stand behind it
             axis.plot(steps, bits, linewidth=0.6, alpha=0.3, color="C0")

@@ -12,7 +12,7 @@ import torch
 from kernels.errors import ConfigError
 from launcher import train
 from launcher.batches import RunData
-from launcher.checks import check_output
+from launcher.checks import check_output, check_replay
 from launcher.config import RunConfig, check_world_size, load_config
 from launcher.lasting_output import lasting_output
 from launcher.launchers import launcher_command, launcher_environment
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     ranks = _check(config, arguments)
     output = Path(config.train.output).absolute()
+    replayed = arguments.replay is not None
     with supervised_signals() as signals, lasting_output():
         wish = Wish(signals)
         return run_with_restarts(
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.max_restarts,
             wish,
             lambda resume: ranks.launch(arguments, resume, output, started),
-            lambda launch: supervise(launch, wish, config.train.timeout_seconds, lambda: is_done(output)),
+            lambda launch: supervise(launch, wish, config.train.timeout_seconds, lambda: replayed or is_done(output)),
             ranks.after_loss,
         )
 
@@ -108,8 +109,13 @@ class LocalRanks:
 
 def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks:
     """Everything that can be found wrong before a process is started."""
-    check_output(config.train.output, arguments.resume)
-    check_unlocked(Path(config.train.output))
+    if arguments.replay is None:
+        check_output(config.train.output, arguments.resume)
+        check_unlocked(Path(config.train.output))
+    else:
+        check_replay(config, arguments.resume, arguments.replay)
+        if arguments.max_restarts:
+            raise ConfigError(f"--max-restarts={arguments.max_restarts}: a replay is not started again; leave it out")
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     processes = arguments.processes

@@ -1,4 +1,4 @@
-"""`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [path.to.key=value …]`.
+"""`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [--replay STEP] [path.to.key=value …]`.
 
 `longstride train` starts the same. Every mistake of a person is found before a process group or a file is made.
 """
@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_trust_argument(parser)
     parser.add_argument(
+        "--replay",
+        default=None,
+        metavar="STEP",
+        help="feed the batch of a step of the run again, print what it gives, and write nothing",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
     )
 
@@ -82,7 +88,7 @@ def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
         stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
-    return _run(config, options.resume, stop, trusted=options.trust_checkpoint)
+    return _run(config, options.resume, options.replay, stop, trusted=options.trust_checkpoint)
 
 
 def _process_start() -> float:
@@ -91,16 +97,18 @@ def _process_start() -> float:
     return psutil.Process().create_time()
 
 
-def _run(config: RunConfig, resume: str, stop: StopFlag, *, trusted: bool) -> int:
-    """Checks everything that can be checked alone, then trains."""
+def _run(config: RunConfig, resume: str, replay: str | None, stop: StopFlag, *, trusted: bool) -> int:
+    """Checks everything that can be checked alone, then trains, or replays a step."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
     from launcher import engine as ours
     from launcher.batches import RunData
     from launcher.checkpoint import load_checkpoint
-    from launcher.checks import check_output
+    from launcher.checks import check_output, check_replay
     from launcher.cpu_accelerator import prepare_accelerator
+    from launcher.guards import Guards, GuardStopError
     from launcher.loop import train
     from launcher.processes import barrier, process_group, ranks_from_environment
+    from launcher.replay import replay_step
     from launcher.resume import begin, choose_start
     from launcher.run_lock import run_lock
     from launcher.saving import NotSavedError
@@ -115,10 +123,16 @@ def _run(config: RunConfig, resume: str, stop: StopFlag, *, trusted: bool) -> in
     ours.check_environment()
     ours.check_section(config, ranks.world_size, on_cpu)
     _check_attention(config, ranks.local_rank)
-    check_output(config.train.output, resume)  # before the data, which may take a while
+    # Before the data, which may take a while.
+    if replay is None:
+        check_output(config.train.output, resume)
+    else:
+        check_replay(config, resume, replay)
     data = RunData(config, ranks)
     epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
+    if replay is not None:
+        return replay_step(config, int(replay), data, ranks)
     start = choose_start(config, resume, data, ranks, epochs=epochs, trusted=trusted)
     compile_kernels(config.model, config.train.micro_batch, *_attention_runs_in(config, ranks.local_rank))
     stop.listen()
@@ -131,9 +145,10 @@ def _run(config: RunConfig, resume: str, stop: StopFlag, *, trusted: bool) -> in
             if checkpoint is not None:
                 state = load_checkpoint(engine, checkpoint, ranks)
                 ours.apply_settings(engine, config.train)
+            guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             code = exit_codes.DONE
             try:
-                train(engine, config, ranks, data, state, stop, watch)
+                train(engine, config, ranks, data, state, stop, watch, guards)
             except StopAskedError as asked:
                 code = exit_codes.REQUEUE
                 if ranks.is_first:
@@ -143,6 +158,11 @@ def _run(config: RunConfig, resume: str, stop: StopFlag, *, trusted: bool) -> in
                 code = exit_codes.UNFORESEEN
                 if ranks.is_first:
                     print(f"longstride: error: {error}", file=sys.stderr, flush=True)
+                barrier(ranks)
+            except GuardStopError as stopped:
+                code = exit_codes.GUARDED
+                if ranks.is_first:
+                    print(f"longstride: stopped by a guard: {stopped}", file=sys.stderr, flush=True)
                 barrier(ranks)
             engine.destroy()
     return code

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels.errors import ConfigError
-from launcher import cli
+from launcher import cli, exit_codes
 from launcher.checkpoint import list_checkpoints, newer_refusals, open_checkpoint, set_aside
 from launcher.manifest import find_damage, read_manifest
 from launcher.metrics import cut_metrics
@@ -151,9 +151,11 @@ def test_failed_last_evaluation_is_made_up_for(trained: Trained, config_file: Pa
 
 def test_loss_that_is_no_number_ends_the_run_before_the_step(config_file: Path, tmp_path: Path) -> None:
     ended = spawn(["--config", str(config_file), "train.learning_rate=1e30"], 1)
-    assert ended.codes == [1]
-    assert "NonFiniteLossError: step 2: the loss is" in ended.stderr[0]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
+    assert ended.codes == [exit_codes.GUARDED]
+    (told,) = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride: ")]
+    assert told.startswith("longstride: stopped by a guard: step 2: the loss is ")
+    assert [(line["step"], "guard" in line) for line in metrics(tmp_path / "run")] == [(1, False), (2, True)]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_run_without_a_whole_checkpoint_is_refused(run_copy: Path, config_file: Path) -> None:

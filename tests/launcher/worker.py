@@ -11,6 +11,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
@@ -29,8 +31,8 @@ def dump_master_weights(path: str) -> None:
     train_step = loop.train_step
     steps: list[dict[str, Any]] = []
 
-    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any) -> Any:
-        line = train_step(engine, taken, micro_batch, ranks)
+    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any, *args: Any) -> Any:
+        line = train_step(engine, taken, micro_batch, ranks, *args)
         masters = {}
         if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
             pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
@@ -154,8 +156,58 @@ def mark_moments(path: Path, seconds: float) -> None:
     marked(saving, "gather_objects", "saving")
 
 
+class _SpoiltGradient(torch.autograd.Function):
+    """A loss as it is, whose gradients are no numbers."""
+
+    @staticmethod
+    def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+_SPOILS = {
+    "loss": lambda loss: loss * float("nan"),
+    "gradient": _SpoiltGradient.apply,
+    "spike": lambda loss: loss * 3.0,
+}
+
+
+def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
+    """Spoils the last micro-batch of one rank at some steps, so many times in all; each rank tells its verdicts."""
+    import launcher.loop as loop
+
+    sum_nats = loop.sum_nats
+    done = []
+
+    def sum_and_spoil(engine: Any, *args: Any) -> Any:
+        total = sum_nats(engine, *args)
+        is_last = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
+        here = is_last and int(os.environ.get("RANK", "0")) == rank
+        if here and engine.global_steps + 1 in steps and len(done) < how_often:
+            done.append(engine.global_steps)
+            total = _SPOILS[what](total)
+        return total
+
+    loop.sum_nats = sum_and_spoil
+    train_step = loop.train_step
+
+    def step_and_tell(engine: Any, taken: Any, micro_batch: int, ranks: Any, guards: Any, *args: Any) -> Any:
+        line = train_step(engine, taken, micro_batch, ranks, guards, *args)
+        print("verdict", line["step"], guards.verdict, flush=True)
+        return line
+
+    loop.train_step = step_and_tell
+
+
 def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     """The whole rank, as its environment asks; ends the process. ``stop`` may listen already."""
+    if "SPOIL" in os.environ:
+        what, *numbers = os.environ["SPOIL"].split(",")
+        rank, first, last, how_often = map(int, numbers)
+        spoil(what, rank, range(first, last + 1), how_often)
     if "HALT" in os.environ:
         where, step, how = os.environ["HALT"].split(",")
         halt(where, int(step), how)

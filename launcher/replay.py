@@ -1,0 +1,230 @@
+"""Feeds the batch of one step again, with the weights that met it, and says what came of it. Imports deepspeed.
+
+Weights of any step follow from the newest checkpoint before it: the steps behind that are taken once more, bit for bit
+on as many processes. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+
+from data_pipelines import Batch, StreamState
+from kernels.errors import ConfigError
+from launcher import engine as ours
+from launcher import exit_codes, loop
+from launcher.batches import RunData, Taken, together
+from launcher.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, verify_together
+from launcher.config import RunConfig
+from launcher.guards import Guards
+from launcher.incidents import Incident, as_number, read_incidents
+from launcher.matching import check_matches
+from launcher.metrics import find_lines
+from launcher.processes import Ranks, barrier, gather_objects, process_group
+from launcher.reporting import tell_passed_over, told_at_once
+
+_COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")  # which would write
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run has written of a step: where, and the figures that a replay has to meet."""
+
+    source: str
+    figures: dict[str, Any]
+    incident: Incident | None  # None: a line of metrics.jsonl
+
+
+def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks) -> int:
+    """Replays a step of a run and prints what came of it; returns the exit code: 0 where it is what was recorded.
+
+    Raises:
+        ConfigError: the run does not hold what is needed, or does not fit the configuration.
+    """
+    run = Path(config.train.output)
+    if step > config.train.last_step:
+        raise ConfigError(f"--replay={step}: the run has {config.train.last_step} steps")
+    recorded = find_record(run, step)
+    candidates = _candidates(run, config, step, recorded, data, ranks)
+    config = _without_monitors(config)
+    with process_group(ranks, config.train.timeout_seconds, run):
+        checkpoint = _choose(candidates, ranks)
+        if checkpoint is None and recorded and recorded.incident and recorded.incident.origin.step:
+            first = recorded.incident.origin.step
+            raise ConfigError(
+                f"{run}: no checkpoint from step {first} to {step - 1} is whole, from which to come to it"
+            )
+        with told_at_once(lambda: barrier(ranks)):
+            engine = ours.build_engine(config, ranks)
+            if checkpoint is not None:
+                load_checkpoint(engine, checkpoint, ranks)
+                ours.apply_settings(engine, config.train)
+            if ranks.is_first:
+                place = checkpoint.folder if checkpoint else "the beginning"
+                print(f"longstride: replaying step {step}, from {place}", file=sys.stderr, flush=True)
+            state = _first_batch(run, checkpoint, recorded, config, data, ranks, engine.device)
+            guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
+            report = _repeat(engine, step, config, _batches(config, data, state, ranks, engine.device), ranks, guards)
+        report = compared(report, recorded)
+        if ranks.is_first:
+            print(json.dumps(report), flush=True)
+            print(f"longstride: {told(report)}", file=sys.stderr, flush=True)
+        barrier(ranks)  # a launcher ends all ranks once one has ended
+        engine.destroy()
+    return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
+
+
+def _repeat(
+    engine: DeepSpeedEngine,
+    step: int,
+    config: RunConfig,
+    batches: Generator[Taken[Batch]],
+    ranks: Ranks,
+    guards: Guards,
+) -> dict[str, Any]:
+    """Takes the steps up to one, and tells what that one gave, or an earlier one that a guard did not let pass.
+
+    The contexts with the highest loss a byte come first.
+    """
+    first = engine.global_steps
+    engine.train()
+    for number in range(first + 1, step + 1):
+        taken = next(batches)
+        own: list[float] = []
+        line = loop.train_step(engine, taken, config.train.micro_batch, ranks, guards, own)
+        if number == step or (guards.verdict and guards.verdict.outcome != "skip"):
+            break
+    names = ("step", "loss_nats", "bits_per_byte", "grad_norm", "loss_scale", "tokens", "sample_ids_crc32", "guard")
+    report = {name: line.get(name) for name in names} | {"from_step": first}
+    if "rank_nats" in line:
+        report["loss_nats"] = as_number(sum(map(float, line["rank_nats"])) / line["tokens"])
+    worst = sorted(_contexts(taken, own, ranks), key=_loss_of, reverse=True)
+    return report | {"contexts": worst}
+
+
+def find_record(run: Path, step: int) -> Recorded | None:
+    """What a run has written of a step: the newest file of a guard, or the line of metrics.jsonl; None: neither."""
+    for path, incident in read_incidents(run).items():
+        if incident.step == step:
+            figures = {name: getattr(incident, name) for name in _COMPARED}
+            return Recorded(str(path), figures, incident)
+    line = find_lines(run, "train").get(step)
+    if line is None:
+        return None
+    return Recorded(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
+
+
+def compared(report: dict[str, Any], recorded: Recorded | None) -> dict[str, Any]:
+    """The report of a replayed step, with what was recorded of it and whether it is the same; null: nothing was."""
+    if recorded is None:
+        return report | {"reproduced": None, "recorded": None}
+    figures = recorded.figures
+    same = all(report[name] == figures[name] for name in _COMPARED)
+    return report | {"reproduced": same, "recorded": {"source": recorded.source} | figures}
+
+
+def told(report: dict[str, Any]) -> str:
+    """A replay's outcome in one line."""
+    step, recorded = report["step"], report["recorded"]
+    if report["guard"] and not report["reproduced"]:
+        return f"step {step}: a guard does not let it pass, which is not what was recorded: {report['guard']}"
+    if recorded is None:
+        return f"step {step}: nothing is recorded of it (train.log_every), so nothing tells whether it is the same"
+    if report["reproduced"]:
+        return f"step {step}: the same as in {recorded['source']}"
+    different = ", ".join(
+        f"{name} {report[name]} instead of {recorded[name]}" for name in _COMPARED if report[name] != recorded[name]
+    )
+    return f"step {step}: another outcome than in {recorded['source']}: {different}"
+
+
+def _loss_of(context: dict[str, Any]) -> float:
+    """Nats a byte; what is no number counts as the highest."""
+    loss = float(context["nats"]) / context["bytes"]
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _candidates(
+    run: Path, config: RunConfig, step: int, recorded: Recorded | None, data: RunData, ranks: Ranks
+) -> list[Checkpoint]:
+    """The checkpoints before a step that lie on the way to it, newest first; the first fits the configuration."""
+    first = recorded.incident.origin.step if recorded and recorded.incident else 0
+    found = [each for each in list_checkpoints(run)[0] if first <= each.manifest.step < step]
+    for checkpoint in found[:1]:
+        check_matches(checkpoint, config, data.stream().fingerprint, ranks.world_size)
+    return found
+
+
+def _choose(candidates: list[Checkpoint], ranks: Ranks) -> Checkpoint | None:
+    """The first that is whole; None: there is none, and the beginning is left."""
+    for checkpoint in candidates:
+        damage = verify_together(checkpoint, ranks)
+        if not damage:
+            return checkpoint
+        if ranks.is_first:
+            tell_passed_over(damage)
+    return None
+
+
+def _first_batch(
+    run: Path,
+    checkpoint: Checkpoint | None,
+    recorded: Recorded | None,
+    config: RunConfig,
+    data: RunData,
+    ranks: Ranks,
+    device: Any,
+) -> StreamState | None:
+    """The stream behind a checkpoint on the way to the recorded step: a rewind goes on with later batches.
+
+    Which way the lines of metrics.jsonl took is told by the check sum of the first of them.
+    """
+    start = checkpoint.manifest.step if checkpoint else 0
+    usual = StreamState.from_json(checkpoint.manifest.stream) if checkpoint else None
+    if recorded and recorded.incident:
+        origin = recorded.incident.origin
+        return StreamState.from_json(origin.stream) if origin.step == start else usual
+    ways = [
+        StreamState.from_json(incident.stream_after)
+        for incident in read_incidents(run).values()
+        if incident.rewound_to == start
+    ]
+    lines = {number: line for number, line in find_lines(run, "train").items() if number > start}
+    if not ways or not lines:
+        return usual
+    number = min(lines)
+    for way in (usual, *ways):
+        batches = _batches(config, data, way, ranks, device)
+        taken = [next(batches) for _ in range(number - start)][-1]
+        batches.close()
+        if taken.sample_ids_crc32 == lines[number]["sample_ids_crc32"]:
+            return way
+    return usual
+
+
+def _batches(
+    config: RunConfig, data: RunData, state: StreamState | None, ranks: Ranks, device: Any
+) -> Generator[Taken[Batch]]:
+    share = config.train.global_batch // ranks.world_size
+    return together(lambda: iter(data.stream(state)), share, ranks, device)
+
+
+def _contexts(taken: Taken[Batch], own: list[float], ranks: Ranks) -> list[dict[str, Any]]:
+    """Number, nats and bytes of every context of the global batch."""
+    rows = zip(taken.batch.sample_ids.tolist(), own, taken.batch.lengths.tolist(), strict=True)
+    mine = [{"sample_id": number, "nats": as_number(nats), "bytes": length} for number, nats, length in rows]
+    return [each for theirs in gather_objects(mine, ranks) for each in theirs]
+
+
+def _without_monitors(config: RunConfig) -> RunConfig:
+    """The same, where DeepSpeed writes nothing."""
+    section = {key: value for key, value in config.deepspeed.items() if key not in _MONITORS}
+    return config.model_copy(update={"deepspeed": section})
