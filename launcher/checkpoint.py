@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from deepspeed import DeepSpeedEngine
 
 from data_pipelines import StreamState
@@ -119,9 +120,14 @@ def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Rank
     loaded, _ = engine.load_checkpoint(str(checkpoint.folder), tag=DEEPSPEED_TAG)
     if loaded is None or engine.global_steps != checkpoint.manifest.step:
         raise RuntimeError(f"{checkpoint.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
-    states = read_pickle(checkpoint.folder / random_name(ranks.rank), trusted=checkpoint.trusted)
-    set_random_states(states, engine.device)
+    load_generators(checkpoint, ranks, engine.device)
     return StreamState.from_json(checkpoint.manifest.stream)
+
+
+def load_generators(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> None:
+    """Brings this rank's random generators to where they were."""
+    path = checkpoint.folder / random_name(ranks.rank)
+    set_random_states(read_pickle(path, trusted=checkpoint.trusted), device)
 
 
 def set_aside(path: Path) -> Path | None:

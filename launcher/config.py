@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -150,6 +151,9 @@ class TrainConfig(StrictModel):
     )
     keep_last: int | None = Field(default=None, gt=0, description="checkpoints that stay; null: all")
     keep_every: int | None = Field(default=None, gt=0, description="steps whose checkpoints stay for ever")
+    probe: bool = Field(
+        default=True, description="save the loss on one context with every checkpoint, and hold a loaded model to it"
+    )
     timeout_seconds: float = Field(
         default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
     )
@@ -263,7 +267,12 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     if config.train.global_batch % unit:
         divisor = f"micro_batch {config.train.micro_batch} × {world_size} processes"
         problem = _batch_problem("train.global_batch", config.train.global_batch, unit, divisor)
-        raise ConfigError(problem)
+        # A run that goes on cannot take another batch, but other processes can share the one it has.
+        shares = config.train.global_batch // config.train.micro_batch
+        fitting = [count for count in range(1, shares + 1) if shares % count == 0]
+        below = max(count for count in fitting if count < world_size)
+        good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
+        raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
 
 
 def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:

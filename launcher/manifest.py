@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Container, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -52,6 +52,14 @@ class Manifest(StrictModel):
     versions: dict[str, str]
     files: dict[str, FileRecord]
     probe: dict[str, Any] | None = None  # what the model gave on one context when it was saved
+
+
+class Listing(Protocol):
+    """Whatever names files with their sizes and hashes."""
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """By the path below its folder."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -117,7 +125,7 @@ def record_files(folder: Path, share: int, shares: int, known: Container[str] = 
     return records
 
 
-def find_damage(folder: Path, names: Sequence[str], manifest: Manifest) -> list[str]:
+def find_damage(folder: Path, names: Sequence[str], manifest: Listing) -> list[str]:
     """One line for each of these files that is not as it was written."""
     damage = []
     for name in names:

@@ -25,7 +25,7 @@ from launcher.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, v
 from launcher.config import RunConfig
 from launcher.guards import Guards
 from launcher.incidents import Incident, as_number, read_incidents
-from launcher.matching import check_matches
+from launcher.matching import check_matches, needs_conversion, told_layout
 from launcher.metrics import find_lines
 from launcher.processes import Ranks, barrier, gather_objects, process_group
 from launcher.reporting import tell_passed_over, told_at_once
@@ -159,7 +159,11 @@ def _candidates(
     first = recorded.incident.origin.step if recorded and recorded.incident else 0
     found = [each for each in list_checkpoints(run)[0] if first <= each.manifest.step < step]
     for checkpoint in found[:1]:
-        check_matches(checkpoint, config, data.stream().fingerprint, ranks.world_size)
+        check_matches(checkpoint, config, data.stream().fingerprint)
+        if needs_conversion(checkpoint, config, ranks.world_size):
+            raise ConfigError(
+                f"--replay={step}: {told_layout(checkpoint)}, and is repeated so alone: start as it was saved"
+            )
     return found
 
 

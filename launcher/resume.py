@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepspeed import DeepSpeedEngine
+
 from data_pipelines import DataError, StreamState
 from kernels.errors import ConfigError
 from launcher.batches import RunData
@@ -14,18 +16,24 @@ from launcher.checkpoint import (
     check_trust,
     checkpoint_folder,
     list_checkpoints,
+    load_checkpoint,
+    load_generators,
     open_checkpoint,
     set_aside,
     verify_together,
 )
 from launcher.config import RunConfig
+from launcher.engine import apply_settings
 from launcher.folders import CHECKPOINTS, CONFIG
 from launcher.manifest import write_json
-from launcher.matching import check_matches
+from launcher.matching import check_matches, needs_conversion, told_conversion
 from launcher.metrics import cut_metrics
+from launcher.probe import check_probe
 from launcher.processes import Ranks, barrier
 from launcher.reporting import tell_passed_over
+from launcher.reshape import load_universal, seed_generators
 from launcher.retention import point_to, remove_leftovers
+from launcher.universal import ready_universal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ def choose_start(
     else:
         start = Start((open_checkpoint(run, int(resume), trusted=trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
-        check_matches(checkpoint, config, fingerprint, ranks.world_size)
+        check_matches(checkpoint, config, fingerprint)
         if checkpoint.manifest.step > settings.last_step:
             raise _beyond(checkpoint, settings.last_step, epochs)
         try:
@@ -82,7 +90,7 @@ def _beyond(checkpoint: Checkpoint, last_step: int, epochs: float | None) -> Con
 
 
 def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
-    """Verifies the chosen checkpoint and makes the run folder ready for it. All ranks must call.
+    """Verifies the checkpoints that may be gone on from; returns the first whole one. All ranks must call.
 
     Raises:
         ConfigError: on every rank, when no candidate is whole, or it would have to be trusted.
@@ -101,9 +109,42 @@ def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
         check_trust(chosen, ranks)
     if ranks.is_first:
         tell_passed_over(damaged)
+    return chosen
+
+
+def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
+    """Brings a fresh engine to a verified checkpoint's state, whatever saved it; returns the next batch.
+
+    All ranks must call. Nothing of the run's is changed yet; only the universal form may be new beside the checkpoint.
+
+    Raises:
+        AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
+    """
+    manifest, converted = checkpoint.manifest, None
+    if needs_conversion(checkpoint, config, ranks.world_size):
+        form, seconds = ready_universal(checkpoint, ranks)
+        load_universal(engine, form)
+        took = f"{seconds:.0f} s" if seconds else "converted before"
+        converted = f"{told_conversion(checkpoint, config, ranks.world_size)} ({took})"
+        if ranks.world_size == manifest.world_size:
+            load_generators(checkpoint, ranks, engine.device)
+        else:
+            seed_generators(config.train.seed, manifest.step, ranks)
+        state = StreamState.from_json(manifest.stream)
+    else:
+        state = load_checkpoint(engine, checkpoint, ranks)
+    apply_settings(engine, config.train)
+    check_probe(engine, checkpoint, config, ranks)
+    if converted and ranks.is_first:
+        print(f"longstride: {converted}", file=sys.stderr, flush=True)
+    return state
+
+
+def prepare_folder(config: RunConfig, chosen: Checkpoint | None, ranks: Ranks) -> None:
+    """Makes the run folder ready for what comes: all that was there stays, by another name. All ranks must call."""
+    if ranks.is_first:
         _prepare_folder(Path(config.train.output), config, chosen)
     barrier(ranks)
-    return chosen
 
 
 def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from launcher.checkpoint import Checkpoint, checkpoint_folder, list_checkpoints
 from launcher.folders import CHECKPOINTS
 from launcher.manifest import flush_folder, missized, write_text
+from launcher.universal import universal_folder
 
 LATEST = "latest"  # for people and their scripts: nothing here reads it
 # What a killed save or removal leaves. Names of ours alone, with a dot that hides them from whatever lists checkpoints.
@@ -56,11 +57,6 @@ def remove_checkpoint(folder: Path) -> None:
     flush_folder(folder.parent)
     for _, deleted in pairs:
         remove_tree(deleted)
-
-
-def universal_folder(folder: Path) -> Path:
-    """Where the form of a checkpoint for other numbers of processes is kept."""
-    return folder.with_name(f".{folder.name}.universal")
 
 
 def partial_folder(folder: Path) -> Path:

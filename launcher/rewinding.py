@@ -19,11 +19,10 @@ from launcher.checkpoint import (
     verify_together,
 )
 from launcher.config import RunConfig
-from launcher.deepspeed_keys import precision, zero_stage
 from launcher.engine import apply_settings
 from launcher.guards import Guards, GuardStopError, Verdict
 from launcher.incidents import Origin, make_incident, write_incident
-from launcher.manifest import Manifest
+from launcher.matching import needs_conversion
 from launcher.metrics import Recorder
 from launcher.processes import Ranks, barrier, gather_objects
 from launcher.reporting import tell_passed_over
@@ -105,7 +104,7 @@ def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int) -> Check
     The same on every rank. All ranks must call.
     """
     run = Path(config.train.output)
-    found = [each for each in list_checkpoints(run)[0] if fits(each.manifest, config, ranks)]
+    found = [each for each in list_checkpoints(run)[0] if not needs_conversion(each, config, ranks.world_size)]
     steps = gather_objects([each.manifest.step for each in found if each.manifest.step < before], ranks)[0]
     for step in steps:
         checkpoint = open_checkpoint(run, step)
@@ -115,10 +114,3 @@ def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int) -> Check
         if ranks.is_first:
             tell_passed_over(damage)
     return None
-
-
-def fits(manifest: Manifest, config: RunConfig, ranks: Ranks) -> bool:
-    """Whether a running engine can load a checkpoint as it is."""
-    section = config.deepspeed
-    own = (ranks.world_size, zero_stage(section), precision(section))
-    return own == (manifest.world_size, manifest.zero_stage, manifest.precision)

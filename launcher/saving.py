@@ -29,6 +29,7 @@ from launcher.manifest import (
     write_manifest,
 )
 from launcher.optimizer import parameter_groups
+from launcher.probe import take_probe
 from launcher.processes import Ranks, gather_int64, gather_objects
 from launcher.random_states import random_states
 from launcher.retention import partial_folder, point_to, remove_leftovers, remove_tree, retire
@@ -148,6 +149,8 @@ class _Attempt:
     def write(self, *, background: bool) -> None:
         """Every rank's files, or copies of what will be in them. Whatever fails with them is told by ``seal``."""
         self._together(self._make_folder if self._ranks.is_first else _nothing)
+        # Every rank computes; only the first one writes, which may fail.
+        (self._manifest["probe"], *_) = self._together(self._probe)
         self._files.begin(background=background)
         self._engine.save_checkpoint(str(self._partial), tag=DEEPSPEED_TAG, save_latest=False)
         self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
@@ -170,6 +173,9 @@ class _Attempt:
         remove_leftovers(self._run)
         self._partial.mkdir()  # not its parents: a folder that has gone, or is not mounted, is not made anew
         write_json(self._partial / CONFIG, self._config.to_json())
+
+    def _probe(self) -> dict[str, Any] | None:
+        return take_probe(self._engine, self._config, self._partial, self._ranks)
 
     def _written(self) -> dict[str, FileRecord]:
         if self._files.failure is not None:

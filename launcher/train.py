@@ -102,14 +102,13 @@ def _run(config: RunConfig, resume: str, replay: str | None, stop: StopFlag, *, 
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
     from launcher import engine as ours
     from launcher.batches import RunData
-    from launcher.checkpoint import load_checkpoint
     from launcher.checks import check_output, check_replay
     from launcher.cpu_accelerator import prepare_accelerator
     from launcher.guards import Guards, GuardStopError
     from launcher.loop import train
     from launcher.processes import barrier, process_group, ranks_from_environment
     from launcher.replay import replay_step
-    from launcher.resume import begin, choose_start
+    from launcher.resume import begin, choose_start, prepare_folder, restore
     from launcher.run_lock import run_lock
     from launcher.saving import NotSavedError
     from launcher.steps import resolve_steps
@@ -143,8 +142,8 @@ def _run(config: RunConfig, resume: str, replay: str | None, stop: StopFlag, *, 
             engine = ours.build_engine(config, ranks)
             state = None
             if checkpoint is not None:
-                state = load_checkpoint(engine, checkpoint, ranks)
-                ours.apply_settings(engine, config.train)
+                state = restore(engine, checkpoint, config, ranks)
+            prepare_folder(config, checkpoint, ranks)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             code = exit_codes.DONE
             try:

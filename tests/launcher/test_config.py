@@ -110,7 +110,7 @@ def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -
     check_world_size(config, 4)
     with pytest.raises(ConfigError) as caught:
         check_world_size(config, 3)
-    rule = "must be a multiple of micro_batch 2 × 3 processes; nearest 6, 12"
+    rule = "must be a multiple of micro_batch 2 × 3 processes; nearest 6, 12; or start 2 or 4 processes"
     assert str(caught.value) == f"train.global_batch=8: {rule}"
 
 

@@ -62,7 +62,7 @@ def test_checkpoint_with_damaged_description_is_passed_over(run_copy: Path, conf
     flip_byte(damaged)
     ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
     assert ended.codes == [0], ended.stderr
-    assert f"longstride: passed over: {damaged}: " in ended.stderr[0]
+    assert f"longstride: passed over: {damaged}:" in ended.stderr[0]  # and maybe line and column
     assert metrics(run_copy) == before
 
 

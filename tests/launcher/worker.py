@@ -202,8 +202,46 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     loop.train_step = step_and_tell
 
 
+def spoil_after_load() -> None:
+    """Lets what is loaded from a universal form be a little off."""
+    import torch
+
+    import launcher.resume as resume
+
+    load = resume.load_universal
+
+    def load_and_spoil(engine: Any, form: Any) -> None:
+        load(engine, form)
+        with torch.no_grad():
+            next(engine.module.parameters()).add_(0.01 * torch.ones(()))
+
+    resume.load_universal = load_and_spoil
+
+
+def convert_and_at(number: int, then: Any) -> None:
+    """Has something happen when the so-manieth tensor is converted."""
+    import launcher.saved_state as saved_state
+
+    tensor = saved_state.SavedState.tensor
+    calls = []
+
+    def count(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            then()
+        return tensor(self, *args)
+
+    saved_state.SavedState.tensor = count
+
+
 def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     """The whole rank, as its environment asks; ends the process. ``stop`` may listen already."""
+    if "SPOIL_AFTER_LOAD" in os.environ:
+        spoil_after_load()
+    if "KILL_IN_CONVERSION" in os.environ:
+        convert_and_at(int(os.environ["KILL_IN_CONVERSION"]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if "SLOW_CONVERSION" in os.environ:
+        convert_and_at(3, lambda: time.sleep(float(os.environ["SLOW_CONVERSION"])))
     if "SPOIL" in os.environ:
         what, *numbers = os.environ["SPOIL"].split(",")
         rank, first, last, how_often = map(int, numbers)

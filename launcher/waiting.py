@@ -1,0 +1,65 @@
+"""Long work of the first rank, for which the others wait without a collective that could run into its time-out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
+
+from launcher.processes import Ranks, gather_objects
+from launcher.reporting import AgreedError, is_wrong_input
+
+_POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
+Result = TypeVar("Result")
+
+
+def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:
+    """What the first rank's ``work`` returns, on every rank. All ranks must call.
+
+    It works in a thread, and all ranks meet in a small collective again and again until it is done: a rank that dies
+    meanwhile is noticed at once, and none waits longer in any one collective than between two meetings.
+
+    Raises:
+        AgreedError: on every rank, for a mistake of a person that the work met.
+    """
+    if not ranks.is_first:
+        return _meet(lambda: (False, None, None, None), ranks)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+
+        def state() -> tuple:
+            if not future.done():
+                return (False, None, None, None)
+            error = future.exception()
+            if error is None:
+                return (True, future.result(), None, None)
+            wrong = isinstance(error, Exception) and is_wrong_input(error)
+            return (True, None, _line(error) if wrong else None, None if wrong else repr(error))
+
+        try:
+            return _meet(state, ranks)
+        except RuntimeError:
+            future.result()  # with its own traceback
+            raise
+
+
+def _meet(state: Callable[[], tuple], ranks: Ranks) -> Result:  # type: ignore[type-var]
+    pause, longest = _POLL_SECONDS
+    while True:
+        done, result, wrong, unforeseen = gather_objects(state(), ranks)[0]
+        if wrong is not None:
+            raise AgreedError(wrong)
+        if unforeseen is not None:
+            raise RuntimeError(f"the first rank failed: {unforeseen}")
+        if done:
+            return cast(Result, result)
+        time.sleep(pause)
+        pause = min(longest, 2 * pause)
+
+
+def _line(error: BaseException) -> str:
+    """The error as ``reporting`` tells it."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
