@@ -1,0 +1,62 @@
+"""Collectives: what one moves, and how many bytes each rank sends for it.
+
+Letters: W ranks, S bytes.
+
+A ring sends S·(W - 1)/W bytes a rank for each time that every rank's share has to go round: once where shares are
+gathered (all_gather), once where sums are scattered (reduce_scatter, reduce), twice where both happen (all_reduce).
+An all_to_all keeps a share of W and sends the rest. In a broadcast all ranks but the last pass everything on.
+Other algorithms (trees, switches that add) send less for some collectives; none of a ring's kind sends less than these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# How often S·(W - 1)/W is sent, with S the whole tensor: what is reduced, or gathered, or exchanged.
+RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "reduce": 1, "broadcast": 1}
+DEEPSPEED, OURS = "deepspeed", "longstride"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Equal collectives of one step, over all ranks."""
+
+    operation: str
+    num_bytes: int  # S: of all_gather what is gathered, of reduce_scatter and all_to_all what each rank brings
+    times: int = 1
+    calls: int = 1  # that each is made in, where it is too large for one
+    owner: str = DEEPSPEED  # whose code calls it
+    what: str = ""
+
+
+def sent_bytes(operation: str, num_bytes: int, ranks: int) -> float:
+    """What each rank sends for one collective over S bytes; the mean over ranks where they differ."""
+    return RING[operation] * num_bytes * (ranks - 1) / ranks
+
+
+def total_sent(collectives: Iterable[Collective], ranks: int) -> dict[str, float]:
+    """Bytes that each rank sends, by operation."""
+    totals: Counter[str] = Counter()
+    for each in collectives:
+        totals[each.operation] += each.times * sent_bytes(each.operation, each.num_bytes, ranks)
+    return dict(totals)
+
+
+def message_bytes(collectives: Iterable[Collective], owner: str | None = None) -> dict[str, int]:
+    """The sum of S by operation, which a counter of calls can be held against."""
+    totals: Counter[str] = Counter()
+    for each in collectives:
+        if owner in (None, each.owner):
+            totals[each.operation] += each.times * each.num_bytes
+    return {operation: count for operation, count in totals.items() if count}
+
+
+def num_calls(collectives: Iterable[Collective], owner: str | None = None) -> dict[str, int]:
+    """How many calls of collectives, by operation."""
+    totals: Counter[str] = Counter()
+    for each in collectives:
+        if each.times and owner in (None, each.owner):
+            totals[each.operation] += each.times * each.calls
+    return dict(totals)

@@ -1,0 +1,323 @@
+"""Which parameters ZeRO 3 gathers in a micro-batch: the rules of DeepSpeed's coordinator over the model's own modules.
+
+The order in which modules are used is not modelled but rehearsed: a forward and backward pass on tensors without
+content, with hooks where DeepSpeed (runtime/zero/parameter_offload.py) has its own. The rules are those of its
+partitioned_param_coordinator.py, once it knows the order, which is from the third micro-batch on:
+
+- a module's parameters are gathered before its forward and before its backward pass, those that are there left out;
+- then, of what comes next, until the prefetch bucket is full or the limit of live parameters is reached;
+- they are released after it, unless they are persistent (small), or the queue of prefetches went past a later use
+  of them already, or they are used again within the reuse distance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from launcher.config import RunConfig
+from launcher.plan_memory import REHEARSED_LAYERS
+from sparse_model import ModelConfig, SparseTransformer
+
+FETCH, RELEASE = "fetch", "release"
+
+
+class Event(NamedTuple):
+    """A module that needs its parameters, or is done with them, in one pass."""
+
+    kind: str
+    module: str
+
+
+class Use(NamedTuple):
+    """A parameter's place in the order of uses."""
+
+    parameter: str
+    step: int  # the module use, counted from 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """DeepSpeed's settings of stage 3, in elements."""
+
+    persistence: int = 100_000
+    model_persistence: int = 2**63 - 1
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch_bucket: int = 50_000_000
+
+    @classmethod
+    def of(cls, section: dict[str, Any]) -> Limits:
+        """As a run's DeepSpeed section has them."""
+        given = section.get("zero_optimization", {})
+        names = {
+            "persistence": "stage3_param_persistence_threshold",
+            "model_persistence": "stage3_model_persistence_threshold",
+            "max_live": "stage3_max_live_parameters",
+            "max_reuse_distance": "stage3_max_reuse_distance",
+            "prefetch_bucket": "stage3_prefetch_bucket_size",
+        }
+        return cls(**{own: int(given[key]) for own, key in names.items() if key in given})
+
+
+@dataclass(slots=True)
+class Trace:
+    """A micro-batch's uses of modules, and the parameters that each use asks for."""
+
+    events: list[Event] = field(default_factory=list)
+    parameters: dict[str, list[str]] = field(default_factory=dict)  # of a module, in the model's order
+    numel: dict[str, int] = field(default_factory=dict)
+
+
+def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
+    """The parameters that every rank keeps whole: small ones, in the model's order."""
+    kept, total = [], 0
+    for name, count in numel.items():
+        if count <= limits.persistence and count + total <= limits.model_persistence:
+            kept.append(name)
+            total += count
+    return kept
+
+
+def trace(config: RunConfig) -> Trace:
+    """A micro-batch of the run. Layers are alike: those of a deep network repeat the third of a rehearsal."""
+    model, few = config.model, max(REHEARSED_LAYERS)
+    batch, checkpointing = config.train.micro_batch, config.train.activation_checkpointing
+    if model.layers <= few:
+        return rehearse(model, batch, checkpointing)
+    short = rehearse(model.model_copy(update={"layers": few}), batch, checkpointing)
+    return _deepened(short, few, model.layers)
+
+
+def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool) -> Trace:
+    """A forward and backward pass without content, recorded."""
+    found = Trace()
+    with ExitStack() as modes:
+        modes.enter_context(FakeTensorMode())
+        model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
+        found.numel = {name: each.numel() for name, each in model.named_parameters()}
+        _record(model, found.events)
+        if checkpointing:
+            model.activation_checkpoint = _recomputed
+        tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
+        model(tokens, return_nats=True).sum().backward()
+        found.parameters = _owners(model, found.events)
+    return found
+
+
+def _recomputed(function: Any, *args: Any) -> Tensor:
+    return checkpoint(function, *args, use_reentrant=True)
+
+
+def _record(model: nn.Module, events: list[Event]) -> None:
+    """Hooks on every module: identities in the graph around it tell when its backward pass begins and ends."""
+    for name, module in model.named_modules():
+
+        def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> tuple[Any, ...]:
+            events.append(Event(FETCH, name))
+            return tuple(_mark(each, Event(RELEASE, name), events) for each in args)
+
+        def after(_: nn.Module, args: tuple[Any, ...], out: Tensor, name: str = name) -> Tensor:
+            events.append(Event(RELEASE, name))
+            return _mark(out, Event(FETCH, name), events)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+
+def _mark(tensor: Any, event: Event, events: list[Event]) -> Any:
+    """The tensor, whose gradient's passing is an event."""
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        return _Mark.apply(tensor, event, events)
+    return tensor
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, event: Event, events: list[Event]) -> Tensor:
+        ctx.event, ctx.events = event, events
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.events.append(ctx.event)
+        return grad, None, None
+
+
+def _owners(model: nn.Module, events: list[Event]) -> dict[str, list[str]]:
+    """The parameters each module asks for: its own, and those of children that it computes for itself."""
+    used = {event.module for event in events}
+    found: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        while owner not in used:
+            owner = owner.rpartition(".")[0]
+        found[owner].append(name)
+    return found
+
+
+def _deepened(short: Trace, few: int, layers: int) -> Trace:
+    """A network of more layers from one of few, whose last block stands for all beyond it."""
+    last = f"blocks.{few - 1}"
+
+    def renamed(name: str, layer: int) -> str:
+        return f"blocks.{layer}" + name.removeprefix(last) if _within(name, last) else name
+
+    events: list[Event] = []
+    for run in _runs(short.events, last):
+        if not _within(run[0].module, last):
+            events += run
+            continue
+        # Forward passes meet the layers in their order, backward passes in the opposite one.
+        forward = not any(_within(each.module, last) for each in events)
+        order = range(few - 1, layers) if forward else range(layers - 1, few - 2, -1)
+        for layer in order:
+            events += [Event(each.kind, renamed(each.module, layer)) for each in run]
+    found = Trace(events)
+    for table, target in ((short.parameters, found.parameters), (short.numel, found.numel)):
+        beyond = {name: value for name, value in table.items() if _within(name, last)}
+        for name, value in table.items():
+            if not _within(name, last):
+                target[name] = value
+            elif name == next(iter(beyond)):
+                for layer in range(few - 1, layers):
+                    for each, content in beyond.items():
+                        own = [renamed(x, layer) for x in content] if isinstance(content, list) else content
+                        target[renamed(each, layer)] = own
+    return found
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _runs(events: list[Event], module: str) -> list[list[Event]]:
+    """Events cut where they enter or leave a module."""
+    runs: list[list[Event]] = []
+    for event in events:
+        if runs and _within(runs[-1][0].module, module) == _within(event.module, module):
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    return runs
+
+
+class Gathered(NamedTuple):
+    """One all_gather: the parameters that it brings together."""
+
+    parameters: tuple[str, ...]
+
+
+def gathers(found: Trace, limits: Limits) -> list[Gathered]:
+    """The all_gathers of a micro-batch once DeepSpeed knows the order of the modules."""
+    coordinator = _Coordinator(found, limits)
+    for _ in range(2):  # the second one begins as every later one does
+        coordinator.begin()
+        for event in found.events:
+            (coordinator.fetch if event.kind == FETCH else coordinator.release)(event.module)
+        coordinator.end()
+    return coordinator.gathered
+
+
+class _Coordinator:
+    """What is there of every parameter, as DeepSpeed keeps account of it."""
+
+    def __init__(self, found: Trace, limits: Limits) -> None:
+        self._trace, self._limits = found, limits
+        self._persistent = set(persistent(found.numel, limits))
+        self._here = set(self._persistent)
+        self._in_flight: set[str] = set()
+        self._users: dict[str, set[str]] = {name: set() for name in found.numel}
+        self._modules = [event.module for event in found.events if event.kind == FETCH]
+        self._order = [Use(p, step) for step, module in enumerate(self._modules) for p in found.parameters[module]]
+        self._reused: dict[tuple[str, int], set[str]] = {}
+        self.gathered: list[Gathered] = []
+
+    def begin(self) -> None:
+        """A micro-batch's forward pass begins; what was fetched in vain is let go."""
+        for name in self._in_flight:
+            if not self._users[name]:
+                self._here.discard(name)
+        self._in_flight.clear()
+        self._queue = deque(self._order)
+        self._passed: dict[str, int] = dict.fromkeys(self._trace.numel, -1)
+        self._live = self._step = 0
+        self.gathered = []
+
+    def fetch(self, module: str) -> None:
+        """Brings a module's parameters, and some of what comes next."""
+        own = self._trace.parameters[module]
+        self._gather([name for name in own if name not in self._here])
+        for name in own:
+            self._users[name].add(module)
+            self._in_flight.discard(name)
+        ahead = {name for name in own if self._passed[name] < self._step}
+        popped: set[str] = set()
+        while self._queue and len(popped) < len(ahead):
+            use = self._queue.popleft()
+            self._passed[use.parameter] = use.step
+            popped.add(use.parameter)
+        room = min(self._limits.max_live - self._live, self._limits.prefetch_bucket)
+        wanted: dict[str, int] = {}
+        while self._limits.prefetch_bucket and self._queue and sum(wanted.values()) < room:
+            use = self._queue.popleft()
+            self._passed[use.parameter] = max(self._passed[use.parameter], use.step)
+            if use.parameter not in self._here:
+                wanted[use.parameter] = self._trace.numel[use.parameter]
+        self._gather(list(wanted))
+        self._in_flight.update(wanted)
+        self._step += 1
+
+    def release(self, module: str) -> None:
+        """Lets go of what a module no longer needs."""
+        own = self._trace.parameters[module]
+        for name in own:
+            self._users[name].discard(module)
+        if not own:
+            return
+        kept = self._persistent | self._used_again(module)
+        for name in own:
+            free = name in self._here and name not in self._in_flight and not self._users[name]
+            if free and name not in kept and self._passed[name] <= self._step:
+                self._here.discard(name)
+                self._live -= self._trace.numel[name]
+
+    def end(self) -> None:
+        """A micro-batch's backward pass is over, for the embedding too: its input has no gradient to tell by."""
+        for name, users in self._users.items():
+            if users and name not in self._persistent and name not in self._in_flight:
+                self._here.discard(name)
+            users.clear()
+
+    def _used_again(self, module: str) -> set[str]:
+        """The module's parameters that are used again within the reuse distance."""
+        key = (module, self._step)
+        if key not in self._reused:
+            own, found, distance = set(self._trace.parameters[module]), set(), 0
+            for later in self._modules[self._step :]:
+                if distance >= self._limits.max_reuse_distance or found == own:
+                    break
+                for name in self._trace.parameters[later]:
+                    distance += self._trace.numel[name]
+                    if name in own:
+                        found.add(name)
+            self._reused[key] = found
+        return self._reused[key]
+
+    def _gather(self, names: list[str]) -> None:
+        if names:
+            self.gathered.append(Gathered(tuple(names)))
+            self._here.update(names)
+            self._live += sum(self._trace.numel[name] for name in names)
+
+
+def counts(found: list[Gathered]) -> Counter[str]:
+    """How often each parameter is gathered."""
+    return Counter(name for each in found for name in each.parameters)
