@@ -135,12 +135,12 @@ def _host_copy(value: Any, seen: dict[int, Any], storages: dict[int, torch.Untyp
         )
     elif type(value) in (dict, OrderedDict):
         made = type(value)((key, _host_copy(part, seen, storages)) for key, part in value.items())
-        if isinstance(value, OrderedDict):  # of a module's state has attributes
-            vars(made).update(_host_copy(vars(value), seen, storages))
     elif type(value) in (list, tuple):
         made = type(value)(_host_copy(part, seen, storages) for part in value)
     else:
         made = copy.deepcopy(value)
+    if isinstance(value, torch.Tensor | OrderedDict) and vars(value):  # DeepSpeed's and torch's own attributes
+        vars(made).update(_host_copy(vars(value), seen, storages))
     seen[id(value)] = made, value  # the original stays: its id must not be another's
     return made
 

@@ -26,7 +26,7 @@ from launcher.config import RunConfig, TrainConfig
 from launcher.deepspeed_keys import check_packages, precision, type_problems, zero_stage
 from launcher.optimizer import make_optimizer, make_schedule, rate_factor
 from launcher.processes import Ranks
-from launcher.skipping import drop_plain_step, leave_floor_to_guards
+from launcher.skipping import drop_plain_step, forget_gradients, leave_floor_to_guards
 from launcher.weight_average import forget_average
 from sparse_model import SparseTransformer
 from sparse_model.strict import config_error
@@ -128,7 +128,7 @@ def take_step(engine: deepspeed.DeepSpeedEngine) -> float | None:
     None where they are no finite numbers: then the step is dropped, and counted in ``engine.skipped_steps``.
     """
     leave_floor_to_guards(engine)
-    scale, norm = loss_scale(engine), None
+    scale, skipped, norm = loss_scale(engine), engine.skipped_steps, None
     if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
         gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -136,6 +136,8 @@ def take_step(engine: deepspeed.DeepSpeedEngine) -> float | None:
             drop_plain_step(engine)
             return None
     engine.step()
+    if engine.skipped_steps > skipped:
+        forget_gradients(engine)
     if norm is None:
         norm = float(engine.get_global_grad_norm())
         if isinstance(engine.optimizer, FP16_UnfusedOptimizer):

@@ -32,9 +32,9 @@ from launcher.stacks import Address, Neighbour, Reading, Sheet
 _LOOK_SECONDS = 0.5
 _SURE_SECONDS = 2.0  # after which a frame is held, as another one may get its place in memory
 _LATE_SECONDS = 3.0  # behind its time-out a collective has not ended by itself
-_ASKED_SECONDS = 1.0  # within which a process that runs at all has written its stacks
+_ASKED_SECONDS = 3.0  # within which a process that runs at all has written its stacks
 _LOST_SECONDS = 2.0  # a launcher looks once a second: it is to see the code of the rank that was lost first
-_MARKED_SECONDS = 5.0  # for a main thread to find by itself that the others are gone
+_MARKED_SECONDS = 5.0  # of a process that a neighbour asked for its stacks: it is to be there while they are read
 _TELL_SECONDS = 12.0  # for writing it all down, which a file system that hangs must not hold up
 # Where the main thread is while it waits for others, by the end of the file's name.
 _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/rendezvous.py", "/launcher/processes.py")
@@ -93,7 +93,8 @@ class Watch:
         self._sheet = Sheet(rank)
         self._neighbours: list[Neighbour] = []
         self._name = _stamp()
-        self._meeting_place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        met_by = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        self._meeting_place = ":".join(met_by) if all(met_by) else f"process {os.getpid()}"  # alone
         self._met = False
         self._main = threading.get_ident()
         self._over, self._ends = threading.Event(), threading.Lock()
@@ -131,7 +132,7 @@ class Watch:
         last.daemon = True
         last.start()
         if self._sheet.marked:  # a neighbour has told it, and reads this rank's stacks
-            time.sleep(_LOST_SECONDS)
+            time.sleep(_MARKED_SECONDS)
         else:
             place = self._sheet.read()
             self._sheet.write_stacks()
@@ -177,7 +178,7 @@ class Watch:
         """Whether this is the first rank of the host that tells; it is for as long as the block runs."""
         with socket.socket(socket.AF_UNIX) as taken:
             try:
-                taken.bind(f"\0longstride hang at {self._meeting_place or os.getpid()}")
+                taken.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
                 is_first = True
             except OSError:
                 is_first = False

@@ -107,13 +107,8 @@ def train(
             raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
     except (AgreedError, StopAskedError, GuardStopError) as ending:
         watch.at(f"saving step {engine.global_steps}")
-        saver.finish()
-        unsaved = saver.saved < engine.global_steps and weights_are_finite(engine, ranks)
-        if unsaved and not saver.save_last(state, guards.memory()):
-            if isinstance(ending, StopAskedError):
-                raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
-        elif unsaved:
-            recorder.say(f"step {engine.global_steps}: saved before the run ends; --resume auto goes on from there")
+        if not save_what_is_done(engine, saver, state, guards, ranks, recorder) and isinstance(ending, StopAskedError):
+            raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
         raise
     finally:
         recorder.close()
@@ -140,13 +135,12 @@ def train_step(
     # of it the sum over all bytes divided by their global number.
     factor = num_micro_batches * ranks.world_size / taken.num_bytes
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for start in range(0, len(batch.tokens) - micro_batch, micro_batch):
-        total = sum_nats(engine, batch, slice(start, start + micro_batch), context_nats)
-        ours.backward(engine, total * factor)
+    for number in range(num_micro_batches):
+        total = sum_nats(engine, batch, slice(number * micro_batch, (number + 1) * micro_batch), context_nats)
         nats += total.detach().double()
-        engine.step()
-    total = sum_nats(engine, batch, slice(-micro_batch, None), context_nats)
-    nats += total.detach().double()
+        if number + 1 < num_micro_batches:
+            ours.backward(engine, total * factor)
+            engine.step()
     # Judged before the last backward pass, which can still have the step dropped.
     rank_nats = gather_float64(nats, ranks, engine.device).tolist()
     loss_nats = sum(rank_nats) / taken.num_bytes
@@ -176,6 +170,24 @@ def train_step(
     }
     told = {"guard": str(verdict), "rank_nats": [as_number(each) for each in rank_nats]} if verdict else {}
     return line | told
+
+
+def save_what_is_done(
+    engine: DeepSpeedEngine, saver: Saver, state: StreamState, guards: Guards, ranks: Ranks, recorder: Recorder
+) -> bool:
+    """Saves the engine's step where a run ends early; returns whether it is saved. All ranks must call."""
+    step = engine.global_steps
+    saver.finish()
+    if saver.saved == step:
+        return True
+    if not weights_are_finite(engine, ranks):
+        told = f"not saved, as its weights are no finite numbers; --resume auto goes on from step {saver.saved}"
+        recorder.say(f"step {step}: {told}")
+        return False
+    saved = saver.save_last(state, guards.memory())
+    if saved:
+        recorder.say(f"step {step}: saved before the run ends; --resume auto goes on from there")
+    return saved
 
 
 def data_news(stream: ByteStream | PlainStream, before: StreamState, taken: Taken[Batch]) -> Iterator[str]:

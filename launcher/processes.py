@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,12 +55,14 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_seconds: float, run: Path | None = None) -> Iterator[Watch]:
+def process_group(
+    ranks: Ranks, timeout_seconds: float, run: Path | None = None, orphaned: Callable[[], bool] | None = None
+) -> Iterator[Watch]:
     """Joins the processes for as long as the block runs; every collective in it ends by the time-out.
 
     Where other processes do not answer, the block does not end: the process does, by ``exit_codes.HUNG``, with the
     stacks of the processes of this host in the run's folder. Leaving without destroying the group can abort a process
-    that has done its work; destroying it where others are gone can wait for ever.
+    that has done its work; destroying it where others are gone can wait for ever. ``orphaned``: see ``Watch``.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -72,7 +74,7 @@ def process_group(ranks: Ranks, timeout_seconds: float, run: Path | None = None)
         get_accelerator().set_device(ranks.local_rank)
     alone = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
-    watch = Watch(run, ranks.rank, ranks.world_size, timeout_seconds)
+    watch = Watch(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)
     try:
         with _default_timeout(timeout):
             if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:

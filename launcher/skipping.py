@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from launcher.guards import Overflow
@@ -28,6 +29,7 @@ class Before:
         self._engine = engine
         self._counters = {name: getattr(engine, name) for name in _COUNTERS}
         self._random = random_states(engine.device)
+        self._overflow = getattr(engine.optimizer, "overflow", None)  # how its last step went, which it saves
         scaler = _scaler(engine)
         self._scaler: dict[str, Any] = {} if scaler is None else dict(vars(scaler))
 
@@ -42,6 +44,8 @@ class Before:
         self.put_back_scale()
         for name, value in self._counters.items():
             setattr(self._engine, name, value)
+        if self._overflow is not None:
+            self._engine.optimizer.overflow = self._overflow
         set_random_states(self._random, self._engine.device)
 
     def overflow(self) -> Overflow | None:
@@ -81,6 +85,17 @@ def drop_plain_step(engine: DeepSpeedEngine) -> None:
     engine.global_steps += 1
     engine.global_samples += engine.train_batch_size()
     engine.micro_steps += 1
+
+
+def forget_gradients(engine: DeepSpeedEngine) -> None:
+    """Has ZeRO 1 and 2 forget the gradients of a step that was dropped.
+
+    Where the optimiser is offloaded and gradients gather in another type than the model's, DeepSpeed would add those
+    of every step after it to them, and drop them all.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
 
 
 def weights_are_finite(engine: DeepSpeedEngine, ranks: Ranks) -> bool:

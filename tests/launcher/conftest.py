@@ -6,7 +6,7 @@ import fcntl
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from data_pipelines import build
 from launcher import train
 from launcher.exit_codes import WRONG_INPUT
+from tests.launcher.forked import ForkServer
 from tests.launcher.runs import configuration, files_under, spawn
 
 Make = Callable[[Path], None]
@@ -88,6 +89,13 @@ def refused(
 def chunks(name: str) -> dict[str, str]:
     """Runs under ZeRO 2 and 3 compute their short contexts in chunks, as long ones are."""
     return {"CHUNK_ROWS": "24"} if name.startswith(("zero2", "zero3")) else {}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Forks the ranks of many small runs."""
+    with ForkServer(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

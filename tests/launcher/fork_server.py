@@ -1,10 +1,10 @@
 """Runs for campaigns of many: a process that has everything imported forks the ranks of each, in a second.
 
 A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
-null, `traced` {rank, work, last}: the rank's operations on files in its first `save` or in its `begin` are logged to
-`folder`/operations; it is killed at the number `last` of them, or behind them all; and
-`failing` {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no file longer than that,
-and null has the folder removed; in step `stop` it gets SIGTERM. The answer is a line: the ranks' exit codes.
+null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}: the rank's operations on files in its
+first `save` or in its `begin` are logged to `folder`/operations, and it is killed at the number `last` of them, or
+behind them all; `failing` {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no file
+longer than that, and null has the folder removed; in step `stop` it gets SIGTERM. The answer is a line: the exit codes.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
     os.environ.update(rank_environment(rank, world_size, case["port"]))
     for name, stream in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    if case["chunk_rows"]:
+        work_in_chunks(case["chunk_rows"])
     traced = case["traced"]
     if traced and traced["rank"] == rank:
         trace(traced["work"], traced["last"], folder / "operations")
@@ -140,7 +142,5 @@ def run(case: dict[str, Any]) -> list[int]:
 
 
 if __name__ == "__main__":
-    if "CHUNK_ROWS" in os.environ:
-        work_in_chunks(int(os.environ["CHUNK_ROWS"]))
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,17 +17,14 @@ TRACER = ROOT / "tests/launcher/file_tracer.c"
 class ForkServer:
     """A process that forks the ranks of runs, one run after the other; a context manager."""
 
-    def __init__(self, folder: Path, extra: Mapping[str, str] | None = None, *, traced: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        environment = plain_environment() | (extra or {})
-        if traced:
-            library = folder / "file_tracer.so"
-            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(TRACER), "-ldl"], check=True)
-            environment["LD_PRELOAD"] = str(library)
+        library = folder / "file_tracer.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(TRACER), "-ldl"], check=True)
         self._log = (folder / "server.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/launcher/fork_server.py")],
-            env=environment,
+            env=plain_environment() | {"LD_PRELOAD": str(library)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -52,17 +48,13 @@ class ForkServer:
         world_size: int,
         traced: dict[str, Any] | None = None,
         failing: dict[str, Any] | None = None,
+        chunk_rows: int | None = None,
     ) -> list[int]:
         """The exit codes of a run's ranks."""
-        case = {
-            "arguments": arguments,
-            "world_size": world_size,
-            "port": free_port(),
-            "traced": traced,
-            "failing": failing,
-        }
+        case = {"arguments": arguments, "world_size": world_size, "port": free_port(), "folder": str(self._folder)}
+        case |= {"traced": traced, "failing": failing, "chunk_rows": chunk_rows}
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(case | {"folder": str(self._folder)}), file=self._process.stdin, flush=True)
+        print(json.dumps(case), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         assert answer, (self._folder / "server.log").read_text()
         return json.loads(answer)

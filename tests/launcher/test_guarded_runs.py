@@ -21,7 +21,10 @@ from tests.launcher.runs import Ended, configuration, metrics
 from tests.launcher.series import Run, spawn_series
 
 PRECISIONS = ("fp32", "fp16", "bf16")
-EVERY = [f"zero{stage}-{precision}" for stage in range(4) for precision in PRECISIONS] + ["zero2-bf16-offload"]
+EVERY = [f"zero{stage}-{precision}" for stage in range(4) for precision in PRECISIONS] + [
+    "zero2-bf16-offload",
+    "zero3-bf16-offload",
+]
 BY_STAGE = [pytest.param([n for n in EVERY if f"zero{stage}" in n], marks=pytest.mark.campaign) for stage in range(4)]
 SPIKE = 'train.guards.spike={"window": 2, "deviations": 6, "policy": "%s"}'
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

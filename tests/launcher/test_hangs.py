@@ -184,6 +184,13 @@ def test_watch_ends_what_stands_still_without_a_launcher(orphaned: bool, ends: l
     assert ["launcher is gone" in each.reason for each in ends] == [True] * orphaned
 
 
+def ended_within_seconds(run: Path) -> float:
+    """How long ago the run wrote its last line, right before it halted."""
+    seconds = time.time() - (run / "metrics.jsonl").stat().st_mtime
+    print(f"ended {seconds - TIMEOUT:.1f} s behind the time-out")
+    return seconds
+
+
 CASES = [("zero0_fp32", "step", "stopped")]
 CASES += [(f"zero{s}_fp32", where, "stopped") for s in range(4) for where in ("step", "evaluation", "save")]
 CASES += [("zero1_bf16", where, "endless") for where in ("step", "evaluation", "save")]
@@ -196,8 +203,7 @@ def test_rank_that_halts_ends_the_run_with_everyones_stacks(
 ) -> None:
     arguments = ["--config", str(config_file), f"deepspeed={preset}", f"train.timeout_seconds={TIMEOUT}"]
     ended = spawn(arguments, 2, {"HALT": f"{where},4,{how}"})
-    late = time.time() - (tmp_path / "run/metrics.jsonl").stat().st_mtime
-    assert late < TIMEOUT + WITHIN
+    assert ended_within_seconds(tmp_path / "run") < TIMEOUT + WITHIN
     assert ended.codes == [HUNG, HUNG]  # the one that was stopped too
     groups = [line for line in ended.stdout[1].splitlines() if line.startswith("time-outs of groups and store: ")]
     assert len(groups) == 1 and set(groups[0].split(": ")[1].split()) == {str(TIMEOUT)}
@@ -211,6 +217,18 @@ def test_rank_that_halts_ends_the_run_with_everyones_stacks(
         assert text.startswith(f"rank {number} of 2 on ")
         assert text.splitlines()[1].startswith(f"{place}, for ")
     assert "Timed out waiting" in first and "work_and_halt" in second  # where each of them was
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("where", ["step", "evaluation", "save"])
+def test_rank_that_dies_ends_the_others_at_once(where: str, config_file: Path, tmp_path: Path) -> None:
+    ended = spawn(["--config", str(config_file)], 2, {"HALT": f"{where},4,killed"})
+    seconds = time.time() - (tmp_path / "run/metrics.jsonl").stat().st_mtime
+    assert seconds < WITHIN  # of a time-out of 60 seconds
+    assert ended.codes == [HUNG, -signal.SIGKILL]
+    [line] = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride")]
+    assert "lost another process" in line
+    assert [path.name[-14:] for path in (tmp_path / "run/stacks").iterdir()] == ["rank-00000.txt"]
 
 
 STARTS = {
@@ -238,7 +256,9 @@ def test_launcher_ends_with_all_its_processes_where_a_rank_is_stopped(
             os.kill(min(ranks), signal.SIGSTOP)
             stopped = time.monotonic()
             _, stderr = process.communicate(timeout=120)
-            assert time.monotonic() - stopped < TIMEOUT + WITHIN
+            seconds = time.monotonic() - stopped
+            print(f"ended {seconds - TIMEOUT:.1f} s behind the time-out")
+            assert seconds < TIMEOUT + WITHIN
             assert process.returncode == HUNG, stderr
             until(lambda: not marked(mark), 10)
             assert len(list((tmp_path / "run/stacks").iterdir())) == 2
@@ -316,6 +336,6 @@ def test_link_that_goes_down_ends_both_hosts(where: str, config_file: Path, tmp_
                 rank.kill()
                 rank.communicate()
     assert [rank.returncode for rank in ranks] == [HUNG, HUNG], told
-    assert time.time() - (tmp_path / "run/metrics.jsonl").stat().st_mtime < TIMEOUT + WITHIN
+    assert ended_within_seconds(tmp_path / "run") < TIMEOUT + WITHIN
     texts = [path.read_text() for path in sorted((tmp_path / "run/stacks").iterdir())]
     assert len(texts) == 2 and all("Timed out waiting" in text for text in texts)

@@ -27,6 +27,7 @@ def test_host_copy_is_saved_as_the_original_and_follows_it_no_more(tmp_path: Pat
         "state": {"step": torch.tensor(3), "betas": (0.9, 0.99)},
     }
     vars(original["ordered"])["_metadata"] = OrderedDict(version=1)
+    original["views"][0].partition = 3
     copied = host_copy(original)
     record = write_pickle(original, tmp_path / "original.pt")
     flat.zero_()
@@ -50,25 +51,24 @@ def test_host_copy_is_saved_as_the_original_and_follows_it_no_more(tmp_path: Pat
     ],
 )
 def test_background_writes_the_same_bytes_and_changes_no_loss(
-    config_file: Path, tmp_path: Path, names: list[str]
+    server: ForkServer, config_file: Path, tmp_path: Path, names: list[str]
 ) -> None:
-    with ForkServer(tmp_path) as server:
-        for name in names:
-            files = {}
-            for background in ("false", "true"):
-                run = tmp_path / f"{name}-{background}"
-                arguments = ["--config", str(config_file), f"deepspeed={name}", f"train.output={run}"]
-                arguments += ["train.checkpoint_every=1", f"train.checkpoint_in_background={background}"]
-                arguments += ["train.steps=4", "train.keep_last=3"]
-                assert server.run(arguments, 2) == [0, 0], server.stderr()
-                found, refused = list_checkpoints(run)
-                assert not refused
-                assert [each.manifest.step for each in found] == [4, 3, 2]
-                assert not any(verify_together(each, Ranks()) for each in found)
-                assert not list((run / "checkpoints").glob(".*"))
-                manifests = [each.manifest.model_dump() for each in found]
-                for manifest in manifests:
-                    del manifest["files"][CONFIG]
-                files[background] = manifests
-            assert files["true"] == files["false"], name
-            assert metrics(tmp_path / f"{name}-true") == metrics(tmp_path / f"{name}-false")
+    for name in names:
+        files = {}
+        for background in ("false", "true"):
+            run = tmp_path / f"{name}-{background}"
+            arguments = ["--config", str(config_file), f"deepspeed={name}", f"train.output={run}"]
+            arguments += ["train.checkpoint_every=1", f"train.checkpoint_in_background={background}"]
+            arguments += ["train.steps=4", "train.keep_last=3"]
+            assert server.run(arguments, 2) == [0, 0], server.stderr()
+            found, refused = list_checkpoints(run)
+            assert not refused
+            assert [each.manifest.step for each in found] == [4, 3, 2]
+            assert not any(verify_together(each, Ranks()) for each in found)
+            assert not list((run / "checkpoints").glob(".*"))
+            manifests = [each.manifest.model_dump() for each in found]
+            for manifest in manifests:
+                del manifest["files"][CONFIG]
+            files[background] = manifests
+        assert files["true"] == files["false"], name
+        assert metrics(tmp_path / f"{name}-true") == metrics(tmp_path / f"{name}-false")

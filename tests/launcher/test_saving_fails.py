@@ -28,12 +28,6 @@ BYTES = 30_000  # that a shard of these runs does not fit into
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path, chunks("zero2-fp16")) as server:
-        yield server
-
-
-@pytest.fixture
 def short_files() -> Iterator[Callable[[int], None]]:
     """A function that limits the length of files; SIGXFSZ is ignored by Python."""
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -70,6 +64,7 @@ def test_full_disk_costs_one_save_and_the_run_goes_on(
     server: ForkServer, trained: Trained, config_file: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     whole = metrics(trained("zero2-fp16", 2, *RUNS["zero2-fp16"]))
+    rows = int(chunks("zero2-fp16")["CHUNK_ROWS"])
     for name in names:
         failing, kept, code = CASES[name]
         run = tmp_path / name.replace(" ", "-")
@@ -77,7 +72,7 @@ def test_full_disk_costs_one_save_and_the_run_goes_on(
         arguments += ["train.checkpoint_every=2", "--resume", "auto"]
         arguments += ["train.checkpoint_in_background=true"] if "background" in name else []
         failing = {"bytes": BYTES, "folder": "", "stop": None} | failing
-        assert server.run(arguments, 2, failing=failing) == [code, code], (name, server.stderr())
+        assert server.run(arguments, 2, failing=failing, chunk_rows=rows) == [code, code], (name, server.stderr())
         told = server.stderr()
         for step in failing["steps"]:
             assert f"step {step} was not saved: rank {failing['rank']}: {run}/checkpoints/.step-{step:08d}" in told, (
@@ -91,7 +86,7 @@ def test_full_disk_costs_one_save_and_the_run_goes_on(
             assert "longstride: error: " in told.splitlines()[-1] and "unsaved" in told.splitlines()[-1]
         assert ("saved before the run ends" in told) == (code == 75)
         if code:
-            assert server.run(arguments, 2) == [0, 0], (name, server.stderr())
+            assert server.run(arguments, 2, chunk_rows=rows) == [0, 0], (name, server.stderr())
         assert metrics(run) == whole, name
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,26 @@ from tests.launcher.forked import ForkServer
 from tests.launcher.runs import metrics
 
 STEPS = 60
-CHANGES = [f"train.steps={STEPS}", "train.evaluate_every=0", "train.evaluate_contexts=1", "train.schedule=constant"]
+CHANGES = ["train.evaluate_every=0", "train.evaluate_contexts=1", "train.schedule=constant"]
 SAVING = ["train.checkpoint_every=1", "train.keep_last=1"]  # the hardest to keep: every save removes the one before
 ALL = 10**6
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path, traced=True) as server:
-        yield server
 
 
 class Chain:
     """A run that is killed again and again, each time in the first save, or before the first step, of a resume."""
 
-    def __init__(self, server: ForkServer, config: Path, run: Path, stage: int, whole: Path | None = None) -> None:
-        self._server, self.run = server, run
-        self._stage = [f"deepspeed=zero{stage}_fp32"]
-        self._arguments = ["--config", str(config), *CHANGES, *self._stage, f"train.output={run}"]
+    def __init__(
+        self, server: ForkServer, config: Path, run: Path, stage: int, steps: int, whole: Path | None = None
+    ) -> None:
+        self._server, self.run, self._steps = server, run, steps
+        self._arguments = [
+            "--config",
+            str(config),
+            *CHANGES,
+            f"train.steps={steps}",
+            f"deepspeed=zero{stage}_fp32",
+            f"train.output={run}",
+        ]
         self.newest = 0  # step of the newest whole checkpoint
         if whole is None:
             whole = run.with_name("whole")
@@ -68,7 +69,7 @@ class Chain:
         self._check_gone_on_from(self.newest)
         assert metrics(self.run) == self.whole
         names = {path.name for path in (self.run / "checkpoints").iterdir()}
-        assert f"step-{STEPS:08d}" in names
+        assert f"step-{self._steps:08d}" in names
         assert not [name for name in names if name.endswith((".partial", ".deleted"))]
 
     def _check_gone_on_from(self, step: int) -> None:
@@ -81,7 +82,7 @@ class Chain:
 
 def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config_file: Path, tmp_path: Path) -> None:
     """In the middle of a shard, before the rename, and while the older checkpoint is removed."""
-    chain = Chain(server, config_file, tmp_path / "run", 2)
+    chain = Chain(server, config_file, tmp_path / "run", 2, 5)
     assert chain.kill(0, "save", 13)[-1].startswith("write")
     assert chain.newest == 0
     log = chain.kill(0, "save", ALL)
@@ -99,14 +100,14 @@ def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config
 def test_save_killed_at_every_operation_loses_nothing(
     server: ForkServer, config_file: Path, tmp_path: Path, stage: int
 ) -> None:
-    chain = Chain(server, config_file, tmp_path / "run", stage)
+    chain = Chain(server, config_file, tmp_path / "run", stage, STEPS)
     chain.kill(0, "save", ALL)
     count = 0
     for work, rank in (("save", 0), ("save", 1), ("begin", 0)):
         for last in range(1, ALL):
             if chain.newest >= STEPS - 3:
                 chain.finish()
-                chain = Chain(server, config_file, tmp_path / f"run{rank}-{last}", stage, tmp_path / "whole")
+                chain = Chain(server, config_file, tmp_path / f"run{rank}-{last}", stage, STEPS, tmp_path / "whole")
                 chain.kill(0, "save", ALL)
             count += 1
             if len(chain.kill(rank, work, last)) < last:

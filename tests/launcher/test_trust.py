@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from kernels.errors import ConfigError
-from launcher import cli
+from launcher import cli, train
 from launcher.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
 from launcher.exit_codes import WRONG_INPUT
+from launcher.launchers import launcher_command
 from launcher.manifest import read_manifest, record_files, write_manifest
 from launcher.processes import Ranks
 from launcher.unpickling import asked_code, read_pickle
@@ -141,3 +143,12 @@ def test_file_that_only_reading_can_judge_is_refused_by_reading(tmp_path: Path) 
 def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", "loss", str(tmp_path), "--output", str(tmp_path / "x.png"), "--trust-checkpoint"]) == 2
     assert "--trust-checkpoint: is asked of `show attention` alone; leave it out" in capsys.readouterr().err
+
+
+def test_option_reaches_every_rank() -> None:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
+    for given in ([], ["--trust-checkpoint"]):
+        command = launcher_command(parser.parse_intermixed_args([*words, *given]), 2)
+        assert command[command.index("--config") :] == [*words[:-1], *given, words[-1]]

@@ -103,7 +103,7 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
 
 
 def halt(where: str, step: int, how: str) -> None:
-    """Has the last rank, at a step, stop as a debugger does it, go on for ever, or lose a network interface."""
+    """Has the last rank, at a step, stop as a debugger does it, die, go on for ever, or lose a network interface."""
     import launcher.loop as loop
     from launcher.saving import Saver
 
@@ -116,8 +116,8 @@ def halt(where: str, step: int, how: str) -> None:
         if last and done == step - (where == "step"):
             seconds = [f"{each.total_seconds():g}" for each in timeouts()]
             print("time-outs of groups and store:", *seconds, flush=True)
-            if how == "stopped":
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if how in ("stopped", "killed"):
+                os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
             while how == "endless":
                 pass
             if how.startswith("without "):
