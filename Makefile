@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes on two cores: one thread each, or they get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo test campaign lint format clean
+.PHONY: demo test campaign cluster lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m launcher.demo
@@ -17,7 +17,11 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 campaign: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "campaign or not campaign"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster"
+
+# Hosts made of network namespaces, with the real launchers: by root, with what .ci/run installs.
+cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "cluster and not campaign"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/pre-commit run --all-files

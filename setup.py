@@ -14,7 +14,7 @@ setup(
     description="Train deep Sparse Transformers on long sequences of raw bytes",
     python_requires=">=3.10,<3.14",
     packages=[*find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]), "ds_configs"],
-    package_data={"ds_configs": ["*.json", "experiments/*.json"]},
+    package_data={"ds_configs": ["*.json", "experiments/*.json"], "launcher": ["templates/*.sh"]},
     install_requires=[
         "torch>=2.9,<2.14",
         # torch's CUDA builds pin their own triton inside this range; on a CPU build the newest runs the interpreter.
@@ -22,6 +22,7 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "webdataset>=1.0,<2",
         "mpi4py>=4.0,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
+        "psutil>=5.9",  # the interface of an address; deepspeed asks for it as well
         "numpy>=1.26,<3",
         "pillow>=10,<14",
         "fsspec>=2024.6",

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 from kernels.errors import ConfigError
+from launcher.batches import RunData
 from launcher.config import RunConfig
 from launcher.folders import CHECKPOINTS, CONFIG, METRICS
+from launcher.processes import Ranks
+from launcher.steps import resolve_steps
 
 _MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
 
@@ -50,3 +53,17 @@ def check_replay(config: RunConfig, resume: str, replay: str) -> None:
         raise ConfigError.at(
             "train.output", config.train.output, "holds no run to replay a step of; name one that does"
         )
+
+
+def check_data(config: RunConfig, *, elsewhere: bool = False) -> None:
+    """Whether the data is as the configuration says; on hosts elsewhere they look themselves where it is not here.
+
+    Raises:
+        ConfigError: it is not.
+        DataError: the folder or a shard's index is wrong.
+    """
+    if elsewhere and "://" not in config.data.path and not Path(config.data.path).exists():
+        return
+    data = RunData(config, Ranks())
+    resolve_steps(config, data)
+    data.check()

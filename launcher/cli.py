@@ -30,6 +30,7 @@ VERBS = (
     Verb("data verify", "check a data folder", "launcher.data", "add_verify_arguments", "run_verify"),
     Verb("data show", "a few samples of a data folder", "launcher.show_data"),
     Verb("train", "train, or go on training", "launcher.start"),
+    Verb("slurm", "write a batch script that trains under SLURM", "launcher.slurm"),
     Verb("plan", "what a run will cost", "launcher.plan"),
     Verb("evaluate", "bits per byte over a split", "launcher.evaluate"),
     Verb("export", "a checkpoint as safetensors", "launcher.export"),

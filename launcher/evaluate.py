@@ -32,6 +32,7 @@ from launcher.manifest import read_checkpoint_config
 from launcher.metrics import bits_per_byte
 from launcher.position_losses import bin_numbers, check_positions, position_edges, write_positions
 from launcher.processes import Ranks, barrier, process_group, ranks_from_environment
+from launcher.rank_environment import adopt_place
 from launcher.reporting import tell_passed_over, told_at_once
 from launcher.stopping import StopFlag
 from launcher.trust import add_trust_argument
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
+    adopt_place(os.environ)
     ranks = ranks_from_environment(os.environ)
     if arguments.positions is not None:
         check_positions(arguments.positions)

@@ -14,6 +14,7 @@ import torch.distributed
 
 from kernels.errors import ConfigError
 from launcher.hangs import Watch, found_in
+from launcher.interfaces import choose_interface
 
 _BEHIND_THE_WATCH_SECONDS = 15.0
 
@@ -72,6 +73,8 @@ def process_group(
     timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _BEHIND_THE_WATCH_SECONDS))
     if not on_cpu:
         get_accelerator().set_device(ranks.local_rank)
+    if ranks.world_size > 1:
+        choose_interface()
     alone = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
     watch = Watch(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)

@@ -11,20 +11,16 @@ import torch
 
 from kernels.errors import ConfigError
 from launcher import train
-from launcher.batches import RunData
-from launcher.checks import check_output, check_replay
+from launcher.checks import check_data, check_output, check_replay
 from launcher.config import RunConfig, check_world_size, load_config
+from launcher.host_ranks import HostRanks
 from launcher.lasting_output import lasting_output
-from launcher.launchers import launcher_command, launcher_environment
-from launcher.processes import Ranks
+from launcher.launchers import add_host_arguments, find_hosts, launcher_command, launcher_environment
 from launcher.progress import is_done
 from launcher.remaining import count_accelerators, first_visible, usable_world_sizes
 from launcher.restarts import run_with_restarts
 from launcher.run_lock import check_unlocked
-from launcher.steps import resolve_steps
 from launcher.supervisor import Launch, Wish, supervise, supervised_signals
-
-HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, default=None, metavar="N", help="on this host (default: one a GPU, or one on a CPU)"
     )
+    add_host_arguments(parser)
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -107,7 +104,7 @@ class LocalRanks:
         return f"with {_counted(sizes[0])}, as {there} GPUs are left of {before}"
 
 
-def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks:
+def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks | HostRanks:
     """Everything that can be found wrong before a process is started."""
     if arguments.replay is None:
         check_output(config.train.output, arguments.resume)
@@ -118,17 +115,19 @@ def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks:
             raise ConfigError(f"--max-restarts={arguments.max_restarts}: a replay is not started again; leave it out")
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
+    hosts = find_hosts(arguments)
+    if hosts is not None:
+        check_world_size(config, hosts.num_processes)
+        check_data(config, elsewhere=True)
+        return HostRanks(config, arguments, hosts)
     processes = arguments.processes
-    if processes is None and not torch.cuda.is_available() and not HOSTFILE.exists():
+    if processes is None and not torch.cuda.is_available():
         processes = 1  # the launcher would start one a NUMA node
     if processes is not None:
         if processes < 1:
             raise ConfigError(f"--processes={processes}: must be at least 1")
         check_world_size(config, processes)
-    if not HOSTFILE.exists():  # the ranks run here, with the data that is here
-        data = RunData(config, Ranks())
-        resolve_steps(config, data)
-        data.check()
+    check_data(config)
     return LocalRanks(config, processes)
 
 

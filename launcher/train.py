@@ -30,6 +30,7 @@ from launcher import exit_codes
 from launcher.ancestors import LauncherGone
 from launcher.config import RunConfig, check_world_size, load_config
 from launcher.lasting_output import lasting_output
+from launcher.rank_environment import adopt_place
 from launcher.reporting import is_wrong_input, report, told_at_once
 from launcher.trust import add_trust_argument
 
@@ -71,6 +72,7 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     own = StopFlag()
     try:
+        adopt_place(os.environ)
         return _begin(options, stop or own)
     except (OSError, ValueError) as error:
         if not is_wrong_input(error):

@@ -1,0 +1,73 @@
+"""`deepspeed` for several hosts, with what its launchers do otherwise than a long run needs put right.
+
+| launcher | DeepSpeed 0.19 | here |
+|---|---|---|
+| pdsh | hands words to the remote shell as they are: JSON loses its quotes | each word is quoted |
+| pdsh | told to stop, ends the ranks of *every* run by the same Python on those hosts | of this run alone |
+| mpich | starts each rank by a helper that forgets its exit code | the rank itself; we know MPICH's words |
+| pdsh | tells how it starts each rank, whatever --log_level says | as it is told |
+| both MPI | starts the mpirun that is first on PATH, be it the other library's | the right one |
+
+Everything else is `deepspeed.launcher.runner`, whose command line this is.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from deepspeed.launcher import runner
+from deepspeed.launcher.multinode_runner import MPICHRunner, OpenMPIRunner, PDSHRunner
+
+from launcher.host_checks import find_mpirun
+
+
+class QuotingPdsh(PDSHRunner):
+    """pdsh, whose words pass a shell on every host."""
+
+    def parse_user_args(self) -> list[str]:
+        """The words of the run, each quoted."""
+        return [shlex.quote(word) for word in self.args.user_args]
+
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Any
+    ) -> tuple[list[str], list[str], dict[str, str]]:
+        """The command, the one that ends it, and the environment."""
+        command, kill, environment = super().get_cmd(environment, active_resources)
+        launch = command.index("deepspeed.launcher.launch") + 1
+        command = [*command[:launch], f"--log_level={self.args.log_level}", *command[launch:]]
+        # The pattern is no match for itself, which stands in the command line of the shell that runs pkill.
+        where = f"[-]-master_addr={self.args.master_addr} --master_port={self.args.master_port} "
+        kill = [*kill[: kill.index("pkill -f ")], "pkill", "-f", "--", shlex.quote(where)]
+        return command, kill, environment
+
+
+class FoundOpenMpi(OpenMPIRunner):
+    """Open MPI's own mpirun."""
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Any) -> list[str]:
+        """The command."""
+        return [find_mpirun("openmpi"), *super().get_cmd(environment, active_resources)[1:]]
+
+
+class FoundMpich(MPICHRunner):
+    """MPICH's own mpirun, which starts the ranks themselves."""
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Any) -> list[str]:
+        """The command."""
+        command = super().get_cmd(environment, active_resources)
+        helper = next(at for at, word in enumerate(command) if Path(word).name == "launcher_helper.py")
+        script = command.index(self.user_script, helper)
+        return [find_mpirun("mpich"), *command[1:helper], *command[script:]]
+
+
+def main(arguments: list[str]) -> None:
+    """Runs a command line of the deepspeed launcher."""
+    runner.PDSHRunner, runner.OpenMPIRunner, runner.MPICHRunner = QuotingPdsh, FoundOpenMpi, FoundMpich
+    runner.main(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""The ranks of a run on the hosts of a hostfile: how they are started, and on which of them after a loss."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from pathlib import Path
+
+from kernels.errors import ConfigError
+from launcher.config import RunConfig, check_world_size
+from launcher.host_checks import check_reachable, meeting_address, unreachable
+from launcher.hostfile import Hosts
+from launcher.launchers import (
+    free_meeting_port,
+    launcher_command,
+    launcher_environment,
+    needed_files,
+    reaches_by_ssh,
+    tell_hosts,
+)
+from launcher.supervisor import Launch
+
+
+class HostRanks:
+    """Checked hosts, which answer and have the program."""
+
+    def __init__(self, config: RunConfig, arguments: argparse.Namespace, hosts: Hosts) -> None:
+        """Asks every host.
+
+        Raises:
+            ConfigError: one does not answer or lacks the program, or the first one's address cannot be told.
+        """
+        self._config, self._arguments, self._hosts = config, arguments, hosts
+        self._by_ssh = reaches_by_ssh(hosts, arguments.launcher_args)
+        self._address = arguments.master_addr or meeting_address(list(hosts.slots))
+        if self._by_ssh:
+            check_reachable(list(hosts.slots), needed_files())
+
+    def launch(self, arguments: argparse.Namespace, resume: str, output: Path, started: float) -> Launch:
+        """What starts them, at a meeting place of its own."""
+        hosts = self._hosts.meeting(self._address, arguments.master_port or free_meeting_port())
+        named = argparse.Namespace(**vars(arguments) | {"resume": resume})
+        file = output / f".stop-{secrets.token_hex(8)}"
+        command = launcher_command(named, None, hosts)
+        environment = launcher_environment(tell_hosts(hosts, output))
+        return Launch([*command, f"--stop-file={file}", f"--started={started!r}"], environment, file)
+
+    def after_loss(self) -> str:
+        """Takes the hosts that still answer; says how many processes that makes.
+
+        Raises:
+            ConfigError: none does, the batch does not divide over what is left, or the launcher cannot leave one out.
+        """
+        lost = unreachable(list(self._hosts.slots), needed_files()) if self._by_ssh else {}
+        if not lost:
+            return f"with {self._hosts.num_processes} processes on the same hosts"
+        left = self._hosts.without(lost)
+        if not left.slots:
+            raise ConfigError("no host answers any more")
+        if left.launcher != "pdsh":
+            raise ConfigError(f"{', '.join(lost)} answers no more; write a hostfile without it, and --resume auto")
+        check_world_size(self._config, left.num_processes)
+        if next(iter(left.slots)) != next(iter(self._hosts.slots)):
+            self._address = meeting_address(list(left.slots))
+        self._hosts = left
+        return f"with {left.num_processes} processes, as {', '.join(lost)} answers no more"
