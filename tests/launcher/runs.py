@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,20 @@ def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = 
     finally:
         outputs = [rank.end() for rank in ranks]
     return Ended([rank.returncode for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is started with."""
+
+    arguments: list[str]
+    world_size: int = 2
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def spawn_series(runs: list[Run]) -> list[Ended]:
+    """Runs them in order; returns how each ended."""
+    return [spawn(run.arguments, run.world_size, run.extra) for run in runs]
 
 
 def start_ranks(arguments: list[str], world_size: int, extra: dict[str, str] | None = None) -> list[Rank]:

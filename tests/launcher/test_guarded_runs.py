@@ -17,8 +17,7 @@ from launcher.incidents import read_incidents
 from launcher.manifest import read_manifest, sealed, write_json
 from launcher.unpickling import read_pickle
 from tests.launcher.conftest import Make
-from tests.launcher.runs import Ended, configuration, metrics
-from tests.launcher.series import Run, spawn_series
+from tests.launcher.runs import Ended, Run, configuration, metrics, spawn_series
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EVERY = [f"zero{stage}-{precision}" for stage in range(4) for precision in PRECISIONS] + [

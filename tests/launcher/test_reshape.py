@@ -22,8 +22,7 @@ from launcher.reshape import seed_generators
 from launcher.saved_state import KINDS, MASTER, SavedState
 from launcher.universal import ready_universal
 from launcher.weight_average import AVERAGE
-from tests.launcher.runs import configuration, files_under, metrics, spawn
-from tests.launcher.series import Run, spawn_series
+from tests.launcher.runs import Run, configuration, files_under, metrics, spawn, spawn_series
 from tests.launcher.test_training import MONITORED
 
 Trained = Callable[..., Path]
