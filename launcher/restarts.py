@@ -56,8 +56,9 @@ def run_with_restarts(
     resuming = Resuming(run, resume)
     best = Progress(saved=read_progress(run).saved if resume != "never" else 0, recorded=0)
     left, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
+    started = launch(resume)
     while True:
-        ended = attempt(launch(resume))
+        ended = attempt(started)
         if ended.code not in exit_codes.RESTARTABLE or max_restarts == 0:
             if ended.code == exit_codes.HUNG:  # of what is unforeseen, a traceback has told
                 _say(f"ended: {ended.told}")
@@ -76,12 +77,13 @@ def run_with_restarts(
             return ended.code
         if _pause(wish, wait):
             return exit_codes.STOPPED if wish.at_once else exit_codes.REQUEUE
+        left, wait, resume = left - 1, min(2 * wait, _LONGEST_WAIT_SECONDS), resuming.next()
         try:
             on = after_loss()
-        except ConfigError as error:
+            started = launch(resume)
+        except ConfigError as error:  # not a person's mistake, but what the loss has left
             _say(f"ended: {ended.told}; {error}")
             return ended.code
-        left, wait, resume = left - 1, min(2 * wait, _LONGEST_WAIT_SECONDS), resuming.next()
         _say(f"ended: {ended.told}; going on from {_place(run, resume)} {on}; restarts left: {left}")
 
 

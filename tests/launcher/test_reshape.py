@@ -39,17 +39,22 @@ class Leg(NamedTuple):
 
 
 def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
-    """Whether two checkpoints hold the same but for rounding, by the length of each tensor's difference.
+    """Whether two checkpoints, one step behind one and the same, hold the same but for rounding.
 
-    In half precision the sign of a gradient near zero is rounding, and one step of Adam then goes the other way.
+    In half precision the sign of a gradient near zero is rounding, and Adam then goes the other way: weights that
+    began at zero are off by a good part of themselves, but on average by little of a step. What was lost, moments or an
+    average, is off by all of itself, or by most of a step.
     """
     assert one.shapes == other.shapes
     assert (one.kinds, one.step, one.numbers) == (other.kinds, other.step, other.numbers)
+    rate = configuration(Path(), Path())["train"]["learning_rate"]
     for kind in one.kinds:
-        tolerance = 2**-10 if not half else 2**-7 if kind in (MASTER, AVERAGE) else 2**-3
         for name in one.shapes:
             ours, theirs = one.tensor(name, kind), other.tensor(name, kind)
-            assert (ours - theirs).norm() <= tolerance * theirs.norm(), (kind, name)
+            if half and kind in (MASTER, AVERAGE):
+                assert (ours - theirs).abs().mean() <= 0.2 * rate, (kind, name)
+            else:
+                assert (ours - theirs).norm() <= 2 ** (-3 if half else -10) * theirs.norm(), (kind, name)
 
 
 def test_run_goes_on_with_other_processes_and_stage(trained: Trained, tmp_path: Path) -> None:

@@ -128,6 +128,23 @@ def test_nothing_left_to_go_on_with_ends_the_run(
     assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; no host answers\n")
 
 
+def test_host_lost_while_the_next_attempt_is_prepared_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answered when it was asked, and is gone when the launch is made: no mistake of a person's, so no code 2."""
+    played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
+    launch = played._launch
+
+    def launch_once(resume: str) -> Launch:
+        if played.resumed:
+            raise ConfigError("node2: no answer")
+        return launch(resume)
+
+    monkeypatch.setattr(played, "_launch", launch_once)
+    assert played.go(5) == exit_codes.HUNG
+    assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; node2: no answer\n")
+
+
 def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped() -> int:
         signal.raise_signal(signal.SIGUSR1)

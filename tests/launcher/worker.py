@@ -213,7 +213,8 @@ def spoil_after_load() -> None:
     def load_and_spoil(engine: Any, form: Any) -> None:
         load(engine, form)
         with torch.no_grad():
-            next(engine.module.parameters()).add_(0.01 * torch.ones(()))
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.001)
 
     resume.load_universal = load_and_spoil
 
