@@ -37,6 +37,10 @@ from launcher.trust import add_trust_argument
 if TYPE_CHECKING:
     import torch
 
+    from launcher.batches import RunData
+    from launcher.processes import Ranks
+    from launcher.resume import Start
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that training has however it is started."""
@@ -84,13 +88,14 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
 
 def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
     """Reads the configuration and says what else may ask for a stop, then runs."""
-    stop.look(LauncherGone(os.environ))
+    gone = LauncherGone(os.environ)
+    stop.look(gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
         stop.look(StopFile(options.stop_file))
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
         stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
-    return _run(config, options.resume, options.replay, stop, trusted=options.trust_checkpoint)
+    return _run(config, options, stop, gone)
 
 
 def _process_start() -> float:
@@ -99,22 +104,17 @@ def _process_start() -> float:
     return psutil.Process().create_time()
 
 
-def _run(config: RunConfig, resume: str, replay: str | None, stop: StopFlag, *, trusted: bool) -> int:
+def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: LauncherGone) -> int:
     """Checks everything that can be checked alone, then trains, or replays a step."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
     from launcher import engine as ours
     from launcher.batches import RunData
     from launcher.checks import check_output, check_replay
     from launcher.cpu_accelerator import prepare_accelerator
-    from launcher.guards import Guards, GuardStopError
-    from launcher.loop import train
-    from launcher.processes import barrier, process_group, ranks_from_environment
+    from launcher.processes import ranks_from_environment
     from launcher.replay import replay_step
-    from launcher.resume import begin, choose_start, prepare_folder, restore
-    from launcher.run_lock import run_lock
-    from launcher.saving import NotSavedError
+    from launcher.resume import choose_start
     from launcher.steps import resolve_steps
-    from launcher.stopping import StopAskedError
     from launcher.warm_up import compile_kernels
 
     ranks = ranks_from_environment(os.environ)
@@ -125,46 +125,56 @@ def _run(config: RunConfig, resume: str, replay: str | None, stop: StopFlag, *, 
     ours.check_section(config, ranks.world_size, on_cpu)
     _check_attention(config, ranks.local_rank)
     # Before the data, which may take a while.
-    if replay is None:
-        check_output(config.train.output, resume)
+    if options.replay is None:
+        check_output(config.train.output, options.resume)
     else:
-        check_replay(config, resume, replay)
+        check_replay(config, options.resume, options.replay)
     data = RunData(config, ranks)
     epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
-    if replay is not None:
-        return replay_step(config, int(replay), data, ranks)
-    start = choose_start(config, resume, data, ranks, epochs=epochs, trusted=trusted)
+    if options.replay is not None:
+        return replay_step(config, int(options.replay), data, ranks)
+    start = choose_start(config, options.resume, data, ranks, epochs=epochs, trusted=options.trust_checkpoint)
     compile_kernels(config.model, config.train.micro_batch, *_attention_runs_in(config, ranks.local_rank))
     stop.listen()
+    return _train_together(config, ranks, data, start, stop, gone)
+
+
+def _train_together(
+    config: RunConfig, ranks: Ranks, data: RunData, start: Start, stop: StopFlag, gone: LauncherGone
+) -> int:
+    """Joins the other ranks and trains; returns the exit code."""
+    from launcher import engine as ours
+    from launcher.guards import Guards, GuardStopError
+    from launcher.loop import train
+    from launcher.processes import barrier, process_group
+    from launcher.resume import begin, prepare_folder, restore
+    from launcher.run_lock import run_lock
+    from launcher.saving import NotSavedError
+    from launcher.stopping import StopAskedError
+
     output = Path(config.train.output)
-    with process_group(ranks, config.train.timeout_seconds, output) as watch, stop.held(), run_lock(output, ranks):
+    group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
+    with group as watch, stop.held(), run_lock(output, ranks):
         checkpoint = begin(start, config, ranks)
         with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
-            state = None
-            if checkpoint is not None:
-                state = restore(engine, checkpoint, config, ranks)
+            state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             prepare_folder(config, checkpoint, ranks)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
-            code = exit_codes.DONE
+            code, told = exit_codes.DONE, None
             try:
                 train(engine, config, ranks, data, state, stop, watch, guards)
             except StopAskedError as asked:
-                code = exit_codes.REQUEUE
-                if ranks.is_first:
-                    print(f"longstride: stopped by {asked}; --resume auto goes on", file=sys.stderr, flush=True)
-                barrier(ranks)  # a launcher ends all ranks once one has ended
-            except NotSavedError as error:
-                code = exit_codes.UNFORESEEN
-                if ranks.is_first:
-                    print(f"longstride: error: {error}", file=sys.stderr, flush=True)
-                barrier(ranks)
+                code, told = exit_codes.REQUEUE, f"stopped by {asked}; --resume auto goes on"
             except GuardStopError as stopped:
-                code = exit_codes.GUARDED
+                code, told = exit_codes.GUARDED, f"stopped by a guard: {stopped}"
+            except NotSavedError as error:
+                code, told = exit_codes.UNFORESEEN, f"error: {error}"
+            if told is not None:
                 if ranks.is_first:
-                    print(f"longstride: stopped by a guard: {stopped}", file=sys.stderr, flush=True)
-                barrier(ranks)
+                    print(f"longstride: {told}", file=sys.stderr, flush=True)
+                barrier(ranks)  # a launcher ends all ranks once one has ended
             engine.destroy()
     return code
 

@@ -13,18 +13,21 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#define EVERY -1
 static long armed_thread, done, deadly;
 static int log_file = -1;
 
-/* From now on operations of this thread count; the number `last` does not happen (0: all do). `log`: a descriptor. */
-void tracer_arm(long last, int log) { armed_thread = syscall(SYS_gettid), done = 0, deadly = last, log_file = log; }
+/* From now on operations of this thread, or of all, count; the number `last` does not happen. `log`: a descriptor. */
+void tracer_arm(long last, int log, int every_thread) {
+    done = 0, deadly = last, log_file = log, armed_thread = every_thread ? EVERY : syscall(SYS_gettid);
+}
 void tracer_disarm(void) { armed_thread = 0; }
 
 static int is_counted(const char *name, const char *path) {
-    if (!armed_thread || armed_thread != syscall(SYS_gettid)) return 0;
-    done++;
+    if (!armed_thread || (armed_thread != EVERY && armed_thread != syscall(SYS_gettid))) return 0;
+    long number = __sync_add_and_fetch(&done, 1);
     if (log_file >= 0) dprintf(log_file, "%s %s\n", name, path);
-    return deadly && done == deadly;
+    return deadly && number == deadly;
 }
 static void die(void) { syscall(SYS_kill, getpid(), SIGKILL); pause(); }
 static int is_regular(int file) {

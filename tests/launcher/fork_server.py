@@ -2,9 +2,10 @@
 
 A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
 null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}: the rank's operations on files in its
-first `save` or in its `begin` are logged to `folder`/operations, and it is killed at the number `last` of them, or
-behind them all; `failing` {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no file
-longer than that, and null has the folder removed; in step `stop` it gets SIGTERM. The answer is a line: the exit codes.
+first `save`, in one in the `background` or in its `begin` are logged to `folder`/operations, and it is killed at the
+number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the saves of these steps the
+rank can write no file longer than that, and null has the folder removed; in step `stop` it gets SIGTERM. The answer is
+a line: the exit codes.
 """
 
 from __future__ import annotations
@@ -44,17 +45,26 @@ ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launche
 
 def trace(work: str, last: int, log: Path) -> None:
     """Has the first call of a piece of work traced, and this process killed in it or behind it."""
-    owner, name = {"save": (saving.Saver, "save"), "begin": (launcher.resume, "begin")}[work]
-    tracer, original = ctypes.CDLL(None), getattr(owner, name)
+    owner, name = (launcher.resume, "begin") if work == "begin" else (saving.Saver, "save")
+    tracer, original, finish = ctypes.CDLL(None), getattr(owner, name), saving.Saver.finish
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
-    def traced(*arguments: Any) -> Any:
-        tracer.tracer_arm(ctypes.c_long(last), file)
+    def traced(*arguments: Any) -> None:
+        tracer.tracer_arm(ctypes.c_long(last), file, work == "background")
         original(*arguments)
-        tracer.tracer_disarm()
-        os.kill(os.getpid(), signal.SIGKILL)
+        if work != "background":
+            tracer.tracer_disarm()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def finish_and_end(self: Any) -> None:
+        is_under_way = self._pending is not None
+        finish(self)
+        if is_under_way:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, name, traced)
+    if work == "background":
+        saving.Saver.finish = finish_and_end  # type: ignore[method-assign]
 
 
 def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path) -> None:

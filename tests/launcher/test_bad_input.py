@@ -195,7 +195,7 @@ def test_newer_checkpoint_format(refused: Callable[..., list[str]], config_file:
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))
     lines = refused("--config", str(config_file), "--resume", "auto")
     assert lines[0] == "no checkpoint can be read:"
-    assert all(line.endswith("format_version=99: this Longstride reads 1") for line in lines[1:])
+    assert all(line.endswith("format_version=99: this Longstride reads 1 to 2, and is older") for line in lines[1:])
     assert len(lines) == 3
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from launcher.checkpoint import Checkpoint, list_checkpoints
 from launcher.manifest import find_damage, find_foreign
 from launcher.retention import universal_folder
 from tests.launcher.forked import ForkServer
-from tests.launcher.runs import metrics
+from tests.launcher.runs import UNEQUAL, metrics
 
 STEPS = 60
 CHANGES = ["train.evaluate_every=0", "train.evaluate_contexts=1", "train.schedule=constant"]
@@ -47,18 +49,20 @@ class Chain:
             universal_folder(found[0].folder).mkdir(exist_ok=True)
             (universal_folder(found[0].folder) / "weights").touch()
         arguments = [*self._arguments, *SAVING, "--resume", "auto"]
+        arguments += ["train.checkpoint_in_background=true"] if work == "background" else []
         codes = self._server.run(arguments, 2, {"rank": rank, "work": work, "last": last})
         where = f"rank {rank}, {work}, operation {last}: {codes}\n{self._server.stderr()}"
         assert codes[rank] == -9, where
-        if work == "save":
+        if work != "begin":
             self._check_gone_on_from(before)
         found = self._found()
         assert all(not find_damage(each.folder, list(each.manifest.files), each.manifest) for each in found), where
         assert all(not find_foreign(each.folder, each.manifest) for each in found), where
         self.newest = found[0].manifest.step if found else 0
-        assert before <= self.newest <= before + (work == "save"), where
-        lines = metrics(self.run)
-        assert [line["step"] for line in lines] == list(range(1, before + 1 + (work == "save"))), where
+        assert before <= self.newest <= before + (work != "begin"), where
+        lines = self._whole_lines()
+        further = {"begin": (0,), "save": (1,), "background": (1, 2)}[work]  # the next save ends one under way
+        assert len(lines) - before in further, where
         assert lines == self.whole[: len(lines)], where  # bit for bit
         return self._server.operations()
 
@@ -75,6 +79,12 @@ class Chain:
     def _check_gone_on_from(self, step: int) -> None:
         line = f"going on from {self.run / 'checkpoints'}/step-{step:08d}\n"
         assert (line in self._server.stderr()) == (step > 0), self._server.stderr()
+
+    def _whole_lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl but for one that the kill cut off."""
+        text = (self.run / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [{key: value for key, value in line.items() if key not in UNEQUAL} for line in lines]
 
     def _found(self) -> list[Checkpoint]:
         return list_checkpoints(self.run)[0]
@@ -114,3 +124,19 @@ def test_save_killed_at_every_operation_loses_nothing(
                 break
     chain.finish()
     print(f"ZeRO {stage}: killed at {count} operations")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("stage", [1, 3])
+def test_save_in_the_background_killed_at_every_operation_loses_nothing(
+    server: ForkServer, config_file: Path, tmp_path: Path, stage: int
+) -> None:
+    chain = Chain(server, config_file, tmp_path / "run", stage, STEPS)
+    count = 0
+    for rank in (0, 1):
+        last = 1
+        while len(chain.kill(rank, "background", last)) >= last and chain.newest < STEPS - 3:
+            last += 1
+        count += last
+    chain.finish()
+    print(f"ZeRO {stage}, in the background: killed at {count} operations")
