@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from kernels.errors import ConfigError
-from launcher.config import RunConfig, check_world_size
+from launcher.config import RunConfig
 from launcher.host_checks import check_reachable, meeting_address, unreachable
 from launcher.hostfile import Hosts
 from launcher.launchers import (
@@ -18,6 +18,7 @@ from launcher.launchers import (
     reaches_by_ssh,
     tell_hosts,
 )
+from launcher.remaining import fewer_slots, usable_world_sizes
 from launcher.supervisor import Launch
 
 
@@ -59,7 +60,10 @@ class HostRanks:
             raise ConfigError("no host answers any more")
         if left.launcher != "pdsh":
             raise ConfigError(f"{', '.join(lost)} answers no more; write a hostfile without it, and --resume auto")
-        check_world_size(self._config, left.num_processes)
+        sizes = usable_world_sizes(self._config, left.num_processes)
+        if not sizes:
+            raise ConfigError(f"{left.num_processes} slots are left, and the batch divides over no such number")
+        left = left.taking(fewer_slots(left.slots, sizes[0]))
         if next(iter(left.slots)) != next(iter(self._hosts.slots)):
             self._address = meeting_address(list(left.slots))
         self._hosts = left

@@ -40,8 +40,11 @@ class Hosts:
 
     def without(self, lost: Container[str]) -> Hosts:
         """Those that are left."""
-        left = {host: slots for host, slots in self.slots.items() if host not in lost}
-        return replace(self, slots=left, filtered=self.filtered or len(left) < len(self.slots))
+        return self.taking({host: slots for host, slots in self.slots.items() if host not in lost})
+
+    def taking(self, slots: Slots) -> Hosts:
+        """These of the slots alone."""
+        return replace(self, slots=slots, filtered=self.filtered or slots != self.slots)
 
     def meeting(self, address: str, port: int) -> Hosts:
         """The same hosts, whose ranks meet there."""

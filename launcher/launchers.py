@@ -22,6 +22,9 @@ from launcher.trust import TRUST_OPTION
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 SLURM_WAIT_SECONDS = 60  # that the other ranks may take to end after the first has
+_SSH_WORDS = "PDSH_SSH_ARGS_APPEND"
+# Without them ssh, and so pdsh, waits for a host that is gone for as long as TCP does.
+_KEEP_ALIVE = ("-oServerAliveInterval=10", "-oServerAliveCountMax=3")
 _PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
 
 
@@ -82,12 +85,17 @@ def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
 
 
 def launcher_environment(told: Path | None = None) -> dict[str, str]:
-    """The launcher's environment, with the file of ``tell_hosts``.
+    """The launcher's environment, for several hosts with the file of ``tell_hosts``.
 
     Without a GPU it names what DeepSpeed would choose, with a warning a process.
     """
-    chosen = {} if torch.accelerator.is_available() else {"DS_ACCELERATOR": "cpu"}
-    return chosen | os.environ | ({} if told is None else {ENVIRONMENT_FILE: str(told)})
+    environment = {} if torch.accelerator.is_available() else {"DS_ACCELERATOR": "cpu"}
+    environment |= os.environ
+    if told is not None:
+        environment[ENVIRONMENT_FILE] = str(told)
+        # Behind a person's own words, of which ssh takes the first.
+        environment[_SSH_WORDS] = " ".join(filter(None, [os.environ.get(_SSH_WORDS), *_KEEP_ALIVE]))
+    return environment
 
 
 def tell_hosts(hosts: Hosts, run: Path) -> Path:

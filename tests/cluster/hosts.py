@@ -111,7 +111,17 @@ class Host:
             capture_output=True,
             text=True,
         ).stdout.splitlines()
-        kept = (" cat", "sshd: /usr/sbin/sshd", "/bin/bash", "bash -c", " ps -e")
+        kept = (
+            " cat",
+            "sshd: /usr/sbin/sshd",
+            "/bin/bash",
+            "bash -c",
+            " ps -e",
+            "munged ",
+            "slurmctld ",
+            "slurmd ",
+            "slurmscriptd",
+        )
         return [line for line in listed if line.split()[0] != "1" and not any(word in line for word in kept)]
 
     def end(self) -> None:

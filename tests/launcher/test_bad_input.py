@@ -15,7 +15,7 @@ import torch
 from data_pipelines import build
 from launcher import cli
 from launcher.exit_codes import WRONG_INPUT
-from launcher.manifest import sealed
+from launcher.manifest import sealed, write_json
 from tests.launcher.runs import ROOT, files_under, plain_environment
 
 
@@ -203,9 +203,9 @@ def test_manifest_that_leaves_its_folder(refused: Callable[..., list[str]], conf
     path = run_copy / "checkpoints/step-00000008/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"]["../../../escape"] = next(iter(manifest["files"].values()))
-    path.write_text(json.dumps(sealed(manifest)))
+    write_json(path, sealed(manifest))
     lines = refused("--config", str(config_file), "--resume", "8")
-    assert lines == [f"{path}: names ../../../escape, which is outside its folder"]
+    assert lines == [f"{path}: names '../../../escape', which is no plain path within its folder"]
 
 
 def test_state_that_the_stream_does_not_have(
@@ -214,7 +214,7 @@ def test_state_that_the_stream_does_not_have(
     path = run_copy / "checkpoints/step-00000008/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["stream"]["step"] = 10**6
-    path.write_text(json.dumps(sealed(manifest)))
+    write_json(path, sealed(manifest))
     (line,) = refused("--config", str(config_file), "--resume", "8")
     assert line.startswith(f"{path.parent}: state.step=1000000: epoch ")
 
