@@ -124,6 +124,11 @@ class Rank:
         return line
 
 
+def hear_hangups() -> None:
+    """As a terminal's programs do; tests that nohup started would hand on that they are to be ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def nameless_file() -> int:
     """The descriptor of a file that is gone once it is closed."""
     file, name = tempfile.mkstemp()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.launcher.runs import ROOT, free_port, plain_environment
+from tests.launcher.runs import ROOT, free_port, hear_hangups, plain_environment
 
 _WORKER = ROOT / "tests/launcher/launched_worker.py"
 _PATIENCE_SECONDS = 240.0
@@ -40,7 +40,13 @@ class Tended:
         told = {name: value, "MARKS": str(self._marks), "MARK_SECONDS": "0.05", "DS_ACCELERATOR": "cpu"} | extra
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                command, env=plain_environment() | told, cwd="/", stdout=output, stderr=output, start_new_session=True
+                command,
+                env=plain_environment() | told,
+                cwd="/",
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=hear_hangups,
             )
 
     @property

@@ -17,7 +17,7 @@ from launcher.ancestors import LauncherGone
 from launcher.lasting_output import LastingOutput
 from launcher.progress import read_progress
 from launcher.stopping import LEAVE_AT_ONCE, StopFile, TimeIsUp
-from tests.launcher.runs import ROOT, metrics, plain_environment, spawn
+from tests.launcher.runs import ROOT, hear_hangups, metrics, plain_environment, spawn
 
 Trained = Callable[..., Path]
 
@@ -69,6 +69,7 @@ def stuck(how: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_hangups,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

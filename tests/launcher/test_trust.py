@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.errors import ConfigError
-from launcher import cli, train
+from launcher import cli
 from launcher.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
 from launcher.exit_codes import WRONG_INPUT
 from launcher.launchers import launcher_command
@@ -147,7 +147,7 @@ def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, caps
 
 def test_option_reaches_every_rank() -> None:
     parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
+    start.add_arguments(parser)
     words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
     for given in ([], ["--trust-checkpoint"]):
         command = launcher_command(parser.parse_intermixed_args([*words, *given]), 2)
