@@ -2,10 +2,10 @@
 
 A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
 null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}: the rank's operations on files in its
-first `save`, in one in the `background` or in its `begin` are logged to `folder`/operations, and it is killed at the
-number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the saves of these steps the
-rank can write no file longer than that, and null has the folder removed; in step `stop` it gets SIGTERM. The answer is
-a line: the exit codes.
+first `save`, in one in the `background`, or while it does `prepare` its folder are logged to `folder`/operations, and
+it is killed at the number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the saves
+of these steps the rank can write no file longer than that, and null has the folder removed; in step `stop` it gets
+SIGTERM. The answer is a line: the exit codes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launche
 
 def trace(work: str, last: int, log: Path) -> None:
     """Has the first call of a piece of work traced, and this process killed in it or behind it."""
-    owner, name = (launcher.resume, "begin") if work == "begin" else (saving.Saver, "save")
+    owner, name = (launcher.resume, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
     tracer, original, finish = ctypes.CDLL(None), getattr(owner, name), saving.Saver.finish
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 

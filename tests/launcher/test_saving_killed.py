@@ -53,15 +53,15 @@ class Chain:
         codes = self._server.run(arguments, 2, {"rank": rank, "work": work, "last": last})
         where = f"rank {rank}, {work}, operation {last}: {codes}\n{self._server.stderr()}"
         assert codes[rank] == -9, where
-        if work != "begin":
+        if work != "prepare":
             self._check_gone_on_from(before)
         found = self._found()
         assert all(not find_damage(each.folder, list(each.manifest.files), each.manifest) for each in found), where
         assert all(not find_foreign(each.folder, each.manifest) for each in found), where
         self.newest = found[0].manifest.step if found else 0
-        assert before <= self.newest <= before + (work != "begin"), where
+        assert before <= self.newest <= before + (work != "prepare"), where
         lines = self._whole_lines()
-        further = {"begin": (0,), "save": (1,), "background": (1, 2)}[work]  # the next save ends one under way
+        further = {"prepare": (0,), "save": (1,), "background": (1, 2)}[work]  # the next save ends one under way
         assert len(lines) - before in further, where
         assert lines == self.whole[: len(lines)], where  # bit for bit
         return self._server.operations()
@@ -95,9 +95,9 @@ def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config
     chain = Chain(server, config_file, tmp_path / "run", 2, 5)
     log = chain.kill(0, "save", ALL)
     assert chain.newest == 1
-    shard = next(
-        number for number, line in enumerate(log, start=1) if line.startswith("write") and "optim_states" in line
-    )
+    numbered = list(enumerate(log, start=1))
+    opened = next(number for number, line in numbered if "optim_states" in line)
+    shard = next(number for number, line in numbered[opened:] if line.startswith("write"))
     assert chain.kill(0, "save", shard)[-1].startswith("write")
     assert chain.newest == 1
     (renamed,) = (number for number, line in enumerate(log, start=1) if line.endswith("/step-00000001"))
@@ -116,7 +116,7 @@ def test_save_killed_at_every_operation_loses_nothing(
     chain = Chain(server, config_file, tmp_path / "run", stage, STEPS)
     chain.kill(0, "save", ALL)
     count = 0
-    for work, rank in (("save", 0), ("save", 1), ("begin", 0)):
+    for work, rank in (("save", 0), ("save", 1), ("prepare", 0)):
         for last in range(1, ALL):
             if chain.newest >= STEPS - 3:
                 chain.finish()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.errors import ConfigError
-from launcher import cli
+from launcher import cli, start
 from launcher.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
 from launcher.exit_codes import WRONG_INPUT
 from launcher.launchers import launcher_command
