@@ -3,9 +3,9 @@
 A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
 null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}: the rank's operations on files in its
 first `save`, in one in the `background`, or while it does `prepare` its folder are logged to `folder`/operations, and
-it is killed at the number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the saves
-of these steps the rank can write no file longer than that, and null has the folder removed; in step `stop` it gets
-SIGTERM. The answer is a line: the exit codes.
+it is killed at the number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the
+saves of these steps the rank can write no file longer than that, and null has the folder removed; in step `stop` it
+gets SIGTERM. The answer is a line: the exit codes.
 """
 
 from __future__ import annotations
