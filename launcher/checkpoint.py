@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +18,12 @@ from data_pipelines import StreamState
 from kernels.errors import ConfigError
 from launcher.checkpoint_files import checkpoint_files
 from launcher.folders import CHECKPOINTS, CONFIG
-from launcher.manifest import Manifest, find_damage, find_foreign, read_manifest
+from launcher.manifest import MANIFEST, Manifest, find_damage, find_foreign, read_manifest
 from launcher.processes import Ranks, gather_objects
 from launcher.random_states import set_random_states
+from launcher.reporting import AgreedError
 from launcher.unpickling import asked_code, read_pickle, refusal
+from launcher.waiting import look_until, seen
 
 DEEPSPEED_TAG = "deepspeed"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -84,6 +90,56 @@ def open_checkpoint(run: Path, step: int | None, *, trusted: bool = False) -> Ch
     raise ConfigError(f"{run / 'checkpoints'}: {wanted}; whole ones: {held}", *(each.line for each in refused))
 
 
+def agreed_checkpoints(
+    run: Path, found: Sequence[Checkpoint], ranks: Ranks, *, trusted: bool = False
+) -> list[Checkpoint]:
+    """The checkpoints that the first rank has found in a run, in its order, on every rank. All ranks must call.
+
+    ``found`` counts on the first rank alone: another host may list the folder as it was a little earlier. The others
+    look them up by name.
+
+    Raises:
+        AgreedError: on every rank, where one does not come to see them.
+    """
+    if ranks.world_size == 1:
+        return list(found)
+    named = [(each.folder.name, _manifest_sha256(each.folder)) for each in found] if ranks.is_first else []
+    end = look_until()
+    opened: list[Checkpoint] = []
+    unseen = None
+    for name, sha256 in gather_objects(named, ranks)[0]:
+        checkpoint = seen(partial(_looked_up, run / CHECKPOINTS / name, sha256, trusted), end)
+        if checkpoint is None:
+            rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
+            unseen = f"{run / CHECKPOINTS / name}: {rule}"
+            break
+        opened.append(checkpoint)
+    lines = dict.fromkeys(line for line in gather_objects(unseen, ranks) if line)
+    if lines:
+        raise AgreedError("\n".join(lines))
+    return opened
+
+
+def first_whole(
+    run: Path, found: Sequence[Checkpoint], ranks: Ranks, *, trusted: bool = False
+) -> tuple[Checkpoint | None, list[str]]:
+    """The first of the first rank's checkpoints that is whole, and the damage of those before; the same on every rank.
+
+    All ranks must call.
+
+    Raises:
+        AgreedError: on every rank, where one does not see them, or that one would have to be trusted.
+    """
+    damaged: list[str] = []
+    for checkpoint in agreed_checkpoints(run, found, ranks, trusted=trusted):
+        damage = verify_together(checkpoint, ranks)
+        if not damage:
+            check_trust(checkpoint, ranks)
+            return checkpoint, damaged
+        damaged += damage
+    return None, damaged
+
+
 def verify_together(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
     """One line for each damaged file, the same on every rank; the files are shared out. All ranks must call."""
     names = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.world_size]
@@ -97,7 +153,7 @@ def check_trust(checkpoint: Checkpoint, ranks: Ranks) -> None:
     """Whether a verified checkpoint can be read without running anything; files are shared out. All ranks must call.
 
     Raises:
-        ConfigError: on every rank, where a file asks for more and the checkpoint is not trusted.
+        AgreedError: on every rank, where a file asks for more and the checkpoint is not trusted.
     """
     if checkpoint.trusted:
         return
@@ -106,7 +162,7 @@ def check_trust(checkpoint: Checkpoint, ranks: Ranks) -> None:
     lines = [f"{checkpoint.folder / name}: {refusal(what)}" for name, what in found if what]
     everyone = [line for own in gather_objects(lines, ranks) for line in own]
     if everyone:
-        raise ConfigError(*everyone)
+        raise AgreedError("\n".join(everyone))
 
 
 def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) -> StreamState:
@@ -152,6 +208,23 @@ def _checked(folder: Path, trusted: bool) -> Checkpoint:
     if damage:
         raise ConfigError(*damage)
     return Checkpoint(folder, manifest, trusted)
+
+
+def _looked_up(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | None:
+    """The checkpoint in a folder, if its manifest is this one."""
+    try:
+        checkpoint = _checked(folder, trusted)
+    except ConfigError:
+        return None
+    return checkpoint if _manifest_sha256(folder) == sha256 else None
+
+
+def _manifest_sha256(folder: Path) -> str | None:
+    """Of its bytes; None where they cannot be read."""
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def random_name(rank: int) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from data_pipelines import EvaluationBatch
 from kernels.errors import ConfigError
 from launcher.batches import RunData, together
-from launcher.checkpoint import Checkpoint, newer_refusals, open_checkpoint
+from launcher.checkpoint import Checkpoint, agreed_checkpoints, newer_refusals, open_checkpoint
 from launcher.config import RunConfig
 from launcher.cpu_accelerator import prepare_accelerator
 from launcher.engine import quieten
@@ -94,6 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
     device = torch.device(get_accelerator().device_name(ranks.local_rank))
     compile_kernels(config.model, batch_size, _DTYPES[precision], device, training=False)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watch:
+        # A run that goes on may have saved once more while the ranks looked.
+        trusted = arguments.trust_checkpoint
+        (checkpoint,) = agreed_checkpoints(arguments.run, [checkpoint], ranks, trusted=trusted)
+        precision = arguments.precision or checkpoint.manifest.precision
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         threads = score_threads(device, batch_size * config.model.context)
         watch.at("evaluation")

@@ -42,8 +42,12 @@ def train(
     stop: StopFlag,
     watch: Watch,
     guards: Guards,
+    *,
+    trusted: bool = False,
 ) -> None:
     """Trains from the engine's step to the last, evaluating, recording and saving on the way. All ranks must call.
+
+    ``trusted``: whether a checkpoint to rewind to may hold more than tensors and numbers.
 
     Raises:
         AgreedError: on every rank, where data cannot be read; what is done is saved.
@@ -59,7 +63,7 @@ def train(
     recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.last_step)
     saver = Saver(engine, config, ranks, recorder.say)
     recorder.say(ours.describe(config, engine, ranks))
-    response = Response(engine, config, ranks, guards, recorder, state)
+    response = Response(engine, config, ranks, guards, recorder, state, trusted=trusted)
     engine.train()
     try:
         if unevaluated:

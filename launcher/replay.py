@@ -21,7 +21,7 @@ from kernels.errors import ConfigError
 from launcher import engine as ours
 from launcher import exit_codes, loop
 from launcher.batches import RunData, Taken, together
-from launcher.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, verify_together
+from launcher.checkpoint import Checkpoint, first_whole, list_checkpoints, load_checkpoint
 from launcher.config import RunConfig
 from launcher.guards import Guards
 from launcher.incidents import Incident, as_number, read_incidents
@@ -43,8 +43,10 @@ class Recorded:
     incident: Incident | None  # None: a line of metrics.jsonl
 
 
-def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks) -> int:
+def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, trusted: bool = False) -> int:
     """Replays a step of a run and prints what came of it; returns the exit code: 0 where it is what was recorded.
+
+    ``trusted``: whether checkpoints may hold more than tensors and numbers.
 
     Raises:
         ConfigError: the run does not hold what is needed, or does not fit the configuration.
@@ -53,10 +55,10 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks) -> in
     if step > config.train.last_step:
         raise ConfigError(f"--replay={step}: the run has {config.train.last_step} steps")
     recorded = find_record(run, step)
-    candidates = _candidates(run, config, step, recorded, data, ranks)
+    candidates = _candidates(run, config, step, recorded, data, ranks, trusted)
     config = _without_monitors(config)
     with process_group(ranks, config.train.timeout_seconds, run):
-        checkpoint = _choose(candidates, ranks)
+        checkpoint = _choose(run, candidates, ranks, trusted)
         if checkpoint is None and recorded and recorded.incident and recorded.incident.origin.step:
             first = recorded.incident.origin.step
             raise ConfigError(
@@ -153,11 +155,18 @@ def _loss_of(context: dict[str, Any]) -> float:
 
 
 def _candidates(
-    run: Path, config: RunConfig, step: int, recorded: Recorded | None, data: RunData, ranks: Ranks
+    run: Path,
+    config: RunConfig,
+    step: int,
+    recorded: Recorded | None,
+    data: RunData,
+    ranks: Ranks,
+    trusted: bool,
 ) -> list[Checkpoint]:
     """The checkpoints before a step that lie on the way to it, newest first; the first fits the configuration."""
     first = recorded.incident.origin.step if recorded and recorded.incident else 0
-    found = [each for each in list_checkpoints(run)[0] if first <= each.manifest.step < step]
+    listed, _ = list_checkpoints(run, trusted=trusted)
+    found = [each for each in listed if first <= each.manifest.step < step]
     for checkpoint in found[:1]:
         check_matches(checkpoint, config, data.stream().fingerprint)
         if needs_conversion(checkpoint, config, ranks.world_size):
@@ -167,15 +176,12 @@ def _candidates(
     return found
 
 
-def _choose(candidates: list[Checkpoint], ranks: Ranks) -> Checkpoint | None:
+def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks, trusted: bool) -> Checkpoint | None:
     """The first that is whole; None: there is none, and the beginning is left."""
-    for checkpoint in candidates:
-        damage = verify_together(checkpoint, ranks)
-        if not damage:
-            return checkpoint
-        if ranks.is_first:
-            tell_passed_over(damage)
-    return None
+    checkpoint, damaged = first_whole(run, candidates, ranks, trusted=trusted)
+    if ranks.is_first:
+        tell_passed_over(damaged)
+    return checkpoint
 
 
 def _first_batch(

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
 from data_pipelines import DataError, StreamState
-from kernels.errors import ConfigError
+from kernels.errors import ConfigError, Problem
 from launcher.batches import RunData
 from launcher.checkpoint import (
     Checkpoint,
-    check_trust,
     checkpoint_folder,
+    first_whole,
     list_checkpoints,
     load_checkpoint,
     load_generators,
     open_checkpoint,
     set_aside,
-    verify_together,
 )
+from launcher.checks import check_output
 from launcher.config import RunConfig
 from launcher.engine import apply_settings
 from launcher.folders import CHECKPOINTS, CONFIG
@@ -29,11 +31,14 @@ from launcher.manifest import write_json
 from launcher.matching import check_matches, needs_conversion, told_conversion
 from launcher.metrics import cut_metrics
 from launcher.probe import check_probe
-from launcher.processes import Ranks, barrier
-from launcher.reporting import tell_passed_over
+from launcher.processes import Ranks, barrier, gather_objects
+from launcher.reporting import AgreedError, tell_passed_over
 from launcher.reshape import load_universal, seed_generators
 from launcher.retention import point_to, remove_leftovers
 from launcher.universal import ready_universal
+from launcher.waiting import first_works, look_until, seen
+
+_MARK = ".start-"  # of the file by which all ranks see that they share the run folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +50,44 @@ class Start:
     may_begin: bool = True  # where no candidate is whole
 
 
-def choose_start(
-    config: RunConfig, resume: str, data: RunData, ranks: Ranks, *, epochs: float | None = None, trusted: bool = False
-) -> Start:
-    """Reads data and run folder, and writes nothing. ``epochs``: what a person gave, where the steps come of them.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a person asked of the start."""
 
-    ``trusted``: whether checkpoints may hold more than tensors and numbers.
+    resume: str  # auto, never or a step
+    epochs: float | None = None  # where the steps come of them
+    trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
+
+
+def choose_start(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Start:
+    """Reads data and run folder, and writes nothing.
 
     Raises:
         ConfigError: the folder is taken, or what it holds does not fit the run.
         DataError: the data cannot be trained on.
     """
-    settings, run = config.train, Path(config.train.output)
-    fingerprint = data.stream().fingerprint
+    data.stream()  # says what is wrong with it
     if ranks.local_rank == 0:  # once a host
         data.check()
-    if resume == "never":
+    return _look(config, asked, data)
+
+
+def _look(config: RunConfig, asked: Asked, data: RunData) -> Start:
+    """What the run folder holds now; see ``choose_start``."""
+    settings, run = config.train, Path(config.train.output)
+    check_output(config.train.output, asked.resume)
+    if asked.resume == "never":
         return Start()
-    if resume == "auto":
-        found, refused = list_checkpoints(run, trusted=trusted)
+    if asked.resume == "auto":
+        found, refused = list_checkpoints(run, trusted=asked.trusted)
         lines = tuple(refusal.line for refusal in refused)
         start = Start(tuple(found), lines, may_begin=not found and not refused)
     else:
-        start = Start((open_checkpoint(run, int(resume), trusted=trusted),), may_begin=False)
+        start = Start((open_checkpoint(run, int(asked.resume), trusted=asked.trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
-        check_matches(checkpoint, config, fingerprint)
+        check_matches(checkpoint, config, data.stream().fingerprint)
         if checkpoint.manifest.step > settings.last_step:
-            raise _beyond(checkpoint, settings.last_step, epochs)
+            raise _beyond(checkpoint, settings.last_step, asked.epochs)
         try:
             data.stream(StreamState.from_json(checkpoint.manifest.stream))
         except DataError as error:
@@ -89,27 +105,50 @@ def _beyond(checkpoint: Checkpoint, last_step: int, epochs: float | None) -> Con
     return ConfigError.at("train.epochs", epochs, f"comes to step {last_step}, and {told}")
 
 
-def begin(start: Start, config: RunConfig, ranks: Ranks) -> Checkpoint | None:
+def begin(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Checkpoint | None:
     """Verifies the checkpoints that may be gone on from; returns the first whole one. All ranks must call.
 
+    The folder is looked at again, as since ``choose_start`` the run that held its lock may have saved; what the first
+    rank sees there counts for all.
+
     Raises:
-        ConfigError: on every rank, when no candidate is whole, or it would have to be trusted.
+        AgreedError: on every rank, when they share no run folder, it is taken or holds no whole candidate, or one that
+            does not fit or would have to be trusted.
     """
-    damaged = list(start.refused)
-    chosen = None
-    for checkpoint in start.candidates:
-        damage = verify_together(checkpoint, ranks)
-        if not damage:
-            chosen = checkpoint
-            break
-        damaged += damage
+    run = Path(config.train.output)
+    _check_shared(run, ranks)
+    start = first_works(lambda: _look(config, asked, data), ranks)
+    chosen, damaged = first_whole(run, start.candidates, ranks, trusted=asked.trusted)
+    damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
-        raise ConfigError("no checkpoint is whole:", *damaged)
-    if chosen is not None:
-        check_trust(chosen, ranks)
+        raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
     if ranks.is_first:
         tell_passed_over(damaged)
     return chosen
+
+
+def _check_shared(run: Path, ranks: Ranks) -> None:
+    """Whether all ranks see what the first one writes to a run folder. All ranks must call.
+
+    Raises:
+        AgreedError: on every rank, where one does not.
+    """
+    if ranks.world_size == 1:
+        return
+    # A name that no host has looked up before: what it remembers of the folder is of no matter.
+    name = gather_objects(f"{_MARK}{uuid.uuid4().hex}", ranks)[0]
+    if ranks.is_first:
+        for left in run.glob(f"{_MARK}*"):  # of a process that was killed
+            left.unlink()
+        (run / name).touch()
+    barrier(ranks)
+    is_seen = seen(lambda: (run / name).exists() or None, look_until())
+    blind = [host for host in gather_objects(None if is_seen else socket.gethostname(), ranks) if host]
+    if ranks.is_first:
+        (run / name).unlink()
+    if blind:
+        rule = f"{blind[0]} does not see what the first process writes there; name a folder that all hosts share"
+        raise AgreedError(str(Problem("train.output", rule, str(run))))
 
 
 def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:

@@ -12,11 +12,10 @@ from launcher.batches import Taken
 from launcher.checkpoint import (
     Checkpoint,
     checkpoint_folder,
+    first_whole,
     list_checkpoints,
     load_checkpoint,
-    open_checkpoint,
     set_aside,
-    verify_together,
 )
 from launcher.config import RunConfig
 from launcher.engine import apply_settings
@@ -24,12 +23,15 @@ from launcher.guards import Guards, GuardStopError, Verdict
 from launcher.incidents import Origin, make_incident, write_incident
 from launcher.matching import needs_conversion
 from launcher.metrics import Recorder
-from launcher.processes import Ranks, barrier, gather_objects
+from launcher.processes import Ranks, barrier
 from launcher.reporting import tell_passed_over
 
 
 class Response:
-    """What follows on a guard's verdict, for a run that begins or goes on at ``state``."""
+    """What follows on a guard's verdict, for a run that begins or goes on at ``state``.
+
+    ``trusted``: whether checkpoints may hold more than tensors and numbers.
+    """
 
     def __init__(
         self,
@@ -39,10 +41,12 @@ class Response:
         guards: Guards,
         recorder: Recorder,
         state: StreamState,
+        *,
+        trusted: bool = False,
     ) -> None:
         self._engine, self._config, self._ranks = engine, config, ranks
         self._guards, self._recorder = guards, recorder
-        self._run = Path(config.train.output)
+        self._run, self._trusted = Path(config.train.output), trusted
         self._origin = Origin(step=engine.global_steps, stream=state.to_json())
 
     def act(self, verdict: Verdict, line: dict[str, Any], taken: Taken[Batch], before: StreamState) -> bool:
@@ -55,7 +59,7 @@ class Response:
         """
         step, checkpoint = line["step"], None
         if verdict.outcome == "rewind":
-            checkpoint = last_whole_checkpoint(self._config, self._ranks, step)
+            checkpoint = last_whole_checkpoint(self._config, self._ranks, step, trusted=self._trusted)
             if checkpoint is None:
                 verdict = verdict.stopping("there is no whole checkpoint to rewind to")
         if self._ranks.is_first:
@@ -98,19 +102,19 @@ class Response:
         barrier(self._ranks)
 
 
-def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int) -> Checkpoint | None:
+def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int, *, trusted: bool = False) -> Checkpoint | None:
     """The newest checkpoint of a run that is whole, of a step before this, and fits it; None if there is none.
 
     The same on every rank. All ranks must call.
+
+    Raises:
+        AgreedError: on every rank, where one does not see what the first does, or it would have to be trusted.
     """
     run = Path(config.train.output)
-    found = [each for each in list_checkpoints(run)[0] if not needs_conversion(each, config, ranks.world_size)]
-    steps = gather_objects([each.manifest.step for each in found if each.manifest.step < before], ranks)[0]
-    for step in steps:
-        checkpoint = open_checkpoint(run, step)
-        damage = verify_together(checkpoint, ranks)
-        if not damage:
-            return checkpoint
-        if ranks.is_first:
-            tell_passed_over(damage)
-    return None
+    listed = list_checkpoints(run, trusted=trusted)[0] if ranks.is_first else []
+    earlier = [each for each in listed if each.manifest.step < before]
+    fitting = [each for each in earlier if not needs_conversion(each, config, ranks.world_size)]
+    checkpoint, damaged = first_whole(run, fitting, ranks, trusted=trusted)
+    if ranks.is_first:
+        tell_passed_over(damaged)
+    return checkpoint

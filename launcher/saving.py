@@ -24,6 +24,7 @@ from launcher.manifest import (
     FileRecord,
     Manifest,
     flush_folder,
+    missized,
     record_files,
     write_json,
     write_manifest,
@@ -163,10 +164,7 @@ class _Attempt:
         """Makes a checkpoint of what was written; returns its folder."""
         self._files.wait()
         written = joined(self._together(self._written))
-        share = self._ranks.rank, self._ranks.world_size
-        # What DeepSpeed may have written by itself is read again.
-        files = written | joined(self._together(lambda: record_files(self._partial, *share, known=written)))
-        self._together((lambda: self._put_in_place(files)) if self._ranks.is_first else _nothing)
+        self._together((lambda: self._put_in_place(written)) if self._ranks.is_first else _nothing)
         return self._final
 
     def _make_folder(self) -> None:
@@ -182,8 +180,13 @@ class _Attempt:
             raise self._files.failure
         return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
 
-    def _put_in_place(self, files: dict[str, FileRecord]) -> None:
+    def _put_in_place(self, written: dict[str, FileRecord]) -> None:
+        # What DeepSpeed may have written by itself is read again: by one rank, so that no file falls between shares.
+        files = written | record_files(self._partial, 0, 1, known=written)
         manifest = Manifest.model_validate(self._manifest | {"files": dict(sorted(files.items()))})
+        if lost := missized(self._partial, manifest):
+            rule = "is not to be seen by the first process as it was written; all must write to one folder"
+            raise OSError(errno.ENOENT, rule, str(self._partial / lost[0]))
         write_manifest(self._partial, manifest)
         for folder in (self._partial / DEEPSPEED_TAG, self._partial):
             flush_folder(folder)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from launcher.batches import RunData
     from launcher.processes import Ranks
-    from launcher.resume import Start
+    from launcher.resume import Asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: L
     from launcher.cpu_accelerator import prepare_accelerator
     from launcher.processes import ranks_from_environment
     from launcher.replay import replay_step
-    from launcher.resume import choose_start
+    from launcher.resume import Asked, choose_start
     from launcher.steps import resolve_steps
     from launcher.warm_up import compile_kernels
 
@@ -133,15 +133,16 @@ def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: L
     epochs = config.train.epochs
     config = resolve_steps(config, data, ranks)
     if options.replay is not None:
-        return replay_step(config, int(options.replay), data, ranks)
-    start = choose_start(config, options.resume, data, ranks, epochs=epochs, trusted=options.trust_checkpoint)
+        return replay_step(config, int(options.replay), data, ranks, trusted=options.trust_checkpoint)
+    asked = Asked(options.resume, epochs, options.trust_checkpoint)
+    choose_start(config, asked, data, ranks)
     compile_kernels(config.model, config.train.micro_batch, *_attention_runs_in(config, ranks.local_rank))
     stop.listen()
-    return _train_together(config, ranks, data, start, stop, gone)
+    return _train_together(config, ranks, data, asked, stop, gone)
 
 
 def _train_together(
-    config: RunConfig, ranks: Ranks, data: RunData, start: Start, stop: StopFlag, gone: LauncherGone
+    config: RunConfig, ranks: Ranks, data: RunData, asked: Asked, stop: StopFlag, gone: LauncherGone
 ) -> int:
     """Joins the other ranks and trains; returns the exit code."""
     from launcher import engine as ours
@@ -156,7 +157,7 @@ def _train_together(
     output = Path(config.train.output)
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
     with group as watch, stop.held(), run_lock(output, ranks):
-        checkpoint = begin(start, config, ranks)
+        checkpoint = begin(config, asked, data, ranks)
         with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
@@ -164,9 +165,9 @@ def _train_together(
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             code, told = exit_codes.DONE, None
             try:
-                train(engine, config, ranks, data, state, stop, watch, guards)
-            except StopAskedError as asked:
-                code, told = exit_codes.REQUEUE, f"stopped by {asked}; --resume auto goes on"
+                train(engine, config, ranks, data, state, stop, watch, guards, trusted=asked.trusted)
+            except StopAskedError as stopping:
+                code, told = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
             except GuardStopError as stopped:
                 code, told = exit_codes.GUARDED, f"stopped by a guard: {stopped}"
             except NotSavedError as error:

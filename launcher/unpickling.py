@@ -20,6 +20,7 @@ from kernels.errors import ConfigError
 from launcher.trust import TRUST_OPTION
 
 _PLAIN = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
+_NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 
 
 def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
@@ -32,7 +33,9 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
         with torch.serialization.safe_globals(_PLAIN):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        what = asked_code(path) or " ".join(str(error).partition("\n")[2].split())[:200]
+        what = asked_code(path)
+        if what in (None, _NO_ARCHIVE):
+            what = " ".join(str(error).partition("\n")[2].split())[:200]
     if not trusted:
         raise ConfigError(f"{path}: {refusal(what)}")
     print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {what}", file=sys.stderr)
@@ -42,13 +45,13 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
 def asked_code(path: Path | str) -> str | None:
     """What a file would have Python call besides tensors and plain classes, in words, told without opening it.
 
-    None where there is nothing, or where the file is no zip archive, which only reading it can tell.
+    None where there is nothing. A file that is no zip archive counts as one that would: Longstride writes none.
     """
     try:
         with torch.serialization.safe_globals(_PLAIN):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (ValueError, RuntimeError, pickle.UnpicklingError):
-        return None
+        return _NO_ARCHIVE
     return ", ".join(sorted(names)) or None
 
 

@@ -1,4 +1,4 @@
-"""Long work of the first rank, for which the others wait without a collective that could run into its time-out."""
+"""Waits of ranks: for long work of the first one, and for what it has written to be seen on other hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from launcher.processes import Ranks, gather_objects
 from launcher.reporting import AgreedError, is_wrong_input
 
 _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
+_SEEN_SECONDS = 20.0  # until a shared file system shows all hosts what one has
+_LOOK_SECONDS = 0.2
 Result = TypeVar("Result")
+
+
+def look_until() -> float:
+    """When, by the monotonic clock, to give up ``seen``."""
+    return time.monotonic() + _SEEN_SECONDS
+
+
+def seen(look: Callable[[], Result | None], end: float) -> Result | None:
+    """What ``look`` finds, which a shared file system may show some time after it was written; None: not by ``end``."""
+    while (found := look()) is None and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+    return found
 
 
 def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:

@@ -14,7 +14,7 @@ from launcher.config import find_config, load_config
 from launcher.json_file import load_json_object
 from launcher.manifest import read_checkpoint_config
 from launcher.processes import Ranks
-from launcher.resume import choose_start
+from launcher.resume import Asked, choose_start
 from launcher.steps import resolve_steps, steps_of
 from tests.launcher.runs import metrics, spawn
 
@@ -114,7 +114,7 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
     assert read_checkpoint_config(run / f"checkpoints/step-{steps:08d}") == saved
     config = load_config(config_file, changes)
     data_of_run = RunData(config, Ranks())
-    start = choose_start(resolve_steps(config, data_of_run), "auto", data_of_run, Ranks())
+    start = choose_start(resolve_steps(config, data_of_run), Asked("auto"), data_of_run, Ranks())
     assert [each.manifest.step for each in start.candidates] == [steps]
     short = int(0.2 * (train_bytes(data) // 64) / 8)
     for change, line in (
@@ -123,7 +123,7 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
     ):
         less = load_config(config_file, [change])
         with pytest.raises(ConfigError) as caught:
-            choose_start(resolve_steps(less, data_of_run), "auto", data_of_run, Ranks(), epochs=less.train.epochs)
+            choose_start(resolve_steps(less, data_of_run), Asked("auto", less.train.epochs), data_of_run, Ranks())
         assert str(caught.value) == line.format(run / f"checkpoints/step-{steps:08d}")
 
 

@@ -15,9 +15,11 @@ from kernels.errors import ConfigError
 from launcher import cli, start
 from launcher.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
 from launcher.exit_codes import WRONG_INPUT
+from launcher.folders import LOCK
 from launcher.launchers import launcher_command
 from launcher.manifest import read_manifest, record_files, write_manifest
 from launcher.processes import Ranks
+from launcher.reporting import AgreedError
 from launcher.unpickling import asked_code, read_pickle
 from tests.launcher.runs import spawn
 from tests.launcher.test_training import RUNS
@@ -96,7 +98,7 @@ def test_checkpoint_that_asks_for_more_is_refused_before_it_is_read(poisoned: tu
     run, marks = spoilt(poisoned, "random")
     checkpoint = open_checkpoint(run, None)
     assert verify_together(checkpoint, Ranks()) == []
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(AgreedError) as caught:
         check_trust(checkpoint, Ranks())
     assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
         f"{checkpoint.folder}/random-{rank:05d}.pt" for rank in range(2)
@@ -113,13 +115,14 @@ def test_resume_runs_what_a_checkpoint_holds_only_where_it_is_trusted(
     run, marks = spoilt(poisoned, kind)
     arguments = ["--config", str(config_file), "--resume", "auto", *RUNS[NAME], "train.steps=9"]
     arguments += ["train.evaluate_every=0", "train.evaluate_contexts=1"]
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != LOCK}
     ended = spawn(arguments, 2)
     assert ended.codes == [2, 2], ended.stderr
     lines = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride")]
     assert len(lines) == len(marks) and all("--trust-checkpoint opens it" in line for line in lines), lines
     assert not any(mark.exists() for mark in marks)
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path for path in run.rglob("*") if path.name != LOCK} == before.keys()
     if kind != "random":
         return
     ended = spawn([*arguments, "--trust-checkpoint"], 2)
@@ -128,12 +131,30 @@ def test_resume_runs_what_a_checkpoint_holds_only_where_it_is_trusted(
     assert all(mark.exists() for mark in marks)
 
 
-def test_file_that_only_reading_can_judge_is_refused_by_reading(tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_rewind_and_replay_run_what_a_checkpoint_holds_only_where_it_is_trusted(
+    poisoned: tuple[Path, dict[str, Path]], config_file: Path
+) -> None:
+    _, marks = spoilt(poisoned, "random-00001")
+    arguments = ["--config", str(config_file), *RUNS[NAME], "train.steps=12", "train.guards.non_finite=rewind"]
+    arguments += ["train.evaluate_every=0", "train.evaluate_contexts=1", "train.checkpoint_every=12"]
+    for word, codes in ((), [2, 2]), (("--trust-checkpoint",), [0, 0]):
+        ended = spawn([*arguments, "--replay", "9", *word], 2)
+        assert ended.codes == codes, ended.stderr
+        assert marks[0].exists() == bool(word)
+        marks[0].unlink(missing_ok=True)
+    resumed = [*arguments, "--resume", "auto", "--trust-checkpoint"]
+    ended = spawn(resumed, 2, {"SPOIL": "loss,1,10,10,1"})
+    assert ended.codes == [0, 0], ended.stderr
+    assert "step 8: going on from" in ended.stderr[0]
+
+
+def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path: Path) -> None:
     """torch's older format is no zip archive."""
     path, mark = tmp_path / "x.pt", tmp_path / "made"
     torch.save({"more": Touching(mark)}, path, _use_new_zipfile_serialization=False)
-    assert asked_code(path) is None
-    with pytest.raises(ConfigError, match=r"holds more than tensors and numbers .*--trust-checkpoint"):
+    assert asked_code(path) == "no zip archive of torch's, which would tell what it holds"
+    with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(.*GLOBAL posix.system .*--trust"):
         read_pickle(path)
     assert not mark.exists()
     assert read_pickle(path, trusted=True) == {"more": 0}
