@@ -78,8 +78,8 @@ def train(
             step, verdict = line["step"], guards.verdict
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = taken.num_bytes / line["seconds"]
-            # What stood in for damaged data, and what a guard did, is recorded whatever the interval.
-            if verdict or taken.substitutions or is_due(step, settings.log_every, settings.last_step):
+            # What stood in for damaged data is recorded whatever the interval; what a guard did, by what follows on it.
+            if not verdict and (taken.substitutions or is_due(step, settings.log_every, settings.last_step)):
                 recorder.write(line)
             recorder.advance(
                 step, "no loss" if line["loss_nats"] is None else f"{line['bits_per_byte']:.3f} bits per byte"

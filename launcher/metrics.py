@@ -52,6 +52,9 @@ class Recorder:
         if not self._is_first:
             return
         self._lines.append(json.dumps(line), f"step {line['step']}")
+        self._monitor(line)
+
+    def _monitor(self, line: dict[str, Any]) -> None:
         if self._engine.monitor.enabled:
             numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
             try:
@@ -75,14 +78,19 @@ class Recorder:
             with contextlib.suppress(OSError):
                 self._progress.say(text)
 
-    def rewind(self, step: int, text: str) -> Path | None:
-        """Goes back to a step; returns the copy that keeps the lines after it."""
+    def rewind(self, step: int, line: dict[str, Any]) -> Path | None:
+        """Goes back to a step from that of a line; returns the copy that keeps this and all others after the step.
+
+        Raises:
+            OSError: there is no room for it; nothing has changed, and lines that wait still do.
+        """
         if not self._is_first:
             return None
+        self._lines.settle()
+        copy = cut_metrics(self._run, step, "rewind", f"{json.dumps(line)}\n")
         self._lines.close()
-        copy = cut_metrics(self._run, step, "rewind")
         self._lines = LineFile(self._run / METRICS, self.say)
-        self._progress.advance(step, text)
+        self._monitor(line)
         return copy
 
     def close(self) -> None:
@@ -115,9 +123,21 @@ class LineFile:
             self._first = about
             self._say(f"{self._path}: {reason}; lines from {about} on wait in memory until there is room")
         elif reason is None and waited:
-            lost = f"; {self._dropped} more are lost" if self._dropped else ""
-            self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
-            self._dropped = 0
+            self._tell_made_up(waited)
+
+    def _tell_made_up(self, waited: int) -> None:
+        lost = f"; {self._dropped} more are lost" if self._dropped else ""
+        self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
+        self._dropped = 0
+
+    def settle(self) -> None:
+        """Writes what waits. OSError where it cannot, and then it waits on."""
+        waited = len(self._waiting)
+        reason = self._write() if waited else None
+        if reason is not None:
+            raise OSError(errno.ENOSPC, f"{reason}, and lines from {self._first} on wait", str(self._path))
+        if waited:
+            self._tell_made_up(waited)
 
     def close(self) -> None:
         """Tries once more, and tells what is lost."""
@@ -195,31 +215,41 @@ def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LinePr
     return BarProgress(steps, done, stream) if stream.isatty() else LineProgress(steps, done, stream)
 
 
-def cut_metrics(run: Path, step: int, before: str = "resume") -> Path | None:
+def cut_metrics(run: Path, step: int, before: str = "resume", last: str = "") -> Path | None:
     """Takes the lines after a step out of metrics.jsonl, so that no step will stand there twice.
 
-    ``before``: a word for the name of the copy.
+    ``before``: a word for the name of the copy. ``last``: a line that the copy is to end with.
 
     Returns the copy that keeps them; None where there was nothing to take out. A line that was cut off in writing, or
     is damaged, counts as one to take out.
+
+    Raises:
+        OSError: there is no room; metrics.jsonl is as it was, and no copy is left.
     """
     path = run / METRICS
     if not path.exists():
         return None
     lines = _read_lines(path)
     kept = [line for line in lines if _is_until(line, step)]
-    if kept == lines:
+    if kept == lines and not last:
         return None
     number = 1
     while (copy := run / f"metrics.before-{before}-{number}.jsonl").exists():
         number += 1
-    shutil.copy2(path, copy)
     partial = run / f".{METRICS}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        shutil.copy2(path, copy)
+        with copy.open("a", encoding="utf-8") as file:
+            file.write(last)
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        for each in (copy, partial):
+            each.unlink(missing_ok=True)
+        raise
     return copy
 
 

@@ -6,6 +6,7 @@ on as many processes. Nothing is written.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -64,6 +65,8 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
             raise ConfigError(
                 f"{run}: no checkpoint from step {first} to {step - 1} is whole, from which to come to it"
             )
+        if checkpoint is None and recorded and recorded.incident:
+            check_world_size(recorded.incident, ranks.world_size)
         with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             if checkpoint is not None:
@@ -72,9 +75,9 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
                 print(f"longstride: replaying step {step}, from {place}", file=sys.stderr, flush=True)
-            state = _first_batch(run, checkpoint, recorded, config, data, ranks, engine.device)
+            batches = way_batches(run, checkpoint, recorded, config, data, ranks, engine.device)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
-            report = _repeat(engine, step, config, _batches(config, data, state, ranks, engine.device), ranks, guards)
+            report = _repeat(engine, step, config, batches, ranks, guards)
         report = compared(report, recorded)
         if ranks.is_first:
             print(json.dumps(report), flush=True)
@@ -122,6 +125,18 @@ def find_record(run: Path, step: int) -> Recorded | None:
     if line is None:
         return None
     return Recorded(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
+
+
+def check_world_size(incident: Incident, world_size: int) -> None:
+    """Whether a replay from the beginning has as many processes as the run had; a checkpoint tells by itself.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if incident.world_size != world_size:
+        many = f"{incident.world_size} process{'es' if incident.world_size > 1 else ''}"
+        rule = f"it was taken by {many}, and is repeated so alone: start as many"
+        raise ConfigError(f"--replay={incident.step}: {rule}")
 
 
 def compared(report: dict[str, Any], recorded: Recorded | None) -> dict[str, Any]:
@@ -184,7 +199,7 @@ def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks, trusted: bool
     return checkpoint
 
 
-def _first_batch(
+def way_batches(
     run: Path,
     checkpoint: Checkpoint | None,
     recorded: Recorded | None,
@@ -192,32 +207,45 @@ def _first_batch(
     data: RunData,
     ranks: Ranks,
     device: Any,
-) -> StreamState | None:
-    """The stream behind a checkpoint on the way to the recorded step: a rewind goes on with later batches.
+) -> Generator[Taken[Batch]]:
+    """The batches that a run took from a checkpoint on to the recorded step: behind a rewind, later ones.
 
-    Which way the lines of metrics.jsonl took is told by the check sum of the first of them.
+    Rewinds that lie between are gone through, as what was loaded there is what the steps up to it come to. Which of
+    them the lines of metrics.jsonl came by is told by the check sum of the first line behind each.
     """
-    start = checkpoint.manifest.step if checkpoint else 0
-    usual = StreamState.from_json(checkpoint.manifest.stream) if checkpoint else None
+    number = checkpoint.manifest.step if checkpoint else 0
+    state = StreamState.from_json(checkpoint.manifest.stream) if checkpoint else None
     if recorded and recorded.incident:
         origin = recorded.incident.origin
-        return StreamState.from_json(origin.stream) if origin.step == start else usual
-    ways = [
-        StreamState.from_json(incident.stream_after)
-        for incident in read_incidents(run).values()
-        if incident.rewound_to == start
-    ]
-    lines = {number: line for number, line in find_lines(run, "train").items() if number > start}
-    if not ways or not lines:
-        return usual
-    number = min(lines)
-    for way in (usual, *ways):
-        batches = _batches(config, data, way, ranks, device)
-        taken = [next(batches) for _ in range(number - start)][-1]
+        yield from _batches(
+            config, data, StreamState.from_json(origin.stream) if origin.step == number else state, ranks, device
+        )
+        return
+    turns: dict[int, list[StreamState]] = {}
+    for incident in read_incidents(run).values():
+        if incident.rewound_to is not None:
+            turns.setdefault(incident.rewound_to, []).append(StreamState.from_json(incident.stream_after))
+    sums = {step: line["sample_ids_crc32"] for step, line in find_lines(run, "train").items()}
+    while True:
+        later = [step for step in sums if step > number]
+        if later and number in turns:
+            line = min(later)
+            for way in (state, *turns[number]):
+                batches = _batches(config, data, way, ranks, device)
+                taken = list(itertools.islice(batches, line - number))
+                batches.close()
+                if taken[-1].sample_ids_crc32 == sums[line]:
+                    state = way
+                    break
+        batches = _batches(config, data, state, ranks, device)
+        for each in batches:
+            state, number = each.batch.state, number + 1
+            yield each
+            if number in turns:
+                break
+        else:
+            return
         batches.close()
-        if taken.sample_ids_crc32 == lines[number]["sample_ids_crc32"]:
-            return way
-    return usual
 
 
 def _batches(

@@ -69,7 +69,11 @@ def tell_passed_over(lines: Sequence[str]) -> None:
         print(f"longstride: passed over: {line}", file=sys.stderr)
 
 
+def told_line(error: Exception) -> str:
+    """A mistake in words; one that holds several problems has a line for each."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+
+
 def _tell(error: Exception) -> None:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    for line in text.splitlines():
+    for line in told_line(error).splitlines():
         print(f"longstride: error: {line}", file=sys.stderr, flush=True)

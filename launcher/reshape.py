@@ -130,7 +130,8 @@ def _fill_whole(engine: DeepSpeedEngine, form: Universal) -> None:
         parameter.copy_(master)
     inner = optimizer.optimizer if half else optimizer
     inner_state = _optimizer_state(inner, form, vectors)
-    for state, parameter in zip(inner_state["state"].values(), parameters, strict=True):
+    for number, state in inner_state["state"].items():  # none before Adam's first step
+        parameter = parameters[number]
         state.update({key: value.view_as(parameter) for key, value in state.items() if value.dim()})
     inner.load_state_dict(inner_state)
     if half:

@@ -15,13 +15,11 @@ from kernels.errors import ConfigError, Problem
 from launcher.batches import RunData
 from launcher.checkpoint import (
     Checkpoint,
-    checkpoint_folder,
     first_whole,
     list_checkpoints,
     load_checkpoint,
     load_generators,
     open_checkpoint,
-    set_aside,
 )
 from launcher.checks import check_output
 from launcher.config import RunConfig
@@ -34,7 +32,7 @@ from launcher.probe import check_probe
 from launcher.processes import Ranks, barrier, gather_objects
 from launcher.reporting import AgreedError, tell_passed_over
 from launcher.reshape import load_universal, seed_generators
-from launcher.retention import point_to, remove_leftovers
+from launcher.retention import point_to, remove_leftovers, set_aside_beyond
 from launcher.universal import ready_universal
 from launcher.waiting import first_works, look_until, seen
 
@@ -191,9 +189,7 @@ def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> 
     step = chosen.manifest.step if chosen else 0
     (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     remove_leftovers(run)
-    moved = [cut_metrics(run, step)]
-    later, _ = list_checkpoints(run)
-    moved += [set_aside(checkpoint_folder(run, each.manifest.step)) for each in later if each.manifest.step > step]
+    moved = [cut_metrics(run, step), *set_aside_beyond(run, step)]
     write_json(run / CONFIG, config.to_json())
     if chosen:
         point_to(run, step)

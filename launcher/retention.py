@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.checkpoint import Checkpoint, checkpoint_folder, list_checkpoints
+from launcher.checkpoint import Checkpoint, checkpoint_folder, list_checkpoints, set_aside
 from launcher.folders import CHECKPOINTS
 from launcher.manifest import flush_folder, missized, write_text
 from launcher.universal import universal_folder
 
 LATEST = "latest"  # for people and their scripts: nothing here reads it
 # What a killed save or removal leaves. Names of ours alone, with a dot that hides them from whatever lists checkpoints.
-_LEFTOVER = re.compile(r"\.step-\d{8,}(\.partial|(\.universal)?\.deleted)")
+_LEFTOVER = re.compile(r"\.step-\d{8,}(\.universal)?\.(partial|deleted)")
 
 
 def retire(run: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -59,6 +60,16 @@ def remove_checkpoint(folder: Path) -> None:
         remove_tree(deleted)
 
 
+def set_aside_beyond(run: Path, step: int) -> list[Path]:
+    """Renames the checkpoints after a step, whose converted forms go; returns where they lie now."""
+    moved = []
+    for later in list_checkpoints(run)[0]:
+        if later.manifest.step > step:
+            remove_tree(universal_folder(later.folder))
+            moved.append(set_aside(later.folder))
+    return [path for path in moved if path is not None]
+
+
 def partial_folder(folder: Path) -> Path:
     """Where a checkpoint is until it is whole."""
     return folder.with_name(f".{folder.name}.partial")
@@ -79,5 +90,9 @@ def point_to(run: Path, step: int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder as far as it can be."""
+    """Removes a folder as far as it can be; of a link, the link."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return
     shutil.rmtree(path, ignore_errors=True)

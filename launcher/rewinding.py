@@ -1,4 +1,8 @@
-"""What a run does where a guard acts: tells it, writes it down, and rewinds or ends. Imports deepspeed."""
+"""What a run does where a guard acts: tells it, writes it down, and rewinds or ends. Imports deepspeed.
+
+A disk that is full must not end a run otherwise than its policy says, nor one rank alone: what cannot be written is
+told, and a rewind that cannot bring the files back is a stop, which saves.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,21 @@ from data_pipelines import Batch, StreamState
 from launcher.batches import Taken
 from launcher.checkpoint import (
     Checkpoint,
-    checkpoint_folder,
     first_whole,
     list_checkpoints,
     load_checkpoint,
-    set_aside,
 )
 from launcher.config import RunConfig
 from launcher.engine import apply_settings
+from launcher.folders import GUARDS
 from launcher.guards import Guards, GuardStopError, Verdict
-from launcher.incidents import Origin, make_incident, write_incident
+from launcher.incidents import Incident, Origin, make_incident, write_incident
 from launcher.matching import needs_conversion
 from launcher.metrics import Recorder
-from launcher.processes import Ranks, barrier
+from launcher.processes import Ranks, gather_objects
 from launcher.reporting import tell_passed_over
+from launcher.retention import point_to, set_aside_beyond
+from launcher.saving import told_error
 
 
 class Response:
@@ -50,18 +55,26 @@ class Response:
         self._origin = Origin(step=engine.global_steps, stream=state.to_json())
 
     def act(self, verdict: Verdict, line: dict[str, Any], taken: Taken[Batch], before: StreamState) -> bool:
-        """Tells and writes what a guard found in a step; returns whether the run has been rewound. All ranks must call.
+        """Tells and records what a guard found in a step; returns whether the run was rewound. All ranks must call.
 
-        ``before``: the stream before the step's batch.
+        ``line``: of the step, for metrics.jsonl. ``before``: the stream before the step's batch.
 
         Raises:
             GuardStopError: the run is to stop here.
         """
         step, checkpoint = line["step"], None
+        moved: list[Path] = []
         if verdict.outcome == "rewind":
             checkpoint = last_whole_checkpoint(self._config, self._ranks, step, trusted=self._trusted)
             if checkpoint is None:
                 verdict = verdict.stopping("there is no whole checkpoint to rewind to")
+            else:
+                moved, failure = self._put_away(checkpoint.manifest.step, line)
+                if failure is not None:
+                    checkpoint, verdict = None, verdict.stopping(f"the run folder could not be rewound: {failure}")
+        line["guard"] = str(verdict)  # as the incident has it
+        if checkpoint is None:
+            self._recorder.write(line)
         if self._ranks.is_first:
             incident = make_incident(
                 line,
@@ -73,14 +86,39 @@ class Response:
                 rewound_to=checkpoint and checkpoint.manifest.step,
                 sample_ids=list(taken.sample_ids),
             )
-            path = write_incident(self._run, incident)
-            self._recorder.say(f"step {step}: {verdict}; written to {path}")
+            self._recorder.say(f"step {step}: {verdict}; {self._written(incident)}")
+            for path in moved:
+                self._recorder.say(f"kept what lay beyond as {path}")
         if verdict.outcome == "stop":
             raise GuardStopError(step, verdict)
         if checkpoint is None:
             return False
         self._rewind(checkpoint, step, taken.batch.state)
         return True
+
+    def _written(self, incident: Incident) -> str:
+        """Where an incident was written, or why it was not."""
+        try:
+            return f"written to {write_incident(self._run, incident)}"
+        except OSError as error:
+            return f"not written down: {told_error(error, self._run / GUARDS)}"
+
+    def _put_away(self, back: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
+        """Brings the run folder back to a step; what now lies elsewhere, and what failed. All ranks must call.
+
+        Before anything is loaded, and the lines last, in one rename: where it fails, the run is where it was.
+        """
+        moved: list[Path] = []
+        failure = None
+        if self._ranks.is_first:
+            try:
+                moved += set_aside_beyond(self._run, back)
+                point_to(self._run, back)
+                copy = self._recorder.rewind(back, line)
+                moved = [copy, *moved] if copy else moved
+            except OSError as error:
+                failure = told_error(error, self._run)
+        return moved, gather_objects(failure, self._ranks)[0]
 
     def _rewind(self, checkpoint: Checkpoint, step: int, after: StreamState) -> None:
         """Brings the run back to a checkpoint, and on with the batches behind a step's."""
@@ -89,17 +127,8 @@ class Response:
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)
         self._origin = Origin(step=back, stream=after.to_json())
-        if self._ranks.is_first:
-            moved = [self._recorder.rewind(back, f"rewound from step {step}")]
-            later, _ = list_checkpoints(self._run)
-            numbers = [each.manifest.step for each in later if each.manifest.step > back]
-            moved += [set_aside(checkpoint_folder(self._run, number)) for number in numbers]
-            self._recorder.say(
-                f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}"
-            )
-            for path in filter(None, moved):
-                self._recorder.say(f"kept what lay beyond as {path}")
-        barrier(self._ranks)
+        self._recorder.advance(back, f"rewound from step {step}")
+        self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
 
 
 def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int, *, trusted: bool = False) -> Checkpoint | None:

@@ -11,8 +11,6 @@ Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` wh
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import shutil
 import sys
@@ -37,7 +35,6 @@ from launcher.waiting import first_works
 from sparse_model.strict import StrictModel
 
 UNIVERSAL_VERSION = 1
-LOCK = ".universal.lock"  # beside the forms
 _TELL_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _SEEN_SECONDS = 20.0
@@ -82,7 +79,8 @@ def universal_folder(checkpoint: Path) -> Path:
 def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, float]:
     """The universal form of a verified checkpoint, verified, and the seconds that making it took (0: it was there).
 
-    The first rank makes it while the others wait; all of them verify a share. All ranks must call.
+    The first rank makes it while the others wait; all of them verify a share. All ranks must call, and nothing else may
+    be writing to this run.
 
     Raises:
         AgreedError: on every rank, where it cannot be made.
@@ -131,10 +129,7 @@ def _made(checkpoint: Checkpoint) -> bool:
     """Makes the universal form unless it is there; returns whether it was made."""
     if open_universal(checkpoint):
         return False
-    with _locked(checkpoint.folder.parent):
-        if open_universal(checkpoint):  # made by another process meanwhile
-            return False
-        _make(checkpoint)
+    _make(checkpoint)
     return True
 
 
@@ -178,23 +173,6 @@ def _check_space(folder: Path, state: SavedState) -> None:
     if needed > free:
         rule = f"converting takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room"
         raise ConfigError(f"{folder}: {rule}")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lets one process convert at a time. The lock is the kernel's: a killed process leaves but an empty file."""
-    with (folder / LOCK).open("a") as file:
-        told = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    print(f"longstride: waiting for another process that converts in {folder}", file=sys.stderr)
-                told = True
-                time.sleep(_POLL_SECONDS)
-        yield
 
 
 class _Progress:

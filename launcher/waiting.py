@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar, cast
 
 from launcher.processes import Ranks, gather_objects
-from launcher.reporting import AgreedError, is_wrong_input
+from launcher.reporting import AgreedError, is_wrong_input, told_line
 
 _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
 _SEEN_SECONDS = 20.0  # until a shared file system shows all hosts what one has
@@ -39,23 +40,35 @@ def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:
     """
     if not ranks.is_first:
         return _meet(lambda: (False, None, None, None), ranks)
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work)
+    future: Future[Result] = Future()
+    # A daemon: where a peer dies, nothing waits for the rest of the work.
+    threading.Thread(target=_fulfil, args=(future, work), daemon=True, name="first works").start()
 
-        def state() -> tuple:
-            if not future.done():
-                return (False, None, None, None)
-            error = future.exception()
-            if error is None:
-                return (True, future.result(), None, None)
-            wrong = isinstance(error, Exception) and is_wrong_input(error)
-            return (True, None, _line(error) if wrong else None, None if wrong else repr(error))
+    def state() -> tuple:
+        if not future.done():
+            return (False, None, None, None)
+        error = future.exception()
+        if error is None:
+            return (True, future.result(), None, None)
+        if isinstance(error, Exception) and is_wrong_input(error):
+            return (True, None, told_line(error), None)
+        return (True, None, None, repr(error))
 
-        try:
-            return _meet(state, ranks)
-        except RuntimeError:
+    try:
+        return _meet(state, ranks)
+    except RuntimeError:
+        if future.done():
             future.result()  # with its own traceback
-            raise
+        raise
+
+
+def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # which the main thread raises
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _meet(state: Callable[[], tuple], ranks: Ranks) -> Result:  # type: ignore[type-var]
@@ -70,10 +83,3 @@ def _meet(state: Callable[[], tuple], ranks: Ranks) -> Result:  # type: ignore[t
             return cast(Result, result)
         time.sleep(pause)
         pause = min(longest, 2 * pause)
-
-
-def _line(error: BaseException) -> str:
-    """The error as ``reporting`` tells it."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)

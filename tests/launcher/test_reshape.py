@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,10 +19,11 @@ from launcher.config import RunConfig, load_config
 from launcher.manifest import read_manifest
 from launcher.matching import needs_conversion, told_conversion
 from launcher.processes import Ranks
-from launcher.reshape import seed_generators
+from launcher.reshape import load_universal, seed_generators
 from launcher.saved_state import KINDS, MASTER, SavedState
 from launcher.universal import ready_universal
 from launcher.weight_average import AVERAGE
+from sparse_model import ModelConfig, SparseTransformer
 from tests.launcher.runs import Run, configuration, files_under, metrics, spawn, spawn_series
 from tests.launcher.test_training import MONITORED
 
@@ -257,3 +259,16 @@ def test_state_before_adams_first_step_has_weights_alone(trained: Trained, tmp_p
     assert (state.kinds, state.step) == ((MASTER,), None)
     form, _ = ready_universal(checkpoint, Ranks())
     assert form.kinds == (MASTER,)
+    model = SparseTransformer(ModelConfig.model_validate(configuration(Path(), Path())["model"]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = SimpleNamespace(
+        optimizer=optimizer,
+        param_names={parameter: name for name, parameter in model.named_parameters()},
+        zero_optimization=lambda: False,
+        fp16_enabled=lambda: False,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+    )
+    load_universal(engine, form)  # type: ignore[arg-type]  ZeRO 0, fp32
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.flatten(), form.flat(name, MASTER))
+    assert optimizer.state_dict()["state"] == {} and engine.global_steps == 4

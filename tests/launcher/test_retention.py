@@ -11,7 +11,14 @@ from launcher.checkpoint import checkpoint_folder, list_checkpoints
 from launcher.config import RunConfig
 from launcher.folders import CHECKPOINTS
 from launcher.manifest import FORMAT_VERSION, Manifest, record_files, write_json, write_manifest
-from launcher.retention import partial_folder, point_to, remove_leftovers, retire, universal_folder
+from launcher.retention import (
+    partial_folder,
+    point_to,
+    remove_leftovers,
+    retire,
+    set_aside_beyond,
+    universal_folder,
+)
 from tests.launcher.runs import configuration
 
 
@@ -103,8 +110,27 @@ def test_removal_cut_short_leaves_no_checkpoint_and_is_made_up_for(run: Path, mo
     hidden = {path.name for path in (run / CHECKPOINTS).glob(".*")}
     assert hidden == {".step-00000010.deleted", ".step-00000010.universal.deleted"}
     partial_folder(checkpoint_folder(run, 70)).mkdir()
+    (run / CHECKPOINTS / ".step-00000060.universal.partial").mkdir()  # of a killed conversion
     remove_leftovers(run)
     assert not list((run / CHECKPOINTS).glob(".*"))
+
+
+def test_of_a_link_the_link_goes(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A checkpoint may lie elsewhere: what it leads to is a person's."""
+    folder, elsewhere = checkpoint_folder(run, 10), tmp_path_factory.mktemp("elsewhere") / "mine"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    assert retire(run, 5, None) == [10]
+    assert not list((run / CHECKPOINTS).glob("*00010*"))
+    assert (elsewhere / "manifest.json").exists()
+
+
+def test_what_lies_beyond_is_set_aside_without_its_converted_form(run: Path) -> None:
+    for step in (40, 50):
+        (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
+    assert [path.name for path in set_aside_beyond(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
+    assert steps(run) == [40, 30, 20, 10]
+    assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000040.universal"]
 
 
 def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:
