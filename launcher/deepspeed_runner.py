@@ -21,7 +21,7 @@ from typing import Any
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import MPICHRunner, OpenMPIRunner, PDSHRunner
 
-from launcher.host_checks import find_mpirun
+from launcher.host_checks import find_mpirun, launch_pattern
 
 
 class QuotingPdsh(PDSHRunner):
@@ -38,8 +38,7 @@ class QuotingPdsh(PDSHRunner):
         command, kill, environment = super().get_cmd(environment, active_resources)
         launch = command.index("deepspeed.launcher.launch") + 1
         command = [*command[:launch], f"--log_level={self.args.log_level}", *command[launch:]]
-        # The pattern is no match for itself, which stands in the command line of the shell that runs pkill.
-        where = f"[-]-master_addr={self.args.master_addr} --master_port={self.args.master_port} "
+        where = launch_pattern(self.args.master_addr, self.args.master_port)
         kill = [*kill[: kill.index("pkill -f ")], "pkill", "-f", "--", shlex.quote(where)]
         return command, kill, environment
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from kernels.errors import ConfigError
@@ -109,13 +110,9 @@ def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
 
 
 def _problem(host: str, files: Sequence[str]) -> str | None:
-    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     asked = "; ".join(f"test -e {shlex.quote(file)} || echo missing {shlex.quote(file)}" for file in files)
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *own, host, asked]
     try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * _SSH_SECONDS, check=False
-        )
+        answer = _ssh(host, asked)
     except (subprocess.TimeoutExpired, FileNotFoundError) as error:
         cause = "no answer" if isinstance(error, subprocess.TimeoutExpired) else "ssh is not on PATH"
         return f"--hostfile: {host}: {cause}; `ssh {host} true` must work without a password"
@@ -126,6 +123,37 @@ def _problem(host: str, files: Sequence[str]) -> str | None:
         cause = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1].strip().rstrip(".")
         return f"--hostfile: {host}: {cause}; `ssh {host} true` must work without a password"
     return None
+
+
+def launch_pattern(master_addr: str, master_port: int) -> str:
+    """What tells, for pkill, a launch by pdsh from all others: its meeting place.
+
+    The pattern is no match for itself, which stands in the command line of the shell that runs pkill.
+    """
+    return f"[-]-master_addr={master_addr} --master_port={master_port} "
+
+
+def end_launches(hosts: Sequence[str], pattern: str) -> None:
+    """Ends the launches by pdsh that a pattern tells, with their ranks, on hosts that answer."""
+    quoted = shlex.quote(pattern)
+    # The launch ends its ranks, or kills them half a minute later, and then itself.
+    line = f"pkill -f -- {quoted}; for _ in $(seq {_SSH_SECONDS + 10}); do pgrep -f -- {quoted} || break; sleep 1; done"
+
+    def end(host: str) -> None:
+        with suppress(subprocess.TimeoutExpired, FileNotFoundError):
+            _ssh(host, line)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(end, hosts))
+
+
+def _ssh(host: str, line: str) -> subprocess.CompletedProcess[str]:
+    """Has a host's shell run a line."""
+    own = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *own, host, line]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * _SSH_SECONDS, check=False
+    )
 
 
 def _name(host: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kernels.errors import ConfigError
 from launcher.config import RunConfig
-from launcher.host_checks import check_reachable, meeting_address, unreachable
+from launcher.host_checks import check_reachable, end_launches, launch_pattern, meeting_address, unreachable
 from launcher.hostfile import Hosts
 from launcher.launchers import (
     free_meeting_port,
@@ -19,6 +19,7 @@ from launcher.launchers import (
     tell_hosts,
 )
 from launcher.remaining import fewer_slots, usable_world_sizes
+from launcher.restarts import NoHostAnswersError
 from launcher.supervisor import Launch
 
 
@@ -33,6 +34,8 @@ class HostRanks:
         """
         self._config, self._arguments, self._hosts = config, arguments, hosts
         self._by_ssh = reaches_by_ssh(hosts, arguments.launcher_args)
+        self._answering = list(hosts.slots)
+        self._pattern = ""  # of the newest launch
         self._address = arguments.master_addr or meeting_address(list(hosts.slots))
         if self._by_ssh:
             check_reachable(list(hosts.slots), needed_files())
@@ -40,6 +43,7 @@ class HostRanks:
     def launch(self, arguments: argparse.Namespace, resume: str, output: Path, started: float) -> Launch:
         """What starts them, at a meeting place of its own."""
         hosts = self._hosts.meeting(self._address, arguments.master_port or free_meeting_port())
+        self._pattern = launch_pattern(hosts.master_addr, hosts.master_port)
         named = argparse.Namespace(**vars(arguments) | {"resume": resume})
         file = output / f".stop-{secrets.token_hex(8)}"
         command = launcher_command(named, None, hosts)
@@ -50,14 +54,16 @@ class HostRanks:
         """Takes the hosts that still answer; says how many processes that makes.
 
         Raises:
-            ConfigError: none does, the batch does not divide over what is left, or the launcher cannot leave one out.
+            NoHostAnswersError: none does, so that this host's own link may be what is lost.
+            ConfigError: the batch does not divide over what is left, or the launcher cannot leave one out.
         """
         lost = unreachable(list(self._hosts.slots), needed_files()) if self._by_ssh else {}
+        self._answering = [host for host in self._hosts.slots if host not in lost]
         if not lost:
             return f"with {self._hosts.num_processes} processes on the same hosts"
         left = self._hosts.without(lost)
         if not left.slots:
-            raise ConfigError("no host answers any more")
+            raise NoHostAnswersError("no host answers any more; what runs there runs on")
         if left.launcher != "pdsh":
             raise ConfigError(f"{', '.join(lost)} answers no more; write a hostfile without it, and --resume auto")
         sizes = usable_world_sizes(self._config, left.num_processes)
@@ -68,3 +74,8 @@ class HostRanks:
             self._address = meeting_address(list(left.slots))
         self._hosts = left
         return f"with {left.num_processes} processes, as {', '.join(lost)} answers no more"
+
+    def end_left(self) -> None:
+        """Ends what is left of the newest launch where a host answers; MPI's and SLURM's own daemons see to it."""
+        if self._by_ssh and self._hosts.launcher == "pdsh":
+            end_launches(self._answering, self._pattern)

@@ -1,4 +1,4 @@
-"""Output that a run outlives: a terminal that was closed, or a reader that has gone, costs no training."""
+"""Output that a run outlives: a closed terminal, a reader that has gone, or a full log disk costs no training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LastingOutput:
-    """A text stream that is silent once nobody is left to read it."""
+    """A text stream that is silent once nobody is left to read it; ``passed``: the errors that are passed over."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, passed: tuple[int, ...] = _GONE) -> None:
+        self._stream, self._passed = stream, passed
 
     def write(self, text: str) -> int:
         """Writes, if there still is somewhere to."""
@@ -32,7 +33,7 @@ class LastingOutput:
             self._lost(error)
 
     def _lost(self, error: OSError) -> int:
-        if error.errno not in _GONE:
+        if error.errno not in self._passed:
             raise error
         return 0
 
@@ -42,9 +43,12 @@ class LastingOutput:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Has standard output and error be such for the block."""
+    """Has standard output and error be such for the block.
+
+    A full disk costs the log its lines, and no more; but a result that was asked for and cannot be written is an error.
+    """
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr)
+    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr, _GONE + _FULL)
     try:
         yield
     finally:

@@ -16,11 +16,12 @@ from launcher.config import RunConfig, check_world_size, load_config
 from launcher.host_ranks import HostRanks
 from launcher.lasting_output import lasting_output
 from launcher.launchers import add_host_arguments, find_hosts, launcher_command, launcher_environment
+from launcher.left_behind import vacate
 from launcher.progress import is_done
 from launcher.remaining import count_accelerators, first_visible, usable_world_sizes
 from launcher.restarts import run_with_restarts
 from launcher.run_lock import check_unlocked
-from launcher.supervisor import Launch, Wish, supervise, supervised_signals
+from launcher.supervisor import Launch, Wish, alone_seconds, supervise, supervised_signals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     ranks = _check(config, arguments)
     output = Path(config.train.output).absolute()
-    replayed = arguments.replay is not None
+    replayed, timeout = arguments.replay is not None, config.train.timeout_seconds
     with supervised_signals() as signals, lasting_output():
         wish = Wish(signals)
         return run_with_restarts(
@@ -59,8 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.max_restarts,
             wish,
             lambda resume: ranks.launch(arguments, resume, output, started),
-            lambda launch: supervise(launch, wish, config.train.timeout_seconds, lambda: replayed or is_done(output)),
+            lambda launch: supervise(launch, wish, timeout, lambda: replayed or is_done(output)),
             ranks.after_loss,
+            lambda launch: vacate(output, launch.stop_file, wish, alone_seconds(timeout), ranks.end_left),
         )
 
 
@@ -102,6 +104,9 @@ class LocalRanks:
         self.processes = None
         self._accelerators = sizes[0]
         return f"with {_counted(sizes[0])}, as {there} GPUs are left of {before}"
+
+    def end_left(self) -> None:
+        """Nothing: of a launch on this host nothing is left."""
 
 
 def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks | HostRanks:

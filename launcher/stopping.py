@@ -36,7 +36,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.reason: str | None = None
         self.since = 0.0  # by time.monotonic(), once there is a reason
-        self._sources: list[Callable[[], str | None]] = []
+        self._sources: list[tuple[Callable[[], str | None], bool]] = []
         self._signals: SignalPipe | None = None
         self._signalled: float | None = None
         self._held = self._closed = False
@@ -61,9 +61,13 @@ class StopFlag:
             self._signals.close()
             self._signals = None
 
-    def look(self, source: Callable[[], str | None]) -> None:
-        """Asks a function again and again whether there is a reason to stop, in the listening thread."""
-        self._sources.append(source)
+    def look(self, source: Callable[[], str | None], *, held_only: bool = False) -> None:
+        """Asks a function again and again whether there is a reason to stop, in the listening thread.
+
+        ``held_only``: the reason waits for ``held``. For one that this rank alone is told: if it left before the ranks
+        have met, the others would wait for it until the time-out.
+        """
+        self._sources.append((source, held_only))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -94,11 +98,11 @@ class StopFlag:
         while not self._closed:
             for number in signals.wait(_LOOK_SECONDS):
                 self._take(number)
-            for source in self._sources:
+            for source, held_only in self._sources:
                 reason = source()
                 if reason == LEAVE_AT_ONCE:
                     end_now(exit_codes.STOPPED)
-                if reason is not None and self.reason is None:
+                if reason is not None and self.reason is None and (self._held or not held_only):
                     self.ask(reason)
 
     def _take(self, number: signal.Signals) -> None:

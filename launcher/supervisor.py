@@ -28,6 +28,7 @@ _SAME_PRESS_SECONDS = 0.5  # signals within it are one: a shell and a scheduler 
 _ENDING_SECONDS = 10.0  # that a launcher may take to end what it started on other hosts
 _ALONE_FACTOR, _ALONE_SECONDS = 2.0, 60.0  # a collective's time-outs that ranks may take to save without a launcher
 _LARGEST = 64  # number of a signal
+_SSH_FAILED = 255  # or lost its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def supervise(launch: Launch, wish: Wish, timeout_seconds: float, is_done: Calla
         left_alone = child.returncode <= 0 and bool(local_ranks())
         if left_alone:
             _say("the launcher was killed; the processes save and end by themselves")
-            _wait_alone(child, wish, file, _ALONE_FACTOR * timeout_seconds + _ALONE_SECONDS)
+            _wait_alone(child, wish, file, alone_seconds(timeout_seconds))
         if wish.at_once:
             return Outcome(exit_codes.STOPPED, "left at once")
         return outcome(child.returncode, wish.asked, whole=not left_alone and is_done(), left_alone=left_alone)
@@ -112,6 +113,11 @@ def supervise(launch: Launch, wish: Wish, timeout_seconds: float, is_done: Calla
         kill_all(child.pid)
         child.wait()
         file.remove()
+
+
+def alone_seconds(timeout_seconds: float) -> float:
+    """How long ranks that have lost their launcher may take to save and end, for a time-out of their collectives."""
+    return _ALONE_FACTOR * timeout_seconds + _ALONE_SECONDS
 
 
 def outcome(code: int, asked: signal.Signals | None, *, whole: bool, left_alone: bool = False) -> Outcome:
@@ -130,9 +136,11 @@ def outcome(code: int, asked: signal.Signals | None, *, whole: bool, left_alone:
         return Outcome(code, "a process was lost, or a collective took too long")
     if code in exit_codes.DOCUMENTED:
         return Outcome(code, f"code {code}")
+    if code == _SSH_FAILED:  # also 256 - 1, which cannot be told from it
+        return Outcome(exit_codes.HUNG, f"code {code}: a host was lost, or a process was ended by SIGHUP")
     killed_by = next((n for n in (256 - code, code - 128) if 0 < n <= _LARGEST), None)
     if killed_by is None:
-        return Outcome(exit_codes.HUNG if code == 255 else exit_codes.UNFORESEEN, f"code {code}")
+        return Outcome(exit_codes.UNFORESEEN, f"code {code}")
     if asked is not None and killed_by in (asked, signal.SIGTERM):
         return Outcome(exit_codes.REQUEUE, "stopped before it could listen; there was nothing to save")
     return Outcome(exit_codes.HUNG, f"code {code}: a process was ended by {_signal_name(killed_by)}")

@@ -91,7 +91,7 @@ def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
     gone = LauncherGone(os.environ)
     stop.look(gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.look(StopFile(options.stop_file))
+        stop.look(StopFile(options.stop_file), held_only=options.replay is None)  # a replay holds no stop
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
         stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))

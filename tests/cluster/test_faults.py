@@ -14,7 +14,7 @@ import pytest
 
 from launcher import exit_codes
 from tests.cluster.hosts import Host
-from tests.cluster.runs import wait_for_steps
+from tests.cluster.runs import ENDLESS, wait_for_steps
 from tests.cluster.test_launchers import LONGSTRIDE, SECONDS, write_hostfile
 from tests.launcher.runs import metrics
 
@@ -34,13 +34,18 @@ def start_run(
 
 def parent_of_all(host: Host) -> int:
     """The process of `longstride train` on a host, as this machine counts."""
+    return running_module(host, b"launcher.cli")
+
+
+def running_module(host: Host, module: bytes) -> int:
+    """The process that runs a module on a host, as this machine counts."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             here = (folder / "ns" / "pid").readlink() == Path(f"/proc/{host.pid}/ns/pid").readlink()
         except OSError:
             continue
-        if here and words[1:4] == [b"-m", b"launcher.cli", b"train"]:
+        if here and words[1:3] == [b"-m", module]:
             return int(folder.name)
     raise AssertionError("it has ended")
 
@@ -76,7 +81,13 @@ def test_stop_over_two_hosts_loses_nothing(
     on_one_host: Callable,
 ) -> None:
     running = start_run(hosts, user, config_file, tmp_path)
-    wait_for_steps(tmp_path / "run", steps, tmp_path / "log") if steps else time.sleep(4)
+    if steps:
+        wait_for_steps(tmp_path / "run", steps, tmp_path / "log")
+    else:  # while they start, and before they have met
+        deadline = time.monotonic() + SECONDS
+        while not all(host.ranks() for host in hosts):
+            assert running.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
     time.sleep(random.Random(steps).uniform(0, 0.2))
     os.kill(parent_of_all(hosts[0]), number)
     assert running.wait(SECONDS) == exit_codes.REQUEUE, (tmp_path / "log").read_text()
@@ -138,6 +149,57 @@ def test_host_that_is_cut_off_is_done_without(
     assert [[line.get(name) for name in names] for line in ended] == [
         [line.get(name) for name in names] for line in whole
     ]
+
+
+@pytest.mark.campaign
+def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(
+    hosts: list[Host], user: dict[str, str], config_file: Path, tmp_path: Path, on_one_host: Callable
+) -> None:
+    """The first rank holds the run folder, and neither sees that its launcher is gone nor heeds a stop."""
+    options = ["--max-restarts", "1", "train.timeout_seconds=10"]
+    running = start_run(hosts, user, config_file, tmp_path, *options)
+    wait_for_steps(tmp_path / "run", 9, tmp_path / "log")
+    os.kill(hosts[0].ranks()[0], signal.SIGSTOP)
+    os.kill(running_module(hosts[0], b"launcher.deepspeed_runner"), signal.SIGKILL)
+    assert running.wait(SECONDS) == 0, (tmp_path / "log").read_text()
+    assert "the launcher was killed; going on from" in (tmp_path / "log").read_text()
+    wait_until_gone(hosts)
+    assert metrics(tmp_path / "run") == on_one_host(2, STEPS)
+
+
+@pytest.mark.campaign
+def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(
+    hosts: list[Host], user: dict[str, str], config_file: Path, tmp_path: Path
+) -> None:
+    """The ranks elsewhere train on meanwhile: they are asked to stop, and lose nothing."""
+    running = start_run(hosts, user, config_file, tmp_path, "--include=node2", "--max-restarts", "5", *ENDLESS)
+    log = tmp_path / "log"
+    wait_for_steps(tmp_path / "run", 9, log)
+    [rank] = hosts[1].ranks()
+    set_link(hosts[1], "down")
+    try:
+        wait_for_text(log, "no host answers any more; what runs there runs on; restarts left: ")
+        assert hosts[1].ranks() == [rank]
+    finally:
+        set_link(hosts[1], "up")
+    wait_for_text(log, "going on from step")
+    while hosts[1].ranks() in ([], [rank]):
+        assert running.poll() is None, log.read_text()
+        time.sleep(0.2)
+    os.kill(parent_of_all(hosts[0]), signal.SIGTERM)
+    assert running.wait(SECONDS) == exit_codes.REQUEUE, log.read_text()
+    wait_until_gone(hosts)
+    assert not list((tmp_path / "run").glob("metrics.before-resume*"))
+    recorded = [line["step"] for line in metrics(tmp_path / "run") if line["split"] == "train"]
+    assert recorded == list(range(1, len(recorded) + 1))
+
+
+def wait_for_text(log: Path, text: str) -> None:
+    """Waits until a run has said something."""
+    deadline = time.monotonic() + SECONDS
+    while text not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
 
 
 def set_link(host: Host, state: str) -> None:

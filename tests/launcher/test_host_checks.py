@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kernels.errors import ConfigError
-from launcher.host_checks import check_program, check_reachable, find_mpirun, meeting_address
+from launcher.host_checks import (
+    check_program,
+    check_reachable,
+    end_launches,
+    find_mpirun,
+    launch_pattern,
+    meeting_address,
+)
 from tests.launcher.programs import Programs
 
 VERSIONS = {"openmpi": "echo 'mpirun (Open MPI) 5.0.11'", "mpich": "echo 'HYDRA build details:'"}
@@ -84,3 +94,23 @@ def test_every_host_that_does_not_answer_or_lacks_the_program_is_a_line(
         f"--hostfile: bare: has no {file}; share the folder, or install at the same path",
         "--hostfile: strange: Host key verification failed; `ssh strange true` must work without a password",
     ]
+
+
+def test_left_launches_are_ended_by_their_meeting_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes: the one of that place ends, with the shell that ends it unharmed; the other one lives on."""
+    programs = Programs(tmp_path / "bin", monkeypatch)
+    programs.add("ssh", 'bash -c "${@: -1}" && touch ' + str(tmp_path / "came-to-its-end"))
+    port = 20000 + os.getpid()  # of this test alone
+    words = ["sleep 600; : --master_addr=10.0.0.1 --master_port={} --log_level"]
+    running = [
+        subprocess.Popen(["bash", "-c", words[0].format(each)], start_new_session=True) for each in (port, port + 10**7)
+    ]
+    try:
+        end_launches(["node1"], launch_pattern("10.0.0.1", port))
+        assert running[0].wait(10) == -signal.SIGTERM
+        assert running[1].poll() is None
+        assert (tmp_path / "came-to-its-end").exists()
+    finally:
+        for each in running:
+            os.killpg(each.pid, signal.SIGKILL)
+            each.wait()

@@ -142,6 +142,8 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
         monkeypatch.setattr("launcher.host_ranks.unreachable", lambda hosts, files: {} if len(hosts) == 2 else lost)
         return ended.pop(0)
 
+    cleared: list[tuple[list[str], str]] = []
+    monkeypatch.setattr("launcher.host_ranks.end_launches", lambda *told: cleared.append(told))
     monkeypatch.setattr("launcher.restarts._FIRST_WAIT_SECONDS", 0.0)
     started("openmpi")  # puts the programs in place
     monkeypatch.setattr("launcher.start.supervise", supervise)
@@ -151,6 +153,8 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
     assert not any(word.startswith("--include") for word in first)
     assert "--include=node2:0@node3:0,1" in second
     assert second[second.index("--resume") + 1] == "auto"
+    port = first[first.index("--master_port") + 1]
+    assert cleared == [(["node2", "node3"], f"[-]-master_addr=10.0.0.1 --master_port={port} ")]
     # A batch of 16 does not divide over the three slots that are left.
     ended[:] = [Outcome(exit_codes.HUNG, "a process was lost"), Outcome(0, "done")]
     assert cli.main([*words, "train.global_batch=16"]) == 0
@@ -158,6 +162,7 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
     # MPI's launchers cannot leave a host out.
     ended[:] = [Outcome(exit_codes.HUNG, "a process was lost")]
     assert cli.main([*words, "train.global_batch=24", "--launcher=openmpi"]) == exit_codes.HUNG
+    assert len(cleared) == 2
 
 
 def test_unequal_hosts_are_for_pdsh_alone(

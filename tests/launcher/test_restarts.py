@@ -11,7 +11,7 @@ import pytest
 
 from kernels.errors import ConfigError
 from launcher import exit_codes, restarts
-from launcher.restarts import Resuming, run_with_restarts
+from launcher.restarts import NoHostAnswersError, Resuming, run_with_restarts
 from launcher.supervisor import Launch, Outcome, Wish, supervised_signals
 
 Attempt = Callable[[], int]
@@ -33,13 +33,21 @@ class Played:
         self.run, self.attempts = run, attempts
         self.resumed: list[str] = []
         self.waited: list[float] = []
+        self.vacated: list[Launch] = []
         self.lost: Callable[[], str] = lambda: "with 2 processes"
         monkeypatch.setattr(restarts, "_pause", self._pause)
 
     def go(self, max_restarts: int, resume: str = "never") -> int:
         with supervised_signals() as signals:
             return run_with_restarts(
-                self.run, resume, max_restarts, Wish(signals), self._launch, self._attempt, lambda: self.lost()
+                self.run,
+                resume,
+                max_restarts,
+                Wish(signals),
+                self._launch,
+                self._attempt,
+                lambda: self.lost(),
+                self.vacated.append,
             )
 
     def _launch(self, resume: str) -> Launch:
@@ -154,6 +162,33 @@ def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.
     played = Played(tmp_path, [stopped], monkeypatch)
     monkeypatch.setattr(restarts, "_pause", pause)
     assert played.go(5) == exit_codes.REQUEUE
+    assert len(played.vacated) == 1  # what it has left elsewhere stops as well
+
+
+def test_host_that_is_cut_off_from_all_others_asks_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks may train on: a restart is spent, but no attempt was in vain."""
+    played = Played(tmp_path, [lambda: exit_codes.HUNG, lambda: exit_codes.DONE], monkeypatch)
+    asked: list[int] = []
+
+    def lost() -> str:
+        asked.append(len(played.vacated))
+        if len(asked) < 5:
+            raise NoHostAnswersError("no host answers")
+        return "with 2 processes"
+
+    played.lost = lost
+    assert played.go(9) == exit_codes.DONE
+    assert (played.resumed, asked, len(played.vacated)) == (["never", "auto"], [0] * 5, 1)
+    assert played.waited == [1.0, *[60.0] * 4]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "longstride: ended: a process was ended by SIGKILL; no host answers; restarts left: 8"
+    assert said[-1].endswith("no host answers; going on from the start with 2 processes; restarts left: 4")
+    asked.clear()
+    played.resumed.clear()
+    assert played.go(2) == exit_codes.HUNG
+    assert capsys.readouterr().err.endswith("ended: no host answers; no restart is left of 2\n")
 
 
 def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path) -> None:

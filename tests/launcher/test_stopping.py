@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,9 @@ import pytest
 
 from launcher import exit_codes
 from launcher.ancestors import LauncherGone
-from launcher.lasting_output import LastingOutput
+from launcher.lasting_output import LastingOutput, lasting_output
 from launcher.progress import read_progress
-from launcher.stopping import LEAVE_AT_ONCE, StopFile, TimeIsUp
+from launcher.stopping import LEAVE_AT_ONCE, StopFile, StopFlag, TimeIsUp
 from tests.launcher.runs import ROOT, hear_hangups, metrics, plain_environment, spawn
 
 Trained = Callable[..., Path]
@@ -122,6 +124,31 @@ def test_stop_file_carries_the_reason_and_goes_with_its_folder(tmp_path: Path) -
     assert not (tmp_path / "unborn").exists()
 
 
+def test_stop_that_the_first_rank_alone_is_told_waits_until_all_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("launcher.stopping.end_now", ended.append)
+    monkeypatch.setattr("launcher.stopping._LOOK_SECONDS", 0.01)
+    file, stop, looks = StopFile(tmp_path / ".stop-1"), StopFlag(), threading.Semaphore(0)
+    file.write("SIGTERM")
+    stop.look(lambda: looks.release(), held_only=True)  # type: ignore[func-returns-value]
+    stop.look(file, held_only=True)
+    stop.listen()
+    try:
+        assert all(looks.acquire(timeout=10) for _ in range(3))
+        assert not stop.asked()
+        with stop.held():
+            assert all(looks.acquire(timeout=10) for _ in range(3 + 3))
+            assert stop.reason == "SIGTERM"
+        assert ended == []
+        file.write(LEAVE_AT_ONCE)
+        assert all(looks.acquire(timeout=10) for _ in range(6))
+    finally:
+        stop.close()
+    assert exit_codes.STOPPED in ended
+
+
 def test_process_by_itself_has_no_launcher_to_lose() -> None:
     assert LauncherGone({})._chain == []
     gone = LauncherGone({"RANK": "0"})
@@ -144,12 +171,19 @@ def test_output_outlives_its_reader(number: int) -> None:
     output.flush()
     assert output.encoding is None  # what else is asked of a stream is the stream's
 
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_costs_a_log_its_lines_and_a_result_its_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
-            raise OSError(28, "full")
+            raise OSError(number, "full")
 
-    with pytest.raises(OSError, match="full"):
-        LastingOutput(Full()).write("x")
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
+    with lasting_output():
+        print("x", file=sys.stderr, flush=True)
+        with pytest.raises(OSError, match="full"):
+            print("x")
 
 
 @pytest.mark.campaign

@@ -113,6 +113,14 @@ def test_outcome_is_a_documented_code(code: int, asked: signal.Signals | None, w
     assert outcome(code, asked, whole=whole).code == expected
 
 
+@pytest.mark.parametrize("asked", [None, signal.SIGHUP])
+def test_lost_host_is_told_as_such_and_is_no_stop(asked: signal.Signals | None) -> None:
+    """Of 255 nobody knows whether anything was saved."""
+    ended = outcome(255, asked, whole=False)
+    assert ended.code == exit_codes.HUNG
+    assert ended.told == "code 255: a host was lost, or a process was ended by SIGHUP"
+
+
 def run_arguments(config_file: Path, *more: str) -> list[str]:
     """A run of eight steps that can be gone on with, with loader workers."""
     return ["--config", str(config_file), "--resume", "auto", "data.workers=1", *more]
