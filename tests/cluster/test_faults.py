@@ -175,15 +175,15 @@ def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(
     running = start_run(hosts, user, config_file, tmp_path, "--include=node2", "--max-restarts", "5", *ENDLESS)
     log = tmp_path / "log"
     wait_for_steps(tmp_path / "run", 9, log)
-    [rank] = hosts[1].ranks()
+    rank = hosts[1].ranks()[0]  # and its loader workers
     set_link(hosts[1], "down")
     try:
         wait_for_text(log, "no host answers any more; what runs there runs on; restarts left: ")
-        assert hosts[1].ranks() == [rank]
+        assert rank in hosts[1].ranks()
     finally:
         set_link(hosts[1], "up")
     wait_for_text(log, "going on from step")
-    while hosts[1].ranks() in ([], [rank]):
+    while rank in (ranks := hosts[1].ranks()) or not ranks:
         assert running.poll() is None, log.read_text()
         time.sleep(0.2)
     os.kill(parent_of_all(hosts[0]), signal.SIGTERM)
