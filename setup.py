@@ -22,14 +22,13 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "webdataset>=1.0,<2",
         "mpi4py>=4.0,<5",  # how DeepSpeed finds its ranks under the openmpi and mpich launchers
-        "psutil>=5.9",  # the interface of an address; deepspeed asks for it as well
         "numpy>=1.26,<3",
         "pillow>=10,<14",
         "fsspec>=2024.6",
         "pydantic>=2.7,<3",
         "safetensors>=0.4.3,<1",
         "tqdm>=4.66,<5",
-        "psutil>=5.9,<8",
+        "psutil>=5.9,<8",  # processes, and the interface of an address; deepspeed asks for it as well
         "matplotlib>=3.8,<4",
     ],
     extras_require={

@@ -10,6 +10,7 @@ each rank finds its own (`interfaces.py`), as hosts may name theirs differently.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,8 @@ def host_environment(environment: Mapping[str, str], home: Path, here: Path) -> 
 def write_host_environment(run: Path, told: Mapping[str, str]) -> Path:
     """Writes a new file ``hosts-N.env`` into the run folder, an assignment a line; returns its absolute path.
 
+    A person's own files may hold secrets, so it is for this user's eyes alone.
+
     Raises:
         ConfigError: a value cannot be handed on by the launcher as it is.
     """
@@ -55,7 +58,7 @@ def write_host_environment(run: Path, told: Mapping[str, str]) -> Path:
     for number in itertools.count(1):
         path = run.absolute() / f"hosts-{number}.env"
         try:
-            with path.open("x", encoding="utf-8") as file:
+            with open(path, "x", encoding="utf-8", opener=_for_this_user) as file:
                 file.writelines(f"{name}={value}\n" for name, value in told.items())
         except FileExistsError:
             continue
@@ -71,6 +74,10 @@ def plain_values(told: Mapping[str, str], *, commas: bool) -> tuple[dict[str, st
     plain = re.compile(r"[\w@%+=:,./-]*" if commas else r"[\w@%+=:./-]*")
     kept = {name: value for name, value in told.items() if plain.fullmatch(value)}
     return kept, [name for name in told if name not in kept]
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 | launcher | DeepSpeed 0.19 | here |
 |---|---|---|
 | pdsh | hands words to the remote shell as they are: JSON loses its quotes | each word is quoted |
+| pdsh | lets pdsh put a host's name and number in place of %h and %n, in overrides too | where it is meant |
 | pdsh | told to stop, ends the ranks of *every* run by the same Python on those hosts | of this run alone |
 | mpich | starts each rank by a helper that forgets its exit code | the rank itself; we know MPICH's words |
 | pdsh | tells how it starts each rank, whatever --log_level says | as it is told |
@@ -23,6 +24,8 @@ from deepspeed.launcher.multinode_runner import MPICHRunner, OpenMPIRunner, PDSH
 
 from launcher.host_checks import find_mpirun, launch_pattern
 
+_NODE_RANK = "--node_rank=%n"  # which pdsh fills in
+
 
 class QuotingPdsh(PDSHRunner):
     """pdsh, whose words pass a shell on every host."""
@@ -36,11 +39,18 @@ class QuotingPdsh(PDSHRunner):
     ) -> tuple[list[str], list[str], dict[str, str]]:
         """The command, the one that ends it, and the environment."""
         command, kill, environment = super().get_cmd(environment, active_resources)
+        prefix = kill.index("pkill -f ")  # pdsh's own words, the same in both
         launch = command.index("deepspeed.launcher.launch") + 1
         command = [*command[:launch], f"--log_level={self.args.log_level}", *command[launch:]]
+        command = [*command[:prefix], *map(_past_pdsh, command[prefix:])]
         where = launch_pattern(self.args.master_addr, self.args.master_port)
-        kill = [*kill[: kill.index("pkill -f ")], "pkill", "-f", "--", shlex.quote(where)]
+        kill = [*kill[:prefix], "pkill", "-f", "--", _past_pdsh(shlex.quote(where))]
         return command, kill, environment
+
+
+def _past_pdsh(word: str) -> str:
+    """A word that pdsh hands on as it is: in all others it puts something in place of %h, %n and %u."""
+    return word if word == _NODE_RANK else word.replace("%", "%%")
 
 
 class FoundOpenMpi(OpenMPIRunner):

@@ -72,7 +72,7 @@ def meeting_address(hosts: Sequence[str]) -> str:
     Raises:
         ConfigError: it cannot be told from here.
     """
-    first = _name(hosts[0])
+    first = hosts[0]
     if len(hosts) == 1:
         return "127.0.0.1"
     try:
@@ -84,9 +84,9 @@ def meeting_address(hosts: Sequence[str]) -> str:
     if not is_loopback(address):
         return address
     # This host is the first, and its own name means loopback to itself: what the second one sees of it is the address.
-    seen = source_address(_name(hosts[1]))
+    seen = source_address(hosts[1])
     if seen is None or is_loopback(seen):
-        rule = f"is this host, and there is no route from it to {_name(hosts[1])}; give its address by --master-addr"
+        rule = f"is this host, and there is no route from it to {hosts[1]}; give its address by --master-addr"
         raise ConfigError(f"--hostfile: {first} {rule}")
     return seen
 
@@ -154,8 +154,3 @@ def _ssh(host: str, line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * _SSH_SECONDS, check=False
     )
-
-
-def _name(host: str) -> str:
-    """A host of a hostfile without its user."""
-    return host.rpartition("@")[2]

@@ -76,6 +76,10 @@ def read_hostfile(path: Path) -> Slots:
         where = f"{path}:{number}: {text}"
         if entry is None or entry["slots"] is None:
             raise ConfigError(f"{where}: must be a host and its number of processes, {_GOOD}")
+        if "@" in entry["host"]:
+            user, _, host = entry["host"].rpartition("@")
+            rule = "must be without a user, as @ separates hosts in filters"
+            raise ConfigError(f"{where}: {rule}; put User {user} for {host} in ~/.ssh/config")
         if int(entry["slots"]) < 1:
             raise ConfigError(f"{where}: must have at least one slot; or put # before the line")
         if entry["host"] in hosts:

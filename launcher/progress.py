@@ -36,12 +36,16 @@ def saved_steps(run: Path) -> list[int]:
     return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
 
 
-def is_done(run: Path) -> bool:
-    """Whether the last step of the run in a folder is saved."""
-    try:
-        last = json.loads((run / CONFIG).read_text(encoding="utf-8"))["train"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def is_done(run: Path, last: int | None) -> bool:
+    """Whether the last step of the run in a folder is saved; None, as epochs are not counted here: by its config.json.
+
+    That file may be of an earlier start, which had fewer steps to go.
+    """
+    if last is None:
+        try:
+            last = json.loads((run / CONFIG).read_text(encoding="utf-8"))["train"]["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
     return last in saved_steps(run)
 
 

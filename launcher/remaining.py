@@ -10,7 +10,7 @@ from kernels.errors import ConfigError
 from launcher.config import RunConfig, check_world_size
 
 _COUNT_SECONDS = 120.0
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # of which the launcher takes all, where it is given no number
 
 
 def usable_world_sizes(config: RunConfig, most: int) -> list[int]:
@@ -38,10 +38,17 @@ def count_accelerators() -> int:
 
 
 def first_visible(environment: Mapping[str, str], count: int) -> dict[str, str]:
-    """The environment in which the launcher takes the first so many of the GPUs that it may see."""
-    named = [each for each in environment.get(_VISIBLE, "").split(",") if each]
+    """The environment in which the launcher takes the first so many of the GPUs that it may see.
+
+    Raises:
+        ConfigError: they are named in another way than by their numbers, which the launcher does not know.
+    """
+    told = environment.get(VISIBLE, "")
+    named = [each.strip() for each in told.split(",") if each.strip()]
+    if not all(each.isdecimal() for each in named):
+        raise ConfigError(f"{VISIBLE}={told}: the deepspeed launcher takes numbers alone; such as 0,1")
     chosen = (named or [str(number) for number in range(count)])[:count]
-    return {**environment, _VISIBLE: ",".join(chosen)}
+    return {**environment, VISIBLE: ",".join(chosen)}
 
 
 def fewer_slots(slots: Mapping[str, Sequence[int]], world_size: int) -> dict[str, list[int]]:

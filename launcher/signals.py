@@ -20,8 +20,9 @@ class SignalPipe:
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         self._numbers = {each for each in numbers if not is_hushed(each)}
-        self._before = {each: signal.signal(each, _pass) for each in self._numbers}
+        # The pipe first: a signal that has its handler already, and no pipe yet, would be lost.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = {each: signal.signal(each, _pass) for each in self._numbers}
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """The signals that have come, in their order; none after so many seconds. By any one thread."""
@@ -31,9 +32,9 @@ class SignalPipe:
 
     def close(self) -> None:
         """Lets the signals do again what they did before."""
-        signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._reader)
         os.close(self._writer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from launcher.lasting_output import lasting_output
 from launcher.launchers import add_host_arguments, find_hosts, launcher_command, launcher_environment
 from launcher.left_behind import vacate
 from launcher.progress import is_done
-from launcher.remaining import count_accelerators, first_visible, usable_world_sizes
+from launcher.remaining import VISIBLE, count_accelerators, first_visible, usable_world_sizes
 from launcher.restarts import run_with_restarts
 from launcher.run_lock import check_unlocked
 from launcher.supervisor import Launch, Wish, alone_seconds, supervise, supervised_signals
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.max_restarts,
             wish,
             lambda resume: ranks.launch(arguments, resume, output, started),
-            lambda launch: supervise(launch, wish, timeout, lambda: replayed or is_done(output)),
+            lambda launch: supervise(launch, wish, timeout, lambda: replayed or is_done(output, config.train.steps)),
             ranks.after_loss,
             lambda launch: vacate(output, launch.stop_file, wish, alone_seconds(timeout), ranks.end_left),
         )
@@ -70,16 +71,27 @@ class LocalRanks:
     """The ranks of a run on this host: how they are started, and on what after a loss."""
 
     def __init__(self, config: RunConfig, processes: int | None) -> None:
+        """Counts the GPUs.
+
+        Raises:
+            ConfigError: there are fewer GPUs than processes, or they are not named as the launcher knows them.
+        """
         self._config = config
-        self.processes = processes  # None: the launcher takes every GPU that it may see
-        self._accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        self._processes = processes  # None: the launcher takes every GPU that it may see
+        on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available()
+        self._accelerators = 0 if on_cpu else torch.accelerator.device_count()
         self._environment = launcher_environment()
+        if self._accelerators and torch.cuda.is_available():
+            if processes is not None and processes > self._accelerators:
+                raise ConfigError(f"--processes={processes}: each takes a GPU, and {self._accelerators} can be seen")
+            if os.environ.get(VISIBLE):
+                self._take(processes or self._accelerators)
 
     def launch(self, arguments: argparse.Namespace, resume: str, output: Path, started: float) -> Launch:
         """What starts them, at a meeting place of its own."""
         named = argparse.Namespace(**vars(arguments) | {"resume": resume})
         file = output / f".stop-{secrets.token_hex(8)}"
-        command = launcher_command(named, self.processes)
+        command = launcher_command(named, self._processes)
         return Launch([*command, f"--stop-file={file}", f"--started={started!r}"], self._environment, file)
 
     def after_loss(self) -> str:
@@ -89,9 +101,9 @@ class LocalRanks:
             ConfigError: the batch divides over no number of processes that could be started.
         """
         if self._accelerators == 0:
-            return f"with {_counted(self.processes)}"
+            return f"with {_counted(self._processes)}"
         there = count_accelerators()
-        before = self.processes or self._accelerators
+        before = self._processes or self._accelerators
         if there >= before:
             return f"with {_counted(before)}"
         sizes = usable_world_sizes(self._config, there)
@@ -99,14 +111,19 @@ class LocalRanks:
             raise ConfigError(
                 f"{there} of {self._accelerators} GPUs are left, and the batch divides over no such number"
             )
-        # By the environment, as the launcher passes over what it says of GPUs once it is given a number.
-        self._environment = first_visible(self._environment, sizes[0])
-        self.processes = None
-        self._accelerators = sizes[0]
+        self._take(sizes[0])
         return f"with {_counted(sizes[0])}, as {there} GPUs are left of {before}"
 
     def end_left(self) -> None:
         """Nothing: of a launch on this host nothing is left."""
+
+    def _take(self, count: int) -> None:
+        """The first GPUs of those that may be seen.
+
+        By the environment, as the launcher passes over what it says of GPUs once it is given a number.
+        """
+        self._environment = first_visible(self._environment, count)
+        self._processes, self._accelerators = None, count
 
 
 def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks | HostRanks:

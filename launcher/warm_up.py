@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -52,7 +52,18 @@ def run_attention(
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Among the processes of this user on this host."""
-    path = Path(tempfile.gettempdir()) / f"longstride-kernels-{os.getuid()}.lock"
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        # Where nothing can be locked, each compiles for itself, which costs time and no more.
+        with suppress(OSError):
+            folder = _compiler_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            # A name that any user may foresee must not be in a folder where any may put a file. Hosts may share it.
+            lock = held.enter_context((folder / f"longstride-{socket.gethostname()}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _compiler_folder() -> Path:
+    """Where Triton keeps what it compiled, by its own variables."""
+    told = os.environ.get("TRITON_CACHE_DIR")
+    return Path(told) if told else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"

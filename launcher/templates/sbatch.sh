@@ -30,6 +30,8 @@ trap woken=1 TERM # which scancel sends to the ranks as well: this script waits 
 # left alone for {{wait_seconds}} seconds is ended.
 srun --kill-on-bad-exit=0 --wait={{wait_seconds}} {{command}} &
 training=$!
+# Told before there was anything to hand it on to.
+if [ "$told" = 1 ]; then kill -USR1 "$training" 2>/dev/null; fi
 while true; do
     woken=0
     wait "$training"

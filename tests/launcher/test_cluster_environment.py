@@ -52,6 +52,7 @@ def test_written_file_is_what_the_launcher_reads_and_never_overwritten(tmp_path:
     assert [file.name for file in files] == ["hosts-1.env", "hosts-2.env"]
     read = [dict(line.split("=", maxsplit=1) for line in file.read_text().splitlines()) for file in files]
     assert read == [HANDED_ON, {"A": "b=c"}]  # as deepspeed.launcher.runner takes lines apart
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]  # own files may hold secrets
     for value in ('a"b', "a\nb"):
         with pytest.raises(ConfigError, match="environment: PATH holds a quote or a line's end"):
             write_host_environment(run, {"PATH": value})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from launcher import deepspeed_runner
 from tests.launcher.programs import Programs
 from tests.launcher.test_host_checks import VERSIONS
 
+_PDSH = shutil.which("pdsh")  # the real one, should it be here
 JSON = 'model.attention={"type":"strided","stride":8}'
 
 
@@ -42,12 +44,12 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=Started))
     monkeypatch.setattr(runner, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIGTERM=15))
 
-    def get(launcher: str) -> list[str]:
+    def get(launcher: str, *overrides: str) -> list[str]:
         programs.add("mpirun", VERSIONS.get(launcher, ""))
         monkeypatch.setattr("launcher.deepspeed_runner.find_mpirun", lambda family: f"/the/{family}/mpirun")
         words = ["--hostfile", str(tmp_path / "hostfile"), "--launcher", launcher, "--no_ssh_check", "--force_multi"]
         words += ["--master_addr", "10.0.0.1", "--master_port", "20007", "train.py", "--config", "a b.json", JSON]
-        deepspeed_runner.main(words)
+        deepspeed_runner.main([*words, *overrides])
         return run[-1]
 
     return get
@@ -59,6 +61,25 @@ def test_words_pass_the_shells_of_pdsh_whole(command: Any) -> None:
     behind = " ".join(words[words.index("train.py") :])  # pdsh joins its words, and a shell there takes them apart
     shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {behind}"], capture_output=True, text=True, check=True)
     assert shell.stdout.splitlines() == ["train.py", "--config", "a b.json", JSON]
+
+
+def test_percent_signs_pass_pdsh_itself(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "100%n"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    words = command("pdsh", "train.output=runs/%h-%n%%")
+    assert words[:6] == ["pdsh", "-S", "-f", "1024", "-w", "node1,node2"]
+    if _PDSH is None:
+        behind = [" ".join(words[6:]).replace("%%", "\0").replace("%n", number).replace("\0", "%") for number in "01"]
+    else:
+        subprocess.run([_PDSH, "-R", "exec", "-N", *words[1:6], "echo", "%n", *words[6:]], check=True)
+        behind = [line.partition(" ")[2] for line in sorted(capfd.readouterr().out.splitlines()) if "launch" in line]
+    assert len(behind) == 2
+    for number, line in enumerate(behind):
+        assert f"export PYTHONPATH={folder}:" in line and f"cd {folder};" in line
+        assert f"--node_rank={number} " in line and line.endswith(" train.output=runs/%h-%n%%")
 
 
 def test_pdsh_ends_the_ranks_of_this_run_alone(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:

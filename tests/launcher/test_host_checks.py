@@ -65,8 +65,8 @@ def test_meeting_address_is_the_first_hosts_as_others_see_it(monkeypatch: pytest
 
     monkeypatch.setattr("launcher.host_checks.socket.getaddrinfo", resolve)
     monkeypatch.setattr("launcher.host_checks.source_address", {"node2": "10.0.0.7"}.get)
-    assert meeting_address(["me@node1", "node2"]) == "10.0.0.1"
-    assert meeting_address(["here", "me@node2"]) == "10.0.0.7"  # its own name means loopback to this host
+    assert meeting_address(["node1", "node2"]) == "10.0.0.1"
+    assert meeting_address(["here", "node2"]) == "10.0.0.7"  # its own name means loopback to this host
     assert meeting_address(["elsewhere"]) == "127.0.0.1"  # all ranks are on one host
     with pytest.raises(ConfigError, match="alias has no address that is known here; give it by --master-addr"):
         meeting_address(["alias", "node2"])

@@ -16,9 +16,9 @@ def test_hostfile_is_read_as_the_deepspeed_launcher_reads_it(tmp_path: Path) -> 
     from deepspeed.launcher.runner import _parse_hostfile
 
     path = tmp_path / "hostfile"
-    path.write_text("# a rack\nnode1 slots=2\n\n  me@node2.rack-7\tslots=3  # the new one\n10.0.0.3 slots=1\n")
+    path.write_text("# a rack\nnode1 slots=2\n\n  node2.rack-7\tslots=3  # the new one\n10.0.0.3 slots=1\n")
     hosts = read_hostfile(path)
-    assert hosts == {"node1": [0, 1], "me@node2.rack-7": [0, 1, 2], "10.0.0.3": [0]}
+    assert hosts == {"node1": [0, 1], "node2.rack-7": [0, 1, 2], "10.0.0.3": [0]}
     assert {host: len(slots) for host, slots in hosts.items()} == dict(_parse_hostfile(path.read_text().splitlines()))
 
 
@@ -32,6 +32,7 @@ def test_hostfile_is_read_as_the_deepspeed_launcher_reads_it(tmp_path: Path) -> 
         ("node1 slots=2 max_slots=4\n", "1: node1 slots=2 max_slots=4: must be"),
         ("node1 slots=-1\n", "1: node1 slots=-1: must be"),
         ("-oProxyCommand=sh slots=1\n", "1: -oProxyCommand=sh slots=1: must be"),
+        ("me@node1 slots=1\n", "1: me@node1 slots=1: must be without a user, as @ separates hosts in filters"),
         ("node1 slots=0\n", "1: node1 slots=0: must have at least one slot"),
         ("node1 slots=1\nnode1 slots=2\n", "2: node1 slots=2: node1 has a line already; give all its slots in one"),
     ],

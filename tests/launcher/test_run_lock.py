@@ -61,7 +61,7 @@ def test_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
 
 def test_progress_is_read_from_names_and_the_last_lines(tmp_path: Path) -> None:
     assert read_progress(tmp_path) == Progress(0, 0)
-    assert not is_done(tmp_path)
+    assert not is_done(tmp_path, None)
     for name in ("step-00000004", "step-00000012", "step-00000016.replaced-1", ".step-00000020.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     lines = [json.dumps({"step": step, "notes": "x" * 5000}) for step in range(1, 41)]
@@ -69,7 +69,8 @@ def test_progress_is_read_from_names_and_the_last_lines(tmp_path: Path) -> None:
     assert read_progress(tmp_path) == Progress(12, 40)
     for steps, done in ((12, True), (16, False)):
         (tmp_path / "config.json").write_text(json.dumps({"train": {"steps": steps}}))
-        assert is_done(tmp_path) is done
+        assert is_done(tmp_path, None) is done
+        assert is_done(tmp_path, 12) and not is_done(tmp_path, 16)  # whatever an earlier start was to do
 
 
 def test_file_system_without_locks_costs_a_line(

@@ -20,6 +20,7 @@ from launcher.slurm import _seconds
 from tests.launcher.programs import Programs
 from tests.launcher.runs import ROOT
 
+WAITS = "for _ in {1..300}; do sleep 0.1; done; exit 9"  # for half a minute
 ASKED = ["--nodes", "2", "--processes-per-node", "2", "--time", "12:00:00"]
 
 
@@ -129,9 +130,9 @@ def test_submitting_needs_sbatch_and_hands_it_the_script(
         ("exit 0", None, "RUNNING", 0, False),
         ("exit 2", None, "RUNNING", 2, False),
         ("exit 75", None, "RUNNING", 75, True),  # by train.max_seconds, or a signal that SLURM sent to the ranks
-        ("trap 'exit 75' USR1; while true; do sleep 0.1; done", signal.SIGUSR1, "RUNNING", 75, True),
-        ("exec sleep 60", signal.SIGUSR1, "RUNNING", 138, True),  # ranks that were still starting
-        ("trap 'sleep 0.5; exit 75' TERM; while true; do sleep 0.1; done", signal.SIGTERM, "COMPLETING", 75, False),
+        ("trap 'exit 75' USR1; touch $STARTED; " + WAITS, signal.SIGUSR1, "RUNNING", 75, True),
+        ("touch $STARTED; exec sleep 30", signal.SIGUSR1, "RUNNING", 138, True),  # ranks that were still starting
+        ("trap 'sleep 0.5; exit 75' TERM; touch $STARTED; " + WAITS, signal.SIGTERM, "COMPLETING", 75, False),
     ],
 )
 def test_script_queues_itself_again_where_the_run_was_stopped_and_saved(
@@ -146,18 +147,36 @@ def test_script_queues_itself_again_where_the_run_was_stopped_and_saved(
 ) -> None:
     assert slurm(config_file) == 0
     programs = Programs(tmp_path / "bin", monkeypatch)
-    programs.add("srun", f"touch {tmp_path}/started\n{srun}")
+    programs.add("srun", srun)
     programs.add("squeue", f"echo {state}")
     programs.add("scontrol")
-    environment = dict(os.environ) | {"SLURM_JOB_ID": "7"}
+    environment = dict(os.environ) | {"SLURM_JOB_ID": "7", "STARTED": str(tmp_path / "started")}
     script = subprocess.Popen([str(tmp_path / "run" / "run.sbatch")], env=environment, start_new_session=True)
     if told is not None:
+        until = time.monotonic() + 30
         while not (tmp_path / "started").exists():
+            assert time.monotonic() < until
             time.sleep(0.05)
-        time.sleep(0.3)  # until the trap stands
         if told == signal.SIGTERM:
             os.killpg(script.pid, told)  # scancel tells everything
         else:
             script.send_signal(told)
     assert script.wait(60) == (75 if code == 138 else code)
     assert programs.calls("scontrol") == (["requeue 7"] if requeued else [])
+
+
+def test_script_hands_on_what_it_was_told_before_it_knew_whom_to_tell(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert slurm(config_file) == 0
+    programs = Programs(tmp_path / "bin", monkeypatch)
+    programs.add("srun", "trap 'exit 75' USR1; touch $STARTED; " + WAITS)
+    programs.add("squeue", "echo RUNNING")
+    programs.add("scontrol")
+    script = tmp_path / "run" / "run.sbatch"
+    early = "until [ -e $STARTED ]; do sleep 0.05; done\nkill -USR1 $$\ntraining=$!\n"
+    assert script.read_text().count("\ntraining=$!\n") == 1
+    script.write_text(script.read_text().replace("training=$!\n", early))
+    environment = dict(os.environ) | {"SLURM_JOB_ID": "7", "STARTED": str(tmp_path / "started")}
+    assert subprocess.run([str(script)], env=environment, timeout=60, check=False).returncode == 75
+    assert programs.calls("scontrol") == ["requeue 7"]
