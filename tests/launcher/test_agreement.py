@@ -25,14 +25,17 @@ from launcher.checkpoint import (
     verify_together,
 )
 from launcher.config import load_config
-from launcher.manifest import FORMAT_VERSION, Manifest, read_manifest, record_files, write_json, write_manifest
+from launcher.manifest import read_manifest, record_files, write_json, write_manifest
 from launcher.processes import Ranks
 from launcher.reporting import AgreedError
 from launcher.resume import Asked, begin, choose_start
 from launcher.rewinding import last_whole_checkpoint
 from launcher.saving import _Attempt
 from tests.launcher.test_batches import Meeting
+from tests.launcher.test_retention import make_checkpoint
 from tests.launcher.test_trust import Touching, poison
+
+WEIGHTS_FILE = "deepspeed/mp_rank_00_model_states.pt"
 
 OnRanks = Callable[[Callable[[Ranks], Any]], list[Future[Any]]]
 
@@ -51,18 +54,6 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> OnRanks:
             return [pool.submit(work, Ranks(rank, rank, 2)) for rank in range(2)]
 
     return run
-
-
-def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
-    """A checkpoint of two files."""
-    folder = checkpoint_folder(run, step)
-    folder.mkdir(parents=True)
-    write_json(folder / "config.json", {"step": step})
-    torch.save(content, folder / "random-00000.pt")
-    given = {"format_version": FORMAT_VERSION, "step": step, "world_size": 2, "zero_stage": 0, "precision": "fp32"}
-    given |= {"stream": {}, "parameter_groups": [], "versions": {}, "files": record_files(folder, 0, 1)}
-    write_manifest(folder, Manifest.model_validate(given))
-    return folder
 
 
 @pytest.fixture
@@ -85,7 +76,7 @@ def test_first_ranks_list_counts(run: Path, on_ranks: OnRanks) -> None:
 
 def test_damaged_checkpoint_is_passed_over_by_all(run: Path, on_ranks: OnRanks) -> None:
     found, _ = list_checkpoints(run)
-    path = found[0].folder / "random-00000.pt"
+    path = found[0].folder / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-1])
     first, second = [each.result() for each in on_ranks(lambda ranks: first_whole(run, found, ranks))]
     assert first == second
@@ -133,14 +124,14 @@ def test_code_in_a_checkpoint_is_refused_by_all_before_it_is_read(
 ) -> None:
     mark = tmp_path / "made"
     folder = make_checkpoint(run, 16)
-    torch.save(Touching(mark), folder / "random-00000.pt", _use_new_zipfile_serialization=as_zip)
+    torch.save(Touching(mark), folder / WEIGHTS_FILE, _use_new_zipfile_serialization=as_zip)
     (manifest,) = [each.manifest for each in list_checkpoints(run)[0] if each.folder == folder]
     (folder / "manifest.json").unlink()
     write_manifest(folder, manifest.model_copy(update={"files": record_files(folder, 0, 1)}))
     found, _ = list_checkpoints(run)
     what = "posix.system" if as_zip else "no zip archive"
     for each in on_ranks(lambda ranks: first_whole(run, found, ranks)):
-        with pytest.raises(AgreedError, match=rf"random-00000.pt: holds more than tensors and numbers \({what}"):
+        with pytest.raises(AgreedError, match=rf"{WEIGHTS_FILE}: holds more than tensors and numbers \({what}"):
             each.result()
     for each in on_ranks(lambda ranks: first_whole(run, found, ranks, trusted=True)):
         assert each.result()[0].manifest.step == 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.errors import ConfigError
 from launcher.checkpoint import checkpoint_folder, list_checkpoints
@@ -22,11 +23,11 @@ from launcher.retention import (
 from tests.launcher.runs import configuration
 
 
-def make_checkpoint(run: Path, step: int) -> Path:
+def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
     """A folder that is whole by its manifest, with little in it."""
     folder = checkpoint_folder(run, step)
     (folder / "deepspeed").mkdir(parents=True)
-    (folder / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"weights")
+    torch.save(content, folder / "deepspeed/mp_rank_00_model_states.pt")
     write_json(folder / "config.json", {})
     manifest = Manifest(
         format_version=FORMAT_VERSION,
