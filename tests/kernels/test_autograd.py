@@ -32,7 +32,7 @@ def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Te
     return [t.requires_grad_() for t in inputs[:3]] + [inputs[3]]
 
 
-@pytest.mark.parametrize("heads_side_by_side", [False, True])
+@pytest.mark.parametrize("heads_side_by_side", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2, 2)], ids=str)
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_compile_and_checkpoint_see_through(

@@ -66,6 +66,7 @@ def test_words_pass_the_shells_of_pdsh_whole(command: Any) -> None:
 def test_percent_signs_pass_pdsh_itself(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     folder = tmp_path / "100%n"
     folder.mkdir()
     monkeypatch.chdir(folder)
