@@ -228,4 +228,5 @@ def _manifest_sha256(folder: Path) -> str | None:
 
 
 def random_name(rank: int) -> str:
+    """The file of a rank's random generators."""
     return f"random-{rank:05d}.pt"

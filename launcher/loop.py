@@ -33,89 +33,139 @@ from launcher.skipping import Before, poisoned, weights_are_finite
 from launcher.stopping import StopAskedError, StopFlag
 
 
-def train(
-    engine: DeepSpeedEngine,
-    config: RunConfig,
-    ranks: Ranks,
-    data: RunData,
-    state: StreamState | None,
-    stop: StopFlag,
-    watch: Watch,
-    guards: Guards,
-    *,
-    trusted: bool = False,
-) -> None:
-    """Trains from the engine's step to the last, evaluating, recording and saving on the way. All ranks must call.
+class Training:
+    """A run on this rank: its engine, and all that has a say in its steps.
 
     ``trusted``: whether a checkpoint to rewind to may hold more than tensors and numbers.
-
-    Raises:
-        AgreedError: on every rank, where data cannot be read; what is done is saved.
-        StopAskedError: on every rank, where any was asked to stop; what is done is saved.
-        NotSavedError: on every rank, where what is done at the end could not be saved.
-        GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
     """
-    settings = config.train
-    unevaluated = lacks_evaluation(engine.global_steps, config, ranks)
-    stream = data.stream(state)
-    state = stream.state
-    share = settings.global_batch // ranks.world_size
-    recorder = Recorder(Path(settings.output), engine, ranks.is_first, settings.last_step)
-    saver = Saver(engine, config, ranks, recorder.say)
-    recorder.say(ours.describe(config, engine, ranks))
-    response = Response(engine, config, ranks, guards, recorder, state, trusted=trusted)
-    engine.train()
-    try:
-        if unevaluated:
-            watch.at(f"evaluation after step {engine.global_steps}")
-            record_evaluation(engine, config, ranks, data, recorder, stop)
-        batches = together(functools.partial(iter, stream), share, ranks, engine.device, stop)
-        while engine.global_steps < settings.last_step:
-            start = time.perf_counter()
-            watch.at(f"step {engine.global_steps + 1}")
-            taken = next(batches)
-            line = train_step(engine, taken, settings.micro_batch, ranks, guards)
-            step, verdict = line["step"], guards.verdict
-            line["seconds"] = device_seconds(engine.device) - start
-            line["tokens_per_second"] = taken.num_bytes / line["seconds"]
-            # What stood in for damaged data is recorded whatever the interval; what a guard did, by what follows on it.
-            if not verdict and (taken.substitutions or is_due(step, settings.log_every, settings.last_step)):
-                recorder.write(line)
-            recorder.advance(
-                step, "no loss" if line["loss_nats"] is None else f"{line['bits_per_byte']:.3f} bits per byte"
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: RunConfig,
+        ranks: Ranks,
+        data: RunData,
+        guards: Guards,
+        stop: StopFlag,
+        watch: Watch,
+        *,
+        trusted: bool = False,
+    ) -> None:
+        self._engine, self._config, self._ranks, self._data = engine, config, ranks, data
+        self._guards, self._stop, self._watch, self._trusted = guards, stop, watch, trusted
+        self._recorder = Recorder(Path(config.train.output), engine, ranks.is_first, config.train.last_step)
+        self._saver = Saver(engine, config, ranks, self._recorder.say)
+
+    def run(self, state: StreamState | None) -> None:
+        """Trains from the engine's step to the last, evaluating, recording and saving on the way. All ranks must call.
+
+        ``state``: the next batch; None is the first.
+
+        Raises:
+            AgreedError: on every rank, where data cannot be read; what is done is saved.
+            StopAskedError: on every rank, where any was asked to stop; what is done is saved.
+            NotSavedError: on every rank, where what is done at the end could not be saved.
+            GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
+        """
+        engine, last = self._engine, self._config.train.last_step
+        unevaluated = lacks_evaluation(engine.global_steps, self._config, self._ranks)
+        self._open(state)
+        self._recorder.say(ours.describe(self._config, engine, self._ranks))
+        arguments = (engine, self._config, self._ranks, self._guards, self._recorder, self._state)
+        self._response = Response(*arguments, trusted=self._trusted)
+        engine.train()
+        try:
+            if unevaluated:
+                self._evaluate()
+            while engine.global_steps < last:
+                self._step()
+            self._end()
+        except (AgreedError, StopAskedError, GuardStopError) as ending:
+            self._watch.at(f"saving step {engine.global_steps}")
+            if not self._save_what_is_done() and isinstance(ending, StopAskedError):
+                raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
+            raise
+        finally:
+            self._recorder.close()
+
+    def _open(self, state: StreamState | None) -> None:
+        """Takes the batches from a state on."""
+        share = self._config.train.global_batch // self._ranks.world_size
+        self._stream = self._data.stream(state)
+        self._state = self._stream.state
+        contexts = functools.partial(iter, self._stream)
+        self._batches = together(contexts, share, self._ranks, self._engine.device, self._stop)
+
+    def _step(self) -> None:
+        """A step, and what is due after it; or back to a checkpoint, where a guard asks for that."""
+        settings = self._config.train
+        start = time.perf_counter()
+        self._watch.at(f"step {self._engine.global_steps + 1}")
+        taken = next(self._batches)
+        line = train_step(self._engine, taken, settings.micro_batch, self._ranks, self._guards)
+        line["seconds"] = device_seconds(self._engine.device) - start
+        line["tokens_per_second"] = taken.num_bytes / line["seconds"]
+        self._tell(line, taken)
+        rewound = False
+        if verdict := self._guards.verdict:
+            self._saver.finish()  # a rewind looks for the newest checkpoint
+            rewound = self._response.act(verdict, line, taken, self._state)
+        self._state = taken.batch.state  # last: where a guard ends the run, its batch is the next one still
+        if rewound:
+            self._saver.saved = self._engine.global_steps
+            self._batches.close()
+            self._open(self._state)
+            return
+        self._saver.poll()
+        step = line["step"]
+        # Saved first: an evaluation that fails must not cost the checkpoint.
+        if is_due(step, settings.checkpoint_every, settings.last_step):
+            self._watch.at(f"saving step {step}")
+            self._saver.save(self._state, self._guards.memory())
+        if is_due(step, settings.evaluate_every, settings.last_step):
+            self._evaluate()
+
+    def _tell(self, line: dict[str, Any], taken: Taken[Batch]) -> None:
+        """Records a step and shows how far the run is."""
+        settings, step = self._config.train, line["step"]
+        # What stood in for damaged data is recorded whatever the interval; what a guard did, by what follows on it.
+        if not self._guards.verdict and (taken.substitutions or is_due(step, settings.log_every, settings.last_step)):
+            self._recorder.write(line)
+        loss = "no loss" if line["loss_nats"] is None else f"{line['bits_per_byte']:.3f} bits per byte"
+        self._recorder.advance(step, loss)
+        for text in data_news(self._stream, self._state, taken):
+            self._recorder.say(f"step {step}: {text}")
+
+    def _evaluate(self) -> None:
+        """Evaluates after the engine's step, and records and tells the result."""
+        self._watch.at(f"evaluation after step {self._engine.global_steps}")
+        line = evaluate_split(self._engine, self._config, self._ranks, self._data, self._stop)
+        self._recorder.write(line)
+        self._recorder.say(f"step {line['step']}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
+
+    def _end(self) -> None:
+        self._watch.at("the end")
+        barrier(self._ranks)  # a rank that leaves while another still collects can abort it
+        self._saver.finish()
+        if self._saver.saved < self._engine.global_steps:
+            raise NotSavedError(f"the run ends unsaved at step {self._engine.global_steps}")
+
+    def _save_what_is_done(self) -> bool:
+        """Saves the engine's step where a run ends early; returns whether it is saved."""
+        step = self._engine.global_steps
+        self._saver.finish()
+        if self._saver.saved == step:
+            return True
+        if not weights_are_finite(self._engine, self._ranks):
+            told = (
+                f"not saved, as its weights are no finite numbers; --resume auto goes on from step {self._saver.saved}"
             )
-            for text in data_news(stream, state, taken):
-                recorder.say(f"step {step}: {text}")
-            if verdict:
-                saver.finish()  # a rewind looks for the newest checkpoint
-            rewound = verdict is not None and response.act(verdict, line, taken, state)
-            state = taken.batch.state
-            if rewound:
-                saver.saved = engine.global_steps
-                batches.close()
-                stream = data.stream(state)
-                batches = together(functools.partial(iter, stream), share, ranks, engine.device, stop)
-                continue
-            saver.poll()
-            # Saved first: an evaluation that fails must not cost the checkpoint.
-            if is_due(step, settings.checkpoint_every, settings.last_step):
-                watch.at(f"saving step {step}")
-                saver.save(state, guards.memory())
-            if is_due(step, settings.evaluate_every, settings.last_step):
-                watch.at(f"evaluation after step {step}")
-                record_evaluation(engine, config, ranks, data, recorder, stop)
-        watch.at("the end")
-        barrier(ranks)  # a rank that leaves while another still collects can abort it
-        saver.finish()
-        if saver.saved < engine.global_steps:
-            raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
-    except (AgreedError, StopAskedError, GuardStopError) as ending:
-        watch.at(f"saving step {engine.global_steps}")
-        if not save_what_is_done(engine, saver, state, guards, ranks, recorder) and isinstance(ending, StopAskedError):
-            raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
-        raise
-    finally:
-        recorder.close()
+            self._recorder.say(f"step {step}: {told}")
+            return False
+        saved = self._saver.save_last(self._state, self._guards.memory())
+        if saved:
+            self._recorder.say(f"step {step}: saved before the run ends; --resume auto goes on from there")
+        return saved
 
 
 def train_step(
@@ -176,24 +226,6 @@ def train_step(
     return line | told
 
 
-def save_what_is_done(
-    engine: DeepSpeedEngine, saver: Saver, state: StreamState, guards: Guards, ranks: Ranks, recorder: Recorder
-) -> bool:
-    """Saves the engine's step where a run ends early; returns whether it is saved. All ranks must call."""
-    step = engine.global_steps
-    saver.finish()
-    if saver.saved == step:
-        return True
-    if not weights_are_finite(engine, ranks):
-        told = f"not saved, as its weights are no finite numbers; --resume auto goes on from step {saver.saved}"
-        recorder.say(f"step {step}: {told}")
-        return False
-    saved = saver.save_last(state, guards.memory())
-    if saved:
-        recorder.say(f"step {step}: saved before the run ends; --resume auto goes on from there")
-    return saved
-
-
 def data_news(stream: ByteStream | PlainStream, before: StreamState, taken: Taken[Batch]) -> Iterator[str]:
     """What is to be said about a step's data: what stood in for damage, and what the end of an epoch carries over."""
     yield from map(str, taken.substitutions)
@@ -225,15 +257,6 @@ def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:
         return False
     lacks = ranks.is_first and not holds_line(Path(settings.output), step, config.data.validation_split)
     return bool(gather_objects(lacks, ranks)[0])
-
-
-def record_evaluation(
-    engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData, recorder: Recorder, stop: StopFlag
-) -> None:
-    """Evaluates after the engine's step, and records and tells the result. All ranks must call."""
-    line = evaluate_split(engine, config, ranks, data, stop)
-    recorder.write(line)
-    recorder.say(f"step {line['step']}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
 
 
 def is_due(step: int, every: int, last: int) -> bool:

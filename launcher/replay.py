@@ -66,7 +66,7 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
                 f"{run}: no checkpoint from step {first} to {step - 1} is whole, from which to come to it"
             )
         if checkpoint is None and recorded and recorded.incident:
-            check_world_size(recorded.incident, ranks.world_size)
+            check_processes(recorded.incident, ranks.world_size)
         with told_at_once(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             if checkpoint is not None:
@@ -127,7 +127,7 @@ def find_record(run: Path, step: int) -> Recorded | None:
     return Recorded(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
 
 
-def check_world_size(incident: Incident, world_size: int) -> None:
+def check_processes(incident: Incident, world_size: int) -> None:
     """Whether a replay from the beginning has as many processes as the run had; a checkpoint tells by itself.
 
     Raises:

@@ -147,7 +147,7 @@ def _train_together(
     """Joins the other ranks and trains; returns the exit code."""
     from launcher import engine as ours
     from launcher.guards import Guards, GuardStopError
-    from launcher.loop import train
+    from launcher.loop import Training
     from launcher.processes import barrier, process_group
     from launcher.resume import begin, prepare_folder, restore
     from launcher.run_lock import run_lock
@@ -165,7 +165,7 @@ def _train_together(
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             code, told = exit_codes.DONE, None
             try:
-                train(engine, config, ranks, data, state, stop, watch, guards, trusted=asked.trusted)
+                Training(engine, config, ranks, data, guards, stop, watch, trusted=asked.trusted).run(state)
             except StopAskedError as stopping:
                 code, told = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
             except GuardStopError as stopped:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 from launcher.processes import Ranks, gather_objects
 from launcher.reporting import AgreedError, is_wrong_input, told_line
@@ -15,6 +16,16 @@ _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
 _SEEN_SECONDS = 20.0  # until a shared file system shows all hosts what one has
 _LOOK_SECONDS = 0.2
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _State(Generic[Result]):
+    """How far the first rank's work is; what went wrong is a person's mistake, or unforeseen."""
+
+    done: bool = False
+    result: Result | None = None
+    wrong: str | None = None
+    unforeseen: str | None = None
 
 
 def look_until() -> float:
@@ -39,20 +50,20 @@ def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:
         AgreedError: on every rank, for a mistake of a person that the work met.
     """
     if not ranks.is_first:
-        return _meet(lambda: (False, None, None, None), ranks)
+        return _meet(_State, ranks)
     future: Future[Result] = Future()
     # A daemon: where a peer dies, nothing waits for the rest of the work.
     threading.Thread(target=_fulfil, args=(future, work), daemon=True, name="first works").start()
 
-    def state() -> tuple:
+    def state() -> _State[Result]:
         if not future.done():
-            return (False, None, None, None)
+            return _State()
         error = future.exception()
         if error is None:
-            return (True, future.result(), None, None)
+            return _State(done=True, result=future.result())
         if isinstance(error, Exception) and is_wrong_input(error):
-            return (True, None, told_line(error), None)
-        return (True, None, None, repr(error))
+            return _State(wrong=told_line(error))
+        return _State(unforeseen=repr(error))
 
     try:
         return _meet(state, ranks)
@@ -71,15 +82,15 @@ def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
         future.set_result(result)
 
 
-def _meet(state: Callable[[], tuple], ranks: Ranks) -> Result:  # type: ignore[type-var]
+def _meet(state: Callable[[], _State[Result]], ranks: Ranks) -> Result:
     pause, longest = _POLL_SECONDS
     while True:
-        done, result, wrong, unforeseen = gather_objects(state(), ranks)[0]
-        if wrong is not None:
-            raise AgreedError(wrong)
-        if unforeseen is not None:
-            raise RuntimeError(f"the first rank failed: {unforeseen}")
-        if done:
-            return cast(Result, result)
+        now: _State[Result] = gather_objects(state(), ranks)[0]
+        if now.wrong is not None:
+            raise AgreedError(now.wrong)
+        if now.unforeseen is not None:
+            raise RuntimeError(f"the first rank failed: {now.unforeseen}")
+        if now.done:
+            return cast(Result, now.result)
         time.sleep(pause)
         pause = min(longest, 2 * pause)

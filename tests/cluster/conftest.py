@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Host, make_hosts
+from tests.cluster.person import Lines, Person
 from tests.cluster.slurm import Slurm, start_slurm
 from tests.launcher.conftest import data, shared
-from tests.launcher.runs import ROOT, configuration, metrics, spawn
+from tests.launcher.runs import configuration, metrics, spawn
 
 __all__ = ["data", "shared"]
 
@@ -41,41 +41,27 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Slurm:
 
 
 @pytest.fixture
-def user() -> dict[str, str]:
-    """The environment of a person who is logged in, has activated the virtual environment and wants a thread a rank."""
-    return {
-        "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "HOME": os.environ.get("HOME", "/root"),
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-
-
-@pytest.fixture
-def config_file(data: Path, tmp_path: Path) -> Path:
-    """Eight steps at a constant rate, so that four of them are the first half; the output is tmp_path / "run"."""
+def person(hosts: list[Host], data: Path, tmp_path: Path) -> Person:
+    """Wants eight steps at a constant rate, so that four of them are the first half."""
     content = configuration(data, tmp_path / "run")
     content["train"]["schedule"] = "constant"
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(content))
-    return path
+    made = Person(hosts, tmp_path)
+    made.config.write_text(json.dumps(content))
+    return made
 
 
 @pytest.fixture(scope="session")
-def on_one_host(data: Path, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def on_one_host(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
     """A function (processes, steps) -> the lines of the same steps, undisturbed and on one host."""
-    known: dict[tuple[int, int], list[dict]] = {}
 
+    @functools.cache
     def get(world_size: int, steps: int = 8) -> list[dict]:
-        if (world_size, steps) not in known:
-            folder = tmp_path_factory.mktemp("whole")
-            content = configuration(data, folder / "run")
-            content["train"] |= {"schedule": "constant", "steps": steps}
-            (folder / "run.json").write_text(json.dumps(content))
-            ended = spawn(["--config", str(folder / "run.json")], world_size)
-            assert ended.codes == [0] * world_size, ended.stderr
-            known[world_size, steps] = metrics(folder / "run")
-        return known[world_size, steps]
+        folder = tmp_path_factory.mktemp("whole")
+        content = configuration(data, folder / "run")
+        content["train"] |= {"schedule": "constant", "steps": steps}
+        (folder / "run.json").write_text(json.dumps(content))
+        ended = spawn(["--config", str(folder / "run.json")], world_size)
+        assert ended.codes == [0] * world_size, ended.stderr
+        return metrics(folder / "run")
 
     return get

@@ -6,7 +6,7 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,11 @@ class Slurm:
     folder: Path
     hosts: Sequence[Host]
     environment: dict[str, str]
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What a person's environment must say of it."""
+        return {"SLURM_CONF": self.environment["SLURM_CONF"]}
 
     def command(self, *words: str, log: Path | None = None, folder: Path | None = None, timeout: float = 120) -> str:
         """What a command of a user prints; it must succeed."""
@@ -131,7 +136,7 @@ def _start(host: Host, command: list[str], environment: dict[str, str], folder: 
     return host.start(command, environment, folder, folder / f"{command[0]}-{host.name}.out")
 
 
-def _wait(condition, folder: Path) -> None:  # type: ignore[no-untyped-def]
+def _wait(condition: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + 90
     while not condition():
         if time.monotonic() > deadline:

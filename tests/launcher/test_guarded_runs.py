@@ -241,8 +241,8 @@ def test_stopped_run_goes_on_as_if_nothing_had_been(names: list[str], data: Path
     ):
         place = (case.name, kind)
         assert first.codes == [exit_codes.GUARDED] * 2, (place, first.stderr)
-        assert verdicts(first)[5].startswith("stop: "), place
-        assert "longstride: stopped by a guard: step 6: the loss is" in first.stderr[0]
+        reason = verdicts(first)[5].removeprefix("stop: the loss ")
+        assert f"\nlongstride: stopped by a guard: step 6: the loss {reason}; " in first.stderr[0], place
         assert second.codes == [0, 0], (place, second.stderr)
         assert metrics(case.run) == metrics(undisturbed[case.name]), place
         for step in (5, 8):

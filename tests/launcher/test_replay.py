@@ -15,7 +15,7 @@ from launcher.batches import RunData, Taken, together
 from launcher.config import RunConfig, load_config
 from launcher.incidents import Incident, Origin, write_incident
 from launcher.processes import Ranks
-from launcher.replay import check_world_size, find_record, way_batches
+from launcher.replay import check_processes, find_record, way_batches
 
 ALONE, CPU = Ranks(), torch.device("cpu")
 
@@ -84,8 +84,8 @@ def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(config: Ru
 def test_guarded_step_is_replayed_by_as_many_processes(config: RunConfig) -> None:
     data = RunData(config, ALONE)
     found = incident(3, None, data.stream().state, batches(data, 1)[0])
-    check_world_size(found, 2)
+    check_processes(found, 2)
     line = "--replay=3: it was taken by 2 processes, and is repeated so alone: start as many"
     with pytest.raises(ConfigError) as caught:
-        check_world_size(found, 1)
+        check_processes(found, 1)
     assert str(caught.value) == line

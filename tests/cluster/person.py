@@ -1,0 +1,87 @@
+"""Someone at the first of two hosts, who starts runs there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster.hosts import Host
+from tests.launcher.runs import ROOT, metrics
+
+LONGSTRIDE = [sys.executable, "-m", "launcher.cli"]
+SECONDS = 300  # of a start and a few steps, on a machine that is busy
+# More steps than any test waits for, and no evaluation in between.
+ENDLESS = ["train.steps=100000", "train.checkpoint_every=0", "train.evaluate_every=0"]
+Lines = Callable[..., list[dict]]  # of the fixture on_one_host
+
+
+@dataclass
+class Person:
+    """Logged in on the first host, in a folder that all hosts share and that holds run.json.
+
+    Has activated the virtual environment and wants a thread a rank. What is started writes to ``log``, the run to
+    ``run``.
+    """
+
+    hosts: list[Host]
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": os.environ.get("HOME", "/root"),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.config, self.run, self.log = self.folder / "run.json", self.folder / "run", self.folder / "log"
+
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """Starts a command and does not wait for it."""
+        return self.hosts[0].start(command, self.environment, self.folder, self.log)
+
+    def ends(self, command: list[str]) -> int:
+        """The exit code of a command."""
+        return self.hosts[0].run(command, self.environment, self.folder, self.log, SECONDS)
+
+    def said(self) -> str:
+        """What has been written to the log."""
+        return self.log.read_text()
+
+    def lines(self) -> list[dict]:
+        """What the run has recorded and another one would record alike."""
+        return metrics(self.run)
+
+    def wait_for_steps(self, count: int, log: Path | None = None) -> None:
+        """Waits until the run has written so many lines; what it says goes to a log, by default its own."""
+        self._wait(lambda: (self.run / "metrics.jsonl").read_text().count("\n") >= count, log or self.log)
+
+    def wait_for_text(self, text: str) -> None:
+        """Waits until the run has said something."""
+        self._wait(lambda: text in self.said(), self.log)
+
+    def _wait(self, condition: Callable[[], bool], log: Path) -> None:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                if condition():
+                    return
+            assert time.monotonic() < deadline, log.read_text() if log.exists() else "nothing was written"
+            time.sleep(0.2)
+
+    def hostfile(self, slots: int) -> Path:
+        """A file that names both hosts, with so many slots each."""
+        path = self.folder / "hostfile"
+        path.write_text(f"# two hosts\nnode1 slots={slots}\nnode2 slots={slots}\n")
+        return path
+
+    def train(self, slots: int, *more: str) -> list[str]:
+        """The command that trains on both hosts, with so many processes on each."""
+        hostfile = str(self.hostfile(slots))
+        return [*LONGSTRIDE, "train", "--config", str(self.config), "--hostfile", hostfile, *more]
