@@ -100,8 +100,9 @@ def visited(phase: str) -> Callable[[Found], Measured | None]:
 
     def measure(found: Found) -> Measured | None:
         row = found.timing("local", 32_768, 1_024, 128)
-        value = row["tflops_on_visited"][phase] if row else None
-        return None if value is None else Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
+        if row is None or (value := row["tflops_on_visited"][phase]) is None:
+            return None
+        return Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
 
     return measure
 

@@ -10,7 +10,7 @@ Other algorithms (trees, switches that add) send less for some collectives; none
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ def sent_bytes(operation: str, num_bytes: int, ranks: int) -> float:
 
 def total_sent(collectives: Iterable[Collective], ranks: int) -> dict[str, float]:
     """Bytes that each rank sends, by operation."""
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     for each in collectives:
         totals[each.operation] += each.times * sent_bytes(each.operation, each.num_bytes, ranks)
     return dict(totals)

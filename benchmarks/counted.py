@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,7 @@ class Counted(TorchDispatchMode):
 
 def _through_deepspeed() -> bool:
     """Whether DeepSpeed's wrapper of torch.distributed is among the callers."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "deepspeed.comm.comm":
             return True

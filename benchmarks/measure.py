@@ -47,7 +47,8 @@ def measure(group: Group, device: torch.device, settings: Settings) -> Measured:
         except Exception as error:  # the other patterns are worth having all the same
             failures.append({"pattern": name, **group.sizes(), "reason": reason_of(error)})
     patterns = {name: pattern for name, pattern in group.patterns().items() if name in own}
-    dense, reasons = {}, {"torch": f"beyond --dense-limit {settings.dense_limit}"}
+    dense: dict[str, Contender] = {}
+    reasons = {"torch": f"beyond --dense-limit {settings.dense_limit}"}
     if group.context <= settings.dense_limit:
         dense, reasons = dense_contenders(sets[0])
     asked = {name: pattern for name, pattern in patterns.items() if name in settings.flex_patterns}

@@ -13,6 +13,7 @@ partitioned_param_coordinator.py, once it knows the order, which is from the thi
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -181,17 +182,22 @@ def _deepened(short: Trace, few: int, layers: int) -> Trace:
         for layer in order:
             events += [Event(each.kind, renamed(each.module, layer)) for each in run]
     found = Trace(events)
-    for table, target in ((short.parameters, found.parameters), (short.numel, found.numel)):
-        beyond = {name: value for name, value in table.items() if _within(name, last)}
-        for name, value in table.items():
-            if not _within(name, last):
-                target[name] = value
-            elif name == next(iter(beyond)):
-                for layer in range(few - 1, layers):
-                    for each, content in beyond.items():
-                        own = [renamed(x, layer) for x in content] if isinstance(content, list) else content
-                        target[renamed(each, layer)] = own
+    last_layers = range(few - 1, layers)
+    for name, layer in _in_their_order(short.numel, last, last_layers):
+        found.numel[renamed(name, layer)] = short.numel[name]
+    for name, layer in _in_their_order(short.parameters, last, last_layers):
+        found.parameters[renamed(name, layer)] = [renamed(each, layer) for each in short.parameters[name]]
     return found
+
+
+def _in_their_order(names: Iterable[str], last: str, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Every name outside of the last layer, and in its place those within, once for each of so many layers."""
+    within = [name for name in names if _within(name, last)]
+    for name in names:
+        if not _within(name, last):
+            yield name, layers[0]
+        elif name == within[0]:
+            yield from ((each, layer) for layer in layers for each in within)
 
 
 def _within(name: str, module: str) -> bool:
@@ -300,7 +306,8 @@ class _Coordinator:
         """The module's parameters that are used again within the reuse distance."""
         key = (module, self._step)
         if key not in self._reused:
-            own, found, distance = set(self._trace.parameters[module]), set(), 0
+            own, distance = set(self._trace.parameters[module]), 0
+            found: set[str] = set()
             for later in self._modules[self._step :]:
                 if distance >= self._limits.max_reuse_distance or found == own:
                     break

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from data_pipelines import StreamState
+from data_pipelines import Batch, StreamState
 from launcher import engine as ours
 from launcher.config import DEEPSPEED_CONFIGS, RunConfig
 from launcher.cpu_accelerator import prepare_accelerator
@@ -125,13 +125,15 @@ def in_background(config: RunConfig, is_so: bool) -> RunConfig:
 def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) -> tuple[float, float]:
     """Seconds of some steps, behind a save by ``saver`` if there is one, and those in which nothing but it went on."""
     context, still = config.model.context, 0.0
+    state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=engine.global_steps, global_batch=1)
     tokens, lengths = torch.randint(0, 256, (1, context), dtype=torch.uint8), torch.tensor([context])
+    batch = Batch(tokens=tokens, lengths=lengths, sample_ids=torch.zeros(1, dtype=torch.int64), state=state)
     start = device_seconds(engine.device)
     if saver is not None:
-        saver.save(StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=engine.global_steps, global_batch=1))
+        saver.save(state, {})
         still += device_seconds(engine.device) - start
     for step in range(steps):
-        ours.backward(engine, sum_nats(engine, tokens, lengths, engine.device) / context)
+        ours.backward(engine, sum_nats(engine, batch, slice(None)) / context)
         ours.take_step(engine)
         if saver is not None:
             before = device_seconds(engine.device)

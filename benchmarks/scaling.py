@@ -172,7 +172,7 @@ def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
 def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]:
     """What changes where so many cards share a context."""
     collectives = ulysses.step_collectives(config, ranks, micro_batches)
-    row = {
+    row: dict[str, Any] = {
         "ranks": ranks,
         "sent": sum(total_sent(collectives, ranks).values()),
         "calls": sum(num_calls(collectives).values()) if ranks > 1 else 0,

@@ -74,10 +74,13 @@ def inputs_of(group: Group, device: torch.device) -> list[Inputs]:
 class HostClock:
     """A CPU's: one call, by the wall."""
 
-    best = staticmethod(min)
     warm_ups = 1
     keeps_graphs = False
     fewest_calls = 1
+
+    def best(self, seconds: Sequence[float]) -> float:
+        """The figure of a few repeats: what disturbs a CPU only ever adds."""
+        return min(seconds)
 
     def region(self, call: Callable[[int], None], count: int, host_seconds: float) -> Region:
         """Seconds of one of so many calls."""
@@ -99,7 +102,6 @@ class HostClock:
 class DeviceClock:
     """A card's: events around several calls, after a write that empties the cache."""
 
-    best = staticmethod(statistics.median)
     warm_ups = 3
     keeps_graphs = True  # several backward passes follow one forward pass
 
@@ -108,6 +110,10 @@ class DeviceClock:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
         self._device = device
         self._sleep = getattr(torch.cuda, "_sleep", None)
+
+    def best(self, seconds: Sequence[float]) -> float:
+        """The figure of a few repeats."""
+        return statistics.median(seconds)
 
     def region(self, call: Callable[[int], None], count: int, host_seconds: float) -> Region:
         """Seconds of one of so many calls, which the host is known to queue in ``host_seconds`` each."""
