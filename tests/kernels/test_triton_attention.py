@@ -74,7 +74,7 @@ CLOSED: tuple[Pattern | list[Pattern], ...] = (
 )
 
 
-@pytest.mark.parametrize("grad_lse", [False, True])
+@pytest.mark.parametrize("grad_lse", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize("closed", [None, 16, 32])
 @pytest.mark.parametrize("pattern", CLOSED, ids=str)
 def test_triton_serves_runs_that_stand_alone(
@@ -86,8 +86,14 @@ def test_triton_serves_runs_that_stand_alone(
     check_against_reference("triton", pattern, torch.float16, shape, grad_lse=grad_lse, device=DEVICE)
 
 
-@pytest.mark.parametrize("edges", [(16, 16), (32, 16), (16, 32)])
-@pytest.mark.parametrize("context", [64, 53])
+# Each kind of edges and of context once by default.
+DEFAULT_TILES = [((16, 16), 64), ((32, 16), 53)]
+OTHER_TILES = [((16, 16), 53), ((32, 16), 64), ((16, 32), 64), ((16, 32), 53)]
+
+
+@pytest.mark.parametrize(
+    ("edges", "context"), [*DEFAULT_TILES, *(pytest.param(*each, marks=pytest.mark.campaign) for each in OTHER_TILES)]
+)
 @pytest.mark.parametrize(
     "pattern",
     [Local(11), Column(2), Column(4), Summary(8, 2), Fixed(16, 4), Strided(4), Fixed(8, 2, num_summaries=2)],
@@ -180,7 +186,15 @@ def test_triton_heads_may_differ(patterns: list[Pattern], dtype: torch.dtype) ->
     check_against_reference("triton", patterns, dtype, Shape(2, 3, 45, 16, 16), grad_lse=True, device=DEVICE)
 
 
-@pytest.mark.parametrize("pattern", [Summary(8, 2), Summary(8, 2, include_self=True), Fixed(8, 2), Strided(8)], ids=str)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Fixed(8, 2),
+        Strided(8),
+        *(pytest.param(Summary(8, 2, include_self=own), marks=pytest.mark.campaign) for own in (False, True)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("context", [64, 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
