@@ -10,8 +10,9 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from launcher.processes import Ranks, barrier, gather_objects, process_group
 from launcher.reporting import tell_passed_over, told_at_once
 
 _COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
+Take = Callable[[StreamState | None], Generator[Taken[Batch]]]
 _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")  # which would write
 
 
@@ -215,11 +217,10 @@ def way_batches(
     """
     number = checkpoint.manifest.step if checkpoint else 0
     state = StreamState.from_json(checkpoint.manifest.stream) if checkpoint else None
+    take = partial(_batches, config, data, ranks, device)
     if recorded and recorded.incident:
         origin = recorded.incident.origin
-        yield from _batches(
-            config, data, StreamState.from_json(origin.stream) if origin.step == number else state, ranks, device
-        )
+        yield from take(StreamState.from_json(origin.stream) if origin.step == number else state)
         return
     turns: dict[int, list[StreamState]] = {}
     for incident in read_incidents(run).values():
@@ -227,17 +228,8 @@ def way_batches(
             turns.setdefault(incident.rewound_to, []).append(StreamState.from_json(incident.stream_after))
     sums = {step: line["sample_ids_crc32"] for step, line in find_lines(run, "train").items()}
     while True:
-        later = [step for step in sums if step > number]
-        if later and number in turns:
-            line = min(later)
-            for way in (state, *turns[number]):
-                batches = _batches(config, data, way, ranks, device)
-                taken = list(itertools.islice(batches, line - number))
-                batches.close()
-                if taken[-1].sample_ids_crc32 == sums[line]:
-                    state = way
-                    break
-        batches = _batches(config, data, state, ranks, device)
+        state = _way_taken(number, [state, *turns.get(number, [])], sums, take)
+        batches = take(state)
         for each in batches:
             state, number = each.batch.state, number + 1
             yield each
@@ -248,8 +240,21 @@ def way_batches(
         batches.close()
 
 
+def _way_taken(number: int, ways: list[StreamState | None], sums: dict[int, int], take: Take) -> StreamState | None:
+    """Of the states that a run may have gone on by from a step, the one that leads to its next line; or the first."""
+    later = [step for step in sums if step > number]
+    if len(ways) > 1 and later:
+        for way in ways:
+            batches = take(way)
+            *_, last = itertools.islice(batches, min(later) - number)
+            batches.close()
+            if last.sample_ids_crc32 == sums[min(later)]:
+                return way
+    return ways[0]
+
+
 def _batches(
-    config: RunConfig, data: RunData, state: StreamState | None, ranks: Ranks, device: Any
+    config: RunConfig, data: RunData, ranks: Ranks, device: Any, state: StreamState | None
 ) -> Generator[Taken[Batch]]:
     share = config.train.global_batch // ranks.world_size
     return together(lambda: iter(data.stream(state)), share, ranks, device)
