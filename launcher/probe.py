@@ -15,6 +15,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from kernels.errors import ConfigError
 from launcher.checkpoint import Checkpoint
 from launcher.config import RunConfig
 from launcher.deepspeed_keys import precision
@@ -73,14 +74,13 @@ def check_probe(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConf
     if saved is None or not config.train.probe:
         return None
     try:
-        content = np.load(checkpoint.folder / PROBE, allow_pickle=False)
-    except ValueError:
-        raise AgreedError(f"{checkpoint.folder / PROBE}: holds no array") from None
-    if zlib.crc32(content.tobytes()) != saved["crc32"]:
-        raise AgreedError(f"{checkpoint.folder / PROBE}: its bytes are not those that the manifest tells of")
-    nats, before = probe_nats(engine, torch.from_numpy(content)), float(saved["loss_nats"])
-    difference = abs(nats - before) / abs(before) if before else abs(nats)
-    tolerance = _tolerance(saved, engine, config)
+        content = read_probe(checkpoint)
+    except ConfigError as error:
+        raise AgreedError(str(error)) from None
+    nats, before = probe_nats(engine, content), float(saved["loss_nats"])
+    difference = relative_difference(nats, before)
+    own = precision(config.deepspeed)
+    tolerance = probe_tolerance(saved, own, engine.device.type, config.model.backend)
     # A nan is in no order with anything.
     wrong = [rank for rank, fine in enumerate(gather_objects(difference <= tolerance, ranks)) if not fine]
     if wrong:
@@ -92,10 +92,37 @@ def check_probe(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConf
     return difference
 
 
-def _tolerance(saved: dict[str, Any], engine: DeepSpeedEngine, config: RunConfig) -> float:
-    """How far two losses of the same weights may be apart, relative to them."""
-    own = precision(config.deepspeed)
+def read_probe(checkpoint: Checkpoint) -> Tensor:
+    """The context of a verified checkpoint that has a probe: (N,) uint8.
+
+    Raises:
+        ConfigError: it is not the one that the manifest tells of.
+    """
+    path = checkpoint.folder / PROBE
+    try:
+        content = np.load(path, allow_pickle=False)
+    except ValueError:
+        raise ConfigError(f"{path}: holds no array") from None
+    assert checkpoint.manifest.probe is not None
+    if zlib.crc32(content.tobytes()) != checkpoint.manifest.probe["crc32"]:
+        raise ConfigError(f"{path}: its bytes are not those that the manifest tells of")
+    return torch.from_numpy(content)
+
+
+def relative_difference(nats: float, before: float) -> float:
+    """How far a loss is from an earlier one, relative to it; nan where either is."""
+    return abs(nats - before) / abs(before) if before else abs(nats)
+
+
+def probe_tolerance(saved: dict[str, Any], own: str, device: str, backend: str) -> float:
+    """How far two losses of the same weights may be apart, relative to them.
+
+    Args:
+        saved: what the manifest says of the probe.
+        own: the precision that computes it now.
+        device, backend: the type of device, and the backend of attention that the configuration names there.
+    """
     if saved["precision"] != own:
         return _OTHER_PRECISION
-    same = saved["device"] == engine.device.type and saved["backend"] == config.model.backend
+    same = saved["device"] == device and saved["backend"] == backend
     return _TOLERANCES[own] if same else max(_TOLERANCES[own], _OTHER_COMPUTER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import itertools
-import json
 import os
 import sys
 import unicodedata
@@ -14,12 +13,9 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from kernels.errors import ConfigError
-from launcher.folders import CONFIG, WEIGHTS
-from sparse_model import ModelConfig, SparseTransformer
+from launcher.exported import load_model
 from sparse_model.generation import generate
 
 DEFAULT_BYTES = 256
@@ -99,33 +95,6 @@ def check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None
-
-
-def load_model(folder: Path, device: str = "cpu") -> SparseTransformer:
-    """An exported model in evaluation mode.
-
-    Raises:
-        ConfigError: the folder holds no export, or weights and configuration do not belong together.
-    """
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: has no {name}; name a folder written by `longstride export RUN --output DIR`")
-    try:
-        config = json.loads((folder / CONFIG).read_text())["model"]
-        weights = load_file(folder / WEIGHTS, device=device)
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: cannot be read as an export: {error}") from None
-    try:
-        model_config = ModelConfig.model_validate(config)
-    except ConfigError as error:
-        raise ConfigError(*(f"{folder / CONFIG}: {problem}" for problem in error.under("model").problems)) from None
-    with torch.device(device):
-        model = SparseTransformer(model_config)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ConfigError(f"{folder}: {WEIGHTS} is not the model of {CONFIG}: {' '.join(str(error).split())}") from None
-    return model.eval()
 
 
 def read_prompt(text: str, path: Path | None) -> bytes:

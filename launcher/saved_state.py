@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.errors import ConfigError
 from launcher.checkpoint import DEEPSPEED_TAG, Checkpoint
+from launcher.fingerprint import MAPPED_BYTES
 from launcher.unpickling import read_pickle
 from launcher.weight_average import AVERAGE
 
@@ -178,6 +179,25 @@ class SavedState:
 
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self._folder}: {what}")
+
+
+class StreamedState:
+    """A verified checkpoint's tensors for one way through them all: files are mapped anew now and then.
+
+    What has been read of a mapping counts as memory of the process until it is let go of.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._read = checkpoint, 0
+        self.state = SavedState(checkpoint)
+
+    def tensor(self, name: str, kind: str = MASTER) -> Tensor:
+        """As ``SavedState.tensor``."""
+        if self._read > MAPPED_BYTES and not self._checkpoint.trusted:  # what is trusted is run once
+            self.state, self._read = SavedState(self._checkpoint), 0
+        found = self.state.tensor(name, kind)
+        self._read += found.nbytes
+        return found
 
 
 def _cut(vector: int, begin: int, end: int, size: int) -> Iterator[_Piece]:

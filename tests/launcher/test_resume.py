@@ -70,7 +70,7 @@ def test_export_tells_what_it_passed_over(run_copy: Path, tmp_path: Path, capsys
     damaged = run_copy / "checkpoints/step-00000008/manifest.json"
     flip_byte(damaged)
     assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == 0
-    passed_over, done = capsys.readouterr().err.splitlines()
+    passed_over, _, done = capsys.readouterr().err.splitlines()
     assert passed_over.startswith(f"longstride: passed over: {damaged}: ")
     assert "step 4 of" in done
 

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from launcher import cli
-from launcher.sample import load_model, write_text
-from sparse_model import ModelConfig, SparseTransformer
+from launcher.sample import write_text
 from tests.launcher.runs import ROOT
-
-
-@pytest.fixture
-def exported(tmp_path: Path) -> Path:
-    """An exported model whose every parameter is random: its bytes are anything."""
-    torch.manual_seed(0)
-    config = ModelConfig.model_validate(
-        {
-            "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
-            "embedding": {"type": "text", "row_width": 8},
-        }
-    )  # fmt: skip
-    model = SparseTransformer(config)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    weights = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"format": 1, "model": config.model_dump(mode="json")}))
-    return folder
 
 
 def sampled(exported: Path, *options: str) -> bytes:
@@ -86,55 +62,6 @@ def test_sample_needs_no_deepspeed(exported: Path) -> None:
         f"from launcher.cli import main; sys.exit(main(['sample', {str(exported)!r}, '--bytes', '3']))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True)
-
-
-def test_loaded_model_has_the_exported_weights(exported: Path) -> None:
-    model, weights = load_model(exported), load_file(exported / "model.safetensors")
-    assert not model.training
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-
-
-def damage_weights(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"no weights")
-
-
-def damage_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def remove_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def change_model(folder: Path) -> None:
-    content = json.loads((folder / "config.json").read_text())
-    content["model"]["width"] = 64
-    (folder / "config.json").write_text(json.dumps(content))
-
-
-def misspell_model(folder: Path) -> None:
-    content = json.loads((folder / "config.json").read_text())
-    content["model"]["widht"] = 64
-    (folder / "config.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (damage_weights, "cannot be read as an export"),
-        (damage_config, "cannot be read as an export"),
-        (remove_weights, "has no model.safetensors; name a folder written by `longstride export RUN --output DIR`"),
-        (change_model, "model.safetensors is not the model of config.json"),
-        (misspell_model, "/config.json: model.widht: unknown key; nearest width"),
-    ],
-)
-def test_sample_refuses_what_is_no_export(
-    exported: Path, damage: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damage(exported)
-    assert cli.main(["sample", str(exported)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"longstride: error: {exported}") and message in line
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launcher.export import export
+from launcher.export import Options, export
+from launcher.weight_average import AVERAGE
 from sparse_model import ModelConfig, SparseTransformer
 from tests.launcher.runs import configuration, metrics
 
@@ -76,7 +77,7 @@ def test_the_average_follows_the_master_weights_through_a_resume(name: str, resu
     whole, run = resumed(name, 2, *EVERY_RUN[name])
     averages = {}
     for place, folder, step in (("before", whole, 4), ("whole", whole, 8), ("resumed", run, 8)):
-        export(folder, step, tmp_path / place, "ema")
+        export(folder, step, tmp_path / place, Options(kind=AVERAGE))
         averages[place] = load_file(tmp_path / place / "model.safetensors")
     expected = averages["before"]
     skipped = [line["grad_norm"] is None for line in metrics(run) if line["split"] == "train" and line["step"] > 4]

@@ -50,6 +50,25 @@ def dump_master_weights(path: str) -> None:
     loop.train_step = step_and_dump
 
 
+def dump_logits(path: str) -> None:
+    """Saves the logits of the engine at its last checkpoint, and the tokens that they are of."""
+    import launcher.saving as saving
+
+    take_probe = saving.take_probe
+
+    def take_and_dump(engine: Any, config: Any, folder: Path, ranks: Any) -> Any:
+        tokens = torch.arange(config.model.context)[None] * 37 % 256
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(tokens)
+        engine.train()
+        if ranks.is_first:
+            torch.save({"tokens": tokens, "logits": logits}, path)
+        return take_probe(engine, config, folder, ranks)
+
+    saving.take_probe = take_and_dump
+
+
 def work_in_chunks(rows: int) -> None:
     """Lets the model take even short contexts as it takes long ones: so many rows at a time."""
     import sparse_model.feed_forward as feed_forward
@@ -256,6 +275,8 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
         fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
     if "DUMP_MASTER_WEIGHTS" in os.environ:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
+    if "DUMP_LOGITS" in os.environ:
+        dump_logits(os.environ["DUMP_LOGITS"])
     if "CHUNK_ROWS" in os.environ:
         work_in_chunks(int(os.environ["CHUNK_ROWS"]))
     if "REMOVE_AFTER_STEP_2" in os.environ:
