@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kernels import sparse_attention
 from kernels.patterns.base import Pattern
+from sparse_model.cache import KeyValues
 from sparse_model.config import ModelConfig
 
 
@@ -19,12 +20,15 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.width, sum(self.widths))
         self.projection = nn.Linear(config.width, config.width)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C)."""
+    def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
+        """(B, N, C) to (B, N, C); with a cache, positions from ``first`` on that attend to the known ones too."""
         q, k, v = (self._split(part) for part in self.query_key_value(h).split(self.widths, dim=-1))  # (B, H, N, D)
-        out = sparse_attention(q, k, v, self.patterns, backend=self.backend)
+        if cache is None:
+            out = sparse_attention(q, k, v, self.patterns, backend=self.backend)
+        else:
+            out = cache.attend(q, k, v, self.patterns, first, self.backend)
         return self.projection(out.transpose(1, 2).flatten(2))
 
     def _split(self, h: Tensor) -> Tensor:
         """(B, N, H·D) to (B, H, N, D)."""
-        return h.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return h.view(*h.shape[:2], self.heads, -1).transpose(1, 2)

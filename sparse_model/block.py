@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kernels.patterns.base import Pattern
 from sparse_model.attention import Attention
+from sparse_model.cache import KeyValues
 from sparse_model.config import ModelConfig
 from sparse_model.feed_forward import FeedForward
 
@@ -21,7 +22,7 @@ class ResidualBlock(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, h: Tensor) -> Tensor:
-        """(B, N, C) to (B, N, C)."""
-        h = h + self.dropout(self.attention(self.attention_norm(h)))
+    def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
+        """(B, N, C) to (B, N, C); with a cache, positions from ``first`` on that attend to the known ones too."""
+        h = h + self.dropout(self.attention(self.attention_norm(h), cache, first))
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))

@@ -5,10 +5,15 @@ Letters: B batch, N positions, C width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from sparse_model.config import ModelConfig
+
+Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
 
 
 class Embedding(nn.Module):
@@ -26,9 +31,21 @@ class Embedding(nn.Module):
         batch, length = tokens.shape
         start = self.start.expand(batch, 1, -1)
         h = torch.cat([start, self.tokens(tokens[:, :-1])], dim=1)
-        index = torch.arange(length, device=tokens.device)
+        for table, index in self._places(torch.arange(length, device=tokens.device)):
+            h = h + table(index)
+        return h
+
+    def row(self, token: Tensor | None, position: int, batch: int) -> Tensor:
+        """Row ``position`` of ``forward``, (B, 1, C), from the token before it (B,) int64; None before the first."""
+        h = self.start.expand(batch, -1) if token is None else self.tokens(token)
+        for table, index in self._places(position):
+            h = h + table.weight[index]
+        return h.unsqueeze(1)
+
+    def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
+        """Each position table and where positions stand in it."""
         # Mixed radix, last table fastest: row-major (row, column[, channel]).
         for size, table in reversed(list(zip(self.sizes, self.positions, strict=True))):
-            h = h + table(index % size)
+            assert isinstance(table, nn.Embedding)
+            yield table, index % size
             index = index // size
-        return h

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from sparse_model.config import ModelConfig
+from sparse_model.session import Session
 from sparse_model.transformer import SparseTransformer
-
-LENGTH_STEP = 64  # contexts grow in steps, so that the plans of a few lengths serve the whole sample
 
 
 def generate(
@@ -22,43 +22,48 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
+    slide: bool = False,
 ) -> Iterator[Tensor]:
-    """Continue a prompt, token by token. What cannot be sampled is refused at once, before the first is asked for.
+    """Continue prompts of one length, token by token. What cannot be sampled is refused before the first is asked for.
 
     Args:
         model: in evaluation mode.
-        prompt: (B, N) int64, N from 0.
-        num_tokens: how many to sample; prompt and sample must fit in the model's context.
+        prompt: (B, N) integers on the model's device, N from 0.
+        num_tokens: how many to sample.
         temperature: divides the logits; 0 takes the most likely token.
-        top_k, top_p: sample among the k most likely, or the fewest that hold the probability p.
+        top_k, top_p: sample among the k most likely, or the fewest that hold the probability p; of tokens that are
+            equally likely the lower ones stay.
         generator: makes the sample reproducible.
+        slide: where prompt and sample are longer than the model's context, drop the older half each time that it is
+            full (``window_start``), instead of refusing them.
 
     Returns:
         An iterator over (B,) int64, each as soon as it is known.
 
     Raises:
-        ValueError: the sample does not fit, or a setting is out of range.
+        ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; all of it in
+            one line.
     """
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens={num_tokens}: must be 0 or more")
-    _check(prompt.shape[1] + num_tokens, model.config.context, temperature, top_k, top_p)
-    return _sample(model, prompt, num_tokens, lambda logits: choose(logits, temperature, top_k, top_p, generator))
+    problems = [*_prompt_problems(model, prompt), *_setting_problems(temperature, top_k, top_p)]
+    if not _whole(num_tokens) or num_tokens < 0:
+        problems.append(f"num_tokens={num_tokens}: must be 0 or more, and whole")
+    elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
+        length, context = prompt.shape[1] + num_tokens, model.config.context
+        problems.append(f"prompt and sample are {length} tokens: they must fit in the model's context of {context}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return _sample(model, prompt.long(), num_tokens, lambda x: choose(x, temperature, top_k, top_p, generator))
 
 
-def _sample(
-    model: SparseTransformer, prompt: Tensor, num_tokens: int, choice: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
-    length = prompt.shape[1]
-    padded = min(model.config.context, -(-(length + num_tokens) // LENGTH_STEP) * LENGTH_STEP)
-    tokens = prompt.new_zeros(prompt.shape[0], padded)
-    tokens[:, :length] = prompt
-    for position in range(length, length + num_tokens):
-        # Row i reads tokens before i alone, so what stands behind the known ones does not matter.
-        end = min(padded, -(-(position + 1) // LENGTH_STEP) * LENGTH_STEP)
-        with torch.no_grad():
-            chosen = choice(model(tokens[:, :end])[:, position].float())
-        tokens[:, position] = chosen
-        yield chosen
+def window_start(config: ModelConfig, known: int) -> int:
+    """The first of so many known tokens that is still in the context, when contexts slide.
+
+    Tokens leave when a context is full: its older half, in whole rows of the position tables, so that those that stay
+    keep their columns and channels. It follows from the number of known tokens alone, in whatever portions they came.
+    """
+    rows, *row = config.embedding.table_sizes(config.context)
+    dropped = -(-rows // 2) * math.prod(row) if rows > 1 else -(-config.context // 2)
+    return 0 if known < config.context else ((known - config.context) // dropped + 1) * dropped
 
 
 def choose(
@@ -71,22 +76,75 @@ def choose(
     """One token from each row of logits (B, V): (B,) int64."""
     if temperature == 0:
         return logits.argmax(-1)
-    ranked, token = (logits / temperature).sort(-1, descending=True)
+    # In fp64 and from 0 down: no temperature is so low that the most likely token's share overflows.
+    ranked, token = logits.double().sort(stable=True, dim=-1, descending=True)
+    ranked = (ranked - ranked[:, :1]) / temperature
     if top_k is not None:
         ranked[:, top_k:] = float("-inf")
     probability = ranked.softmax(-1)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:  # 1 keeps all, though a sum may round to it early
         # A token stays while those before it hold less than p: the first always does.
-        probability = probability.masked_fill(probability.cumsum(-1) - probability >= top_p, 0.0)
+        before = probability.cumsum(-1) - probability
+        before[:, 0] = 0
+        probability = probability.masked_fill(before >= top_p, 0.0)
     return token.gather(-1, torch.multinomial(probability, 1, generator=generator)).squeeze(-1)
 
 
-def _check(length: int, context: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if length > context:
-        raise ValueError(f"prompt and sample are {length} tokens: they must fit in the model's context of {context}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: must be 0 or more, and finite")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k}: must be at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+def _sample(
+    model: SparseTransformer, prompt: Tensor, num_tokens: int, choice: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
+    """The tokens, one by one."""
+    batch, known = prompt.shape
+    if batch == 0:
+        yield from (prompt.new_empty(0) for _ in range(num_tokens))
+        return
+    slides = known + num_tokens > model.config.context
+    session = Session(model, batch, None if slides else known + num_tokens)
+    start = window_start(model.config, known)
+    window = [prompt[:, start:]]  # what the context holds
+    session.prefill(window[0])
+    for number in range(num_tokens):
+        with torch.no_grad():
+            chosen = choice(session.logits)
+        yield chosen
+        known += 1
+        if number + 1 == num_tokens:
+            return
+        window.append(chosen[:, None])
+        dropped = window_start(model.config, known) - start
+        if dropped:
+            start += dropped
+            window = [torch.cat(window, 1)[:, dropped:]]
+            session.reset()
+            session.prefill(window[0])
+        else:
+            session.append(chosen)
+
+
+def _prompt_problems(model: SparseTransformer, prompt: Tensor) -> Iterator[str]:
+    if model.training:
+        yield "the model is in training mode: call model.eval() first"
+    if prompt.dim() != 2:
+        yield f"prompt {tuple(prompt.shape)} must be (B, N)"
+    if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
+        yield f"prompt is {prompt.dtype}: must be integers"
+    elif prompt.numel() and not 0 <= int(prompt.min()) <= int(prompt.max()) < model.config.vocabulary:
+        found = f"{int(prompt.min())} to {int(prompt.max())}"
+        yield f"prompt has tokens {found}: must be 0 to {model.config.vocabulary - 1}"
+
+
+def _setting_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
+    if not _real(temperature) or not 0 <= temperature < math.inf:
+        yield f"temperature={temperature}: must be 0 or more, and finite"
+    if top_k is not None and (not _whole(top_k) or top_k < 1):
+        yield f"top_k={top_k}: must be at least 1" if _whole(top_k) else f"top_k={top_k}: must be a whole number"
+    if top_p is not None and (not _real(top_p) or not 0 < top_p <= 1):
+        yield f"top_p={top_p}: must be above 0 and at most 1"
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

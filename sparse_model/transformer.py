@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from sparse_model.block import ResidualBlock
+from sparse_model.cache import KeyValues
 from sparse_model.config import ModelConfig
 from sparse_model.embedding import Embedding
 from sparse_model.initialization import initialize
@@ -48,3 +49,18 @@ class SparseTransformer(nn.Module):
         for block in self.blocks:
             h = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
         return self.logits(self.norm(h), tokens if return_nats else None)
+
+    def through(self, h: Tensor, caches: Sequence[KeyValues], first: int) -> Tensor:
+        """All residual blocks, for positions that come after known ones.
+
+        Args:
+            h: (B, n, C), embedded positions from ``first`` on: any one, or the first n.
+            caches: of each block; its rows before ``first`` are read, those of ``h`` written.
+            first: position of the first row of ``h``.
+
+        Returns:
+            (B, n, C), as ``forward`` has it before the last norm.
+        """
+        for block, cache in zip(self.blocks, caches, strict=True):
+            h = block(h, cache, first)
+        return h

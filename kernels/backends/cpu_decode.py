@@ -59,15 +59,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, wanted: list[Read], scale: float) -
     wide = accumulator_dtype(q.dtype)
     if not wanted:
         return v.new_zeros(*q.shape[:2], v.shape[3]), q.new_full(q.shape[:2], -math.inf, dtype=wide)
-    query = q[:, :, None].to(wide)  # (B, H, 1, D)
-    found = [query @ read.rows_of(k).to(wide).transpose(-1, -2) for read in wanted]
-    scores = (torch.cat(found, -1) if len(found) > 1 else found[0]).mul_(scale)  # (B, H, 1, M)
-    peak = scores.amax(-1, keepdim=True)
+    batch, heads, width = q.shape
+    query = q.reshape(batch * heads, 1, width).to(wide)
+    # Three axes and sums within the products: a call is a handful of small operations, each of which costs its start.
+    unread = query.new_empty(1)
+    found = [torch.baddbmm(unread, query, _flat(read, k, wide).transpose(1, 2), beta=0, alpha=scale) for read in wanted]
+    scores = torch.cat(found, 2) if len(found) > 1 else found[0]  # (B·H, 1, M)
+    peak = scores.amax(2, keepdim=True)
     weights = scores.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    out, first = None, 0
-    for read in wanted:
-        share = weights[..., first : first + len(read)] @ read.rows_of(v).to(wide)  # (B, H, 1, E)
-        out, first = share if out is None else out.add_(share), first + len(read)
-    assert out is not None
-    return out.div_(total).squeeze(2).to(v.dtype), total.log_().add_(peak).view(q.shape[:2])
+    total = weights.sum(2, keepdim=True)
+    out, first = torch.bmm(weights[:, :, : len(wanted[0])], _flat(wanted[0], v, wide)), len(wanted[0])  # (B·H, 1, E)
+    for read in wanted[1:]:
+        out.baddbmm_(weights[:, :, first : first + len(read)], _flat(read, v, wide))
+        first += len(read)
+    return out.div_(total).view(batch, heads, v.shape[3]).to(v.dtype), total.log_().add_(peak).view(batch, heads)
+
+
+def _flat(read: Read, x: Tensor, wide: torch.dtype) -> Tensor:
+    """The rows that are read, (B·H, M, ·): a view of the cache where it can be one."""
+    return read.rows_of(x).to(wide).flatten(0, 1)

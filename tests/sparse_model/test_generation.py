@@ -1,9 +1,15 @@
 """Sampling: reproducible, within the context, and from the distribution that the logits say."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from sparse_model.generation import choose, generate
+from sparse_model import SparseTransformer
+from sparse_model.generation import choose, generate, window_start
+from tests.sparse_model.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake
 
 
@@ -20,6 +26,76 @@ def test_greedy_tokens_are_the_most_likely_ones_of_a_full_forward() -> None:
     tokens = torch.cat([prompt, found], dim=1)
     assert found.shape == (1, 80)
     assert torch.equal(model(tokens)[:, 3:].argmax(-1), found)
+
+
+@torch.no_grad()
+def recomputed(
+    model: SparseTransformer, prompt: Tensor, num_tokens: int, generator: torch.Generator | None = None, **settings: Any
+) -> Tensor:
+    """The specification: the whole context anew for every token."""
+    tokens = prompt
+    settings = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
+    for _ in range(num_tokens):
+        window = tokens[:, window_start(model.config, tokens.shape[1]) :]
+        logits = model(torch.cat([window, window.new_zeros(len(window), 1)], 1))[:, -1]
+        tokens = torch.cat([tokens, choose(logits, generator=generator, **settings)[:, None]], 1)
+    return tokens[:, prompt.shape[1] :]
+
+
+@pytest.mark.parametrize(
+    "name, count, settings",
+    [
+        ("strided interleaved", 0, {"temperature": 0}),
+        ("fixed merged", 1, {"top_k": 20}),
+        ("strided multihead", 5, {"temperature": 0.7, "top_p": 0.9}),
+    ],
+)
+def test_samples_are_those_of_recomputing_everything(name: str, count: int, settings: dict[str, Any]) -> None:
+    model = awake(attention=ATTENTIONS[name], layers=2)
+    prompt = torch.randint(256, (2, count), generator=torch.Generator().manual_seed(3))
+    found = generate(model, prompt, 40 - count, generator=torch.Generator().manual_seed(4), **settings)
+    wanted = recomputed(model, prompt, 40 - count, torch.Generator().manual_seed(4), **settings)
+    assert torch.equal(torch.stack(list(found), 1), wanted)
+
+
+@pytest.mark.parametrize("count", [0, 40, 63])
+def test_a_context_that_slides_is_that_of_recomputing(count: int) -> None:
+    model = awake(layers=2)
+    prompt = torch.randint(256, (2, count), generator=torch.Generator().manual_seed(3))
+    found = generate(model, prompt, 50, temperature=0, slide=True)
+    assert torch.equal(torch.stack(list(found), 1), recomputed(model, prompt, 50, temperature=0))
+
+
+def test_a_slid_sample_goes_on_from_its_own_end() -> None:
+    model = awake(layers=2)
+    whole = torch.stack(list(generate(model, torch.tensor([[7]]), 90, temperature=0, slide=True)), 1)
+    known = torch.cat([torch.tensor([[7]]), whole[:, :50]], 1)
+    rest = torch.stack(list(generate(model, known, 40, temperature=0, slide=True)), 1)
+    assert torch.equal(rest, whole[:, 50:])
+
+
+@pytest.mark.parametrize(
+    "context, embedding, unit",
+    [
+        (40, {"type": "text", "row_width": 8}, 8),
+        (40, {"type": "audio", "row_width": 12}, 12),
+        (40, {"type": "text", "row_width": 40}, 1),
+        (48, {"type": "image", "height": 4, "width": 4}, 12),
+        (96, {"type": "image", "height": 1, "width": 32}, 1),
+        (1, {"type": "text", "row_width": 1}, 1),
+    ],
+    ids=str,
+)
+def test_windows_drop_whole_rows_about_half_at_a_time(context: int, embedding: dict[str, Any], unit: int) -> None:
+    config = small(context=context, embedding=embedding, attention={"type": "dense"})
+    starts = [window_start(config, known) for known in range(5 * context)]
+    assert starts[:context] == [0] * context
+    for known, (start, later) in enumerate(itertools.pairwise(starts)):
+        assert 0 <= known - start < context
+        assert start % unit == 0
+        if later != start:  # only a full context is cut, and then to a third of it at least, where it has two rows
+            assert known + 1 - start == context
+            assert later - start <= max(2 * context / 3, (context + 1) / 2)
 
 
 def test_an_empty_prompt_starts_from_the_start_vector() -> None:
@@ -48,6 +124,54 @@ def test_choices_follow_the_truncated_distribution(settings: dict, kept: int) ->
     assert torch.allclose(frequency, wanted / wanted.sum(), atol=4 * 0.5 / 20000**0.5)
 
 
+def chosen_from(probability: list[float], **settings: Any) -> set[int]:
+    """All tokens that come up in many choices."""
+    settings = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
+    logits = torch.tensor(probability).log().expand(4000, -1)
+    return set(choose(logits, generator=torch.Generator().manual_seed(0), **settings).tolist())
+
+
+@pytest.mark.parametrize(
+    "settings, kept",
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 3}),  # 3 and 4 are equally likely: the lower one stays
+        ({"top_k": 4}, {0, 1, 3, 4}),
+        ({"top_k": 1000}, {0, 1, 3, 4}),
+        ({"top_p": 1.0}, {0, 1, 3, 4}),
+        ({"top_p": 1e-300}, {1}),
+        ({"top_p": 0.5}, {1, 3}),
+        ({"temperature": 1e-310}, {1}),
+        ({"temperature": 5e-324, "top_p": 1.0}, {1}),
+        ({"temperature": 0, "top_k": 4, "top_p": 0.9}, {1}),
+    ],
+    ids=str,
+)
+def test_settings_at_their_ends(settings: dict[str, Any], kept: set[int]) -> None:
+    assert chosen_from([0.1, 0.4, 0.0, 0.25, 0.25], **settings) == kept
+
+
+def test_all_that_is_wrong_is_told_in_one_line() -> None:
+    with pytest.raises(ValueError) as error:
+        generate(awake(), torch.zeros(1, 1), 50, temperature=-1, top_k=0, top_p=2)
+    for part in ("prompt is torch.float32", "51 tokens", "temperature=-1", "top_k=0", "top_p=2"):
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_come_as_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of a token is computed after the token before it was handed out."""
+    model = awake()
+    rows: list[int] = []
+    through = model.through
+    monkeypatch.setattr(model, "through", lambda h, caches, first: rows.append(first) or through(h, caches, first))
+    sampled = generate(model, torch.tensor([[1, 2, 3]]), 4)
+    for number in range(4):
+        assert len(rows) == (0 if number == 0 else 1 + number)
+        next(sampled)
+    assert rows == [0, 3, 4, 5, 6] and not list(sampled) and len(rows) == 5
+
+
 @pytest.mark.parametrize(
     "prompt, settings, message",
     [
@@ -55,12 +179,21 @@ def test_choices_follow_the_truncated_distribution(settings: dict, kept: int) ->
         (1, {"num_tokens": 1, "temperature": -1.0}, "temperature=-1.0: must be 0 or more, and finite"),
         (1, {"num_tokens": 1, "temperature": float("nan")}, "temperature=nan: must be 0 or more, and finite"),
         (1, {"num_tokens": 1, "temperature": float("inf")}, "temperature=inf: must be 0 or more, and finite"),
-        (1, {"num_tokens": -1}, "num_tokens=-1: must be 0 or more"),
+        (1, {"num_tokens": -1}, "num_tokens=-1: must be 0 or more, and whole"),
         (1, {"num_tokens": 1, "top_p": float("nan")}, "top_p=nan: must be above 0 and at most 1"),
         (1, {"num_tokens": 1, "top_k": 0}, "top_k=0: must be at least 1"),
         (1, {"num_tokens": 1, "top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
+        (1, {"num_tokens": 1, "top_k": 2.5}, "top_k=2.5: must be a whole number"),
+        (1, {"num_tokens": 1, "top_p": "0.5"}, "top_p=0.5: must be above 0 and at most 1"),
+        (1, {"num_tokens": 1.0}, "num_tokens=1.0: must be 0 or more, and whole"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(prompt: int, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(awake(), torch.zeros(1, prompt, dtype=torch.int64), **settings)
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1, 2]), torch.tensor([[256]]), torch.tensor([[-1]])], ids=str)
+def test_prompts_of_no_tokens_are_refused(prompt: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"must be \(B, N\)|must be 0 to 255"):
+        generate(awake(), prompt, 1)

@@ -1,0 +1,193 @@
+"""A cache knows what the full context knows: every pattern, every position, by reading the pattern's keys alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import ConfigError, num_keys_read
+from kernels.patterns import pattern_from_json
+from kernels.reads import Listed, Run
+from sparse_model import ModelConfig, SparseTransformer
+from sparse_model.cache import KeyValues, allocate, even_length
+from sparse_model.session import Session
+from tests.sparse_model.configs import ATTENTIONS, small
+from tests.sparse_model.test_transformer import awake
+
+FOLDED = {"context": 40, "embedding": {"type": "text", "row_width": 8}}
+RAGGED = {"context": 40, "embedding": {"type": "audio", "row_width": 12}}  # the last row is short
+PICTURE = {"context": 48, "embedding": {"type": "image", "height": 4, "width": 4}}
+EMBEDDINGS = {"folded": FOLDED, "ragged": RAGGED, "picture": PICTURE}
+SHAPES = {
+    "two heads": {"heads": 2, "layers": 2},
+    "narrow queries": {"query_key_ratio": 0.5, "feed_forward_ratio": 2.0},
+    "six heads": {"heads": 6, "width": 96, "layers": 2},
+    "many layers": {"layers": 7, "width": 32},
+}
+# Steps and a forward pass add up the same products in another order. Measured: 5 units in the last place of the largest
+# logit in fp64 and fp32, and 0.6 in 16 bits, where most of what is rounded is rounded alike.
+EXACT = 1e-13  # of the largest logit, in fp64
+UNITS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}  # of torch.finfo(dtype).eps
+
+
+def some_tokens(model: SparseTransformer, batch: int = 2) -> Tensor:
+    return torch.randint(256, (batch, model.config.context), generator=torch.Generator().manual_seed(1))
+
+
+def step_by_step(session: Session, tokens: Tensor) -> Tensor:
+    """The logits of every position from the session's on, (B, n, V)."""
+    found = []
+    for token in tokens[:, session.position :].T:
+        found.append(session.logits)
+        session.append(token)
+    return torch.stack(found, 1)
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The greatest, against the largest logit."""
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+@torch.no_grad()
+def check(model: SparseTransformer, tolerance: float, prefilled: tuple[int, ...] = (0, 1, 13)) -> None:
+    """Every position, from a beginning of each of these lengths, against one forward pass."""
+    tokens = some_tokens(model)
+    wanted = model(tokens)
+    for count in prefilled:
+        session = Session(model, len(tokens))
+        session.prefill(tokens[:, :count])
+        assert difference(step_by_step(session, tokens), wanted[:, count:]) <= tolerance, f"{count} at once"
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_steps_are_the_rows_of_a_forward_pass(attention: Any) -> None:
+    check(awake(attention=attention).double(), EXACT, (0, 13))
+
+
+@pytest.mark.parametrize("embedding", EMBEDDINGS.values(), ids=EMBEDDINGS)
+def test_steps_of_every_embedding_are_the_rows_of_a_forward_pass(embedding: dict[str, Any]) -> None:
+    check(awake(attention=ATTENTIONS["cycle"], **embedding).double(), EXACT)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("embedding", EMBEDDINGS.values(), ids=EMBEDDINGS)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_steps_of_every_shape_are_the_rows_of_a_forward_pass(
+    backend: str, embedding: dict[str, Any], attention: Any, shape: dict[str, Any]
+) -> None:
+    model = awake(backend=backend, attention=attention, **embedding, **shape).double()
+    check(model, EXACT, (0, 1, 7, 8, 21, model.config.context - 1))
+
+
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+@pytest.mark.parametrize("name", ["fixed merged", "strided multihead", "summary"])
+def test_steps_are_as_near_as_the_dtype_allows(name: str, dtype: torch.dtype) -> None:
+    check(awake(attention=ATTENTIONS[name]).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
+
+
+@pytest.mark.parametrize("name", ["strided merged", "fixed merged", "local"])
+def test_shorter_sessions_give_the_same_rows(name: str) -> None:
+    model = awake(attention=ATTENTIONS[name]).double()
+    tokens = some_tokens(model)
+    with torch.no_grad():
+        wanted = model(tokens)
+    for length in (1, 7, 8, 9, 21):
+        session = Session(model, 2, length)
+        assert length <= session.length <= length + 7
+        assert difference(step_by_step(session, tokens[:, :length]), wanted[:, :length]) <= EXACT
+
+
+def test_lengths_are_the_smallest_that_all_patterns_divide() -> None:
+    cycle = [{"type": "column", "stride": 6}, {"type": "strided", "stride": 4}, {"type": "local", "window": 5}]
+    config = small(context=48, attention=cycle)
+    assert [even_length(config, least) for least in (0, 1, 12, 13, 37, 48)] == [12, 12, 12, 24, 48, 48]
+
+
+def test_rows_at_once_are_a_beginning() -> None:
+    config = small(layers=1)
+    (cache,) = allocate(config, 1, 8, torch.device("cpu"), torch.float32)
+    rows = torch.zeros(1, 4, 2, 16)
+    with pytest.raises(ValueError, match="first=3: 2 rows at once must begin at position 0"):
+        cache.attend(rows, rows, rows, config.layer_patterns()[0], 3)
+
+
+def test_flex_is_asked_for_beginnings_alone() -> None:
+    config = small(layers=1)
+    (cache,) = allocate(config, 1, 8, torch.device("cpu"), torch.float32)
+    row = torch.ones(1, 4, 1, 16)
+    assert torch.equal(cache.attend(row, row, 3 * row, config.layer_patterns()[0], 0, "flex"), 3 * row)
+    with pytest.raises(ConfigError, match="backend"):
+        cache.attend(row, row, row, config.layer_patterns()[0], 0, "flexible")
+
+
+# What is read, at the contexts of the published models and beyond
+
+LONG = {
+    "strided 12,288": (12_288, {"type": "strided", "stride": 128}),
+    "fixed 12,288": (12_288, {"type": "fixed", "stride": 128, "summary": 8, "num_summaries": 2}),
+    "strided 65,536": (65_536, {"type": "strided", "stride": 256}),
+    "fixed 65,536": (65_536, {"type": "fixed", "stride": 256, "summary": 8, "num_summaries": 2}),
+    "summary 65,536": (65_536, {"type": "summary", "stride": 256, "summary": 8, "include_self": True}),
+}
+
+
+@pytest.mark.parametrize("context, attention", LONG.values(), ids=LONG)
+def test_a_step_reads_the_patterns_keys_and_no_other(
+    context: int, attention: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that the pattern does not allow are NaN, and would make everything NaN; rows that are taken are counted."""
+    model = SparseTransformer(
+        ModelConfig.model_validate(
+            {
+                "context": context, "layers": 1, "heads": 2, "width": 8, "attention": attention,
+                "embedding": {"type": "text", "row_width": 256},
+            }
+        )
+    ).eval()  # fmt: skip
+    torch.nn.init.normal_(model.logits.weight)
+    session = Session(model)
+    taken = count_rows(monkeypatch)
+    for position in (context - 1, context - 2, context // 2, 3 * attention["stride"] - 1, 5):
+        allowed = [set_allowed(session, attention, head, position) for head in range(2)]
+        session.position, session._last, session._logits = position, torch.tensor([7]), None
+        taken.clear()
+        assert bool(session.logits.isfinite().all())
+        # Keys and values; heads of one pattern take their rows together.
+        assert sum(taken) == 2 * sum(allowed)
+
+
+def set_allowed(session: Session, attention: dict[str, Any], head: int, position: int) -> int:
+    """Make what a head may read at a position 1 and everything else NaN; how many keys that are."""
+    pattern = pattern_from_json(attention).for_head(head)
+    allowed = pattern.mask(torch.tensor([[position]]), torch.arange(session.length)[None])[0]
+    with torch.inference_mode():
+        for cache in session.caches:
+            assert isinstance(cache, KeyValues)
+            for rows in cache:
+                rows[:, head] = float("nan")
+                rows[:, head, allowed] = 1.0
+    count = int(allowed.sum())
+    assert num_keys_read(pattern, position, session.length) == count
+    return count
+
+
+def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that fills with the rows, heads counted each, of all that is read from caches."""
+    taken: list[int] = []
+
+    def counted(kind: type, rows_of: Any) -> Any:
+        def wrapper(self: Any, x: Tensor) -> Tensor:
+            found = rows_of(self, x)
+            taken.append(found.shape[1] * found.shape[2])
+            return found
+
+        return wrapper
+
+    for kind in (Run, Listed):
+        monkeypatch.setattr(kind, "rows_of", counted(kind, kind.rows_of))
+    return taken

@@ -1,0 +1,123 @@
+"""A session: the same bits each time, room for so many tokens, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_model.session import Session
+from tests.sparse_model.test_cache import some_tokens, step_by_step
+from tests.sparse_model.test_transformer import awake
+
+
+def test_stepping_twice_gives_the_same_bits() -> None:
+    model = awake(attention={"type": "strided", "stride": 8})
+    tokens = some_tokens(model)
+    session = Session(model, 2)
+    first = step_by_step(session, tokens)
+    session.reset()
+    assert torch.equal(step_by_step(session, tokens), first)
+    assert torch.equal(step_by_step(Session(model, 2), tokens), first)
+    assert not torch.equal(step_by_step(Session(model, 2), tokens.flip(1)), first)
+
+
+def test_logits_do_not_depend_on_when_they_are_asked_for() -> None:
+    """As an encoder knows the token before it asks, and a decoder asks before it knows."""
+    model = awake()
+    tokens = some_tokens(model)
+    asked, found = Session(model, 2), step_by_step(Session(model, 2), tokens)
+    for position, token in enumerate(tokens.T):
+        if position % 3 == 0:
+            assert torch.equal(asked.logits, found[:, position])
+            assert asked.logits is asked.logits
+        asked.append(token)
+
+
+def test_a_session_keeps_its_own_copy_of_a_token() -> None:
+    model = awake()
+    token = torch.tensor([5])
+    one, other = Session(model), Session(model)
+    one.append(token)
+    token += 1
+    other.append(torch.tensor([5]))
+    assert torch.equal(one.logits, other.logits)
+
+
+def test_tokens_are_integers_of_any_type() -> None:
+    model = awake()
+    one, other = Session(model), Session(model)
+    one.prefill(torch.tensor([[1, 2, 200]], dtype=torch.uint8))
+    other.prefill(torch.tensor([[1, 2, 200]]))
+    one.append(torch.tensor([255], dtype=torch.uint8))
+    other.append(torch.tensor([255]))
+    assert torch.equal(one.logits, other.logits)
+
+
+def test_a_session_computes_no_gradient() -> None:
+    session = Session(awake())
+    session.prefill(torch.tensor([[1, 2]]))
+    assert not session.logits.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_logits_are_wide_and_the_cache_is_the_models(dtype: torch.dtype) -> None:
+    session = Session(awake().to(dtype))
+    assert session.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert all(rows.dtype == dtype for cache in session.caches for rows in cache)
+
+
+def fill(session: Session) -> None:
+    session.prefill(torch.zeros(1, 40, dtype=torch.int64))
+
+
+def begin(session: Session) -> None:
+    session.append(torch.zeros(1, dtype=torch.int64))
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "before, then, message",
+    [
+        (fill, lambda s: s.logits, "41 tokens: the session has room for 40"),
+        (fill, lambda s: s.append(zeros(1)), "41 tokens: the session has room for 40"),
+        (begin, lambda s: s.prefill(zeros(1, 2)), r"1 tokens are known already: reset\(\) begins anew"),
+        (None, lambda s: s.prefill(zeros(1, 41)), "41 tokens: the session has room for 40"),
+        (None, lambda s: s.prefill(zeros(2, 3)), r"tokens \(2, 3\) must be \(1, n\), a row for each context"),
+        (None, lambda s: s.append(zeros(1, 1)), r"tokens \(1, 1\) must be \(1,\), one for each context"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    before: Callable[[Session], None] | None, then: Callable[[Session], Any], message: str
+) -> None:
+    session = Session(awake())
+    if before:
+        before(session)
+    position = session.position
+    with pytest.raises(ValueError, match=message):
+        then(session)
+    assert session.position == position
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"batch": 0}, "batch=0: must be at least 1"),
+        ({"length": 41}, "length=41: must be 0 to 40, the model's context"),
+        ({"length": -1}, "length=-1: must be 0 to 40"),
+    ],
+)
+def test_sessions_out_of_range_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Session(awake(), **settings)
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"training mode: call model.eval\(\) first"):
+        Session(awake().train())
