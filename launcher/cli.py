@@ -34,7 +34,9 @@ VERBS = (
     Verb("plan", "what a run will cost", "launcher.plan"),
     Verb("evaluate", "bits per byte over a split", "launcher.evaluate"),
     Verb("export", "a checkpoint as safetensors", "launcher.export"),
-    Verb("sample", "write bytes with an exported model", "launcher.sample"),
+    Verb("sample", "write with an exported model, or score a file", "launcher.sample"),
+    Verb("compress", "shrink a file without loss", "launcher.compress", "add_compress_arguments", "run_compress"),
+    Verb("decompress", "get it back", "launcher.compress", "add_decompress_arguments", "run_decompress"),
     Verb("show", "draw a pattern, a run's attention or its loss", "launcher.show"),
     Verb("config schema", "the JSON schema of a run", "launcher.schema"),
 )

@@ -36,6 +36,7 @@ from launcher.manifest import (
     write_text,
 )
 from launcher.model_card import model_card
+from launcher.model_data import describe
 from launcher.reporting import tell_passed_over
 from launcher.saved_state import MASTER, SavedState, StreamedState
 from launcher.trust import add_trust_argument
@@ -212,6 +213,7 @@ def _write(
         "notes": config.notes,
     }
     content: dict[str, Any] = {"format": EXPORT_FORMAT, "model": model, "dtype": _TYPE_NAMES[options.dtype]}
+    content["data"] = describe(config)
     write_json(folder / CONFIG, content | {"fingerprint": fingerprint, "origin": origin})
     card = model_card(run_folder, checkpoint, config, options.kind, options.dtype, fingerprint)
     write_text(folder / MODEL_CARD, card)

@@ -15,13 +15,18 @@ from launcher.weight_average import AVERAGE
 
 _KINDS = {"text": "text, byte by byte", "image": "pictures, channel by channel", "audio": "sound, byte by byte"}
 
+_EXAMPLES = {
+    "text": ('longstride sample . --prompt "…"', "longstride sample . --temperature 0.8 --seed 1 > sample.txt"),
+    "image": ("longstride sample . --count 16 --output samples.png",),
+    "audio": ("longstride sample . --output sample.wav",),
+}
+
 
 def model_card(run: Path, checkpoint: Checkpoint, config: RunConfig, kind: str, dtype: str, fingerprint: str) -> str:
     """The text of the card."""
     name = run.resolve().name
     rows = [*_figures(checkpoint, config, kind, dtype), *_losses(run, checkpoint, config)]
     about = [f"\n{config.notes.strip()}\n"] if config.notes.strip() else []
-    prompt = ' --prompt "…"' if config.model.embedding.type == "text" else ""
     return "\n".join(
         [
             *_front_matter(config),
@@ -39,8 +44,8 @@ def model_card(run: Path, checkpoint: Checkpoint, config: RunConfig, kind: str, 
             "With Longstride installed, in this folder:",
             "",
             "```",
-            f"longstride sample .{prompt}",
-            "longstride sample . --temperature 0.8 --seed 1 > sample.bin",
+            *_EXAMPLES[config.model.embedding.type],
+            "longstride sample . --likelihood FILE",
             "```",
             "",
         ]

@@ -1,4 +1,4 @@
-"""A picture file to 8-bit red, green and blue: the only file that imports Pillow, and imported when a picture is read.
+"""A picture file to 8-bit red, green and blue, and back: the only file that imports Pillow, and only when it is needed.
 
 Grey pictures get three equal channels, of 16 bits the upper 8 are taken, transparent pictures are laid on white (a
 drawing in black on nothing would vanish on black), of an animation the first frame is taken, an orientation in the
@@ -8,6 +8,7 @@ metadata is applied, and colour profiles are not.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -117,3 +118,10 @@ def _fitted(picture: Image.Image, height: int, width: int) -> Image.Image:
 
 def _too_large(path: Path) -> str:
     return f"{path}: claims more than {MAX_PIXELS:,} pixels; shrink it first, or exclude it"
+
+
+def png_file(pixels: np.ndarray) -> bytes:
+    """(height, width, 3) uint8 -> a PNG file that holds them without loss."""
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, format="PNG")
+    return file.getvalue()

@@ -87,6 +87,7 @@ def test_every_type_holds_the_masters_rounded_once(name: str, dtype: str, traine
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
     assert config["fingerprint"] == fingerprint(tmp_path / "out")
+    assert config["data"] == {"modality": "text", "properties": {}}
     trainers = checkpoint.manifest.probe
     assert trainers is not None
     same = dtype == "fp32" or dtype in name  # else the model is another one by its rounding

@@ -12,25 +12,53 @@ import pytest
 from launcher import cli
 from launcher.sample import write_text
 from tests.launcher.runs import ROOT
+from tests.launcher.tiny_models import tiny_export
 
 
-def sampled(exported: Path, *options: str) -> bytes:
-    command = [sys.executable, "-m", "launcher.cli", "sample", str(exported), *options]
-    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
+def sampled(capture: pytest.CaptureFixture[bytes], exported: Path, *options: str) -> bytes:
+    assert cli.main(["sample", str(exported), *options]) == 0
+    return capture.readouterr().out
 
 
-def test_sample_writes_prompt_and_bytes_as_they_are(exported: Path, tmp_path: Path) -> None:
+def test_sample_writes_prompt_and_bytes_as_they_are(
+    exported: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     (tmp_path / "prompt").write_bytes(b"ab\xff")
     first, again, other = (
-        sampled(exported, "--prompt-file", str(tmp_path / "prompt"), "--bytes", "40", "--seed", seed)
+        sampled(capsysbinary, exported, "--prompt-file", str(tmp_path / "prompt"), "--bytes", "40", "--seed", seed)
         for seed in ("1", "1", "2")
     )
     assert first == again != other
     assert first.startswith(b"ab\xff") and len(first) == 43
 
 
-def test_sample_fills_the_context_unless_told(exported: Path) -> None:
-    assert len(sampled(exported, "--prompt", "häl")) == 64
+def test_sample_fills_the_context_unless_told(exported: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert len(sampled(capsysbinary, exported, "--prompt", "häl")) == 64
+
+
+def test_sample_slides_beyond_the_context_where_asked(
+    exported: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert cli.main(["sample", str(exported), "--prompt", "x" * 70, "--bytes", "50", "--slide"]) == 0
+    found = capsysbinary.readouterr().out
+    assert found.startswith(b"x" * 70) and len(found) == 120
+
+
+def test_several_samples_on_a_terminal_have_their_numbers(
+    exported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["sample", str(exported), "--prompt", "ab", "--bytes", "5", "--count", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("=== sample 1 ===\nab") and "\n=== sample 2 ===\nab" in out
+
+
+def test_pictures_and_sounds_are_kept_from_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["sample", str(tiny_export(tmp_path / "image", "image"))]) == 2
+    assert "pictures, which need a file, such as --output samples.png, or a pipe" in capsys.readouterr().err
 
 
 def test_sample_stops_quietly_where_nobody_reads(exported: Path) -> None:
@@ -55,11 +83,16 @@ def test_terminal_of_another_encoding_shows_what_it_can() -> None:
     assert shown.read() == "h?l\n"
 
 
-def test_sample_needs_no_deepspeed(exported: Path) -> None:
+def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -> None:
+    config = str(exported / "config.json")
     program = (
         "import sys\n"
         "for name in ('deepspeed', 'triton', 'mpi4py', 'webdataset'): sys.modules[name] = None\n"
-        f"from launcher.cli import main; sys.exit(main(['sample', {str(exported)!r}, '--bytes', '3']))"
+        "from launcher.cli import main\n"
+        f"assert main(['sample', {str(exported)!r}, '--bytes', '3']) == 0\n"
+        f"assert main(['sample', {str(exported)!r}, '--likelihood', {config!r}]) == 0\n"
+        f"words = ['compress', {config!r}, '--model', {str(exported)!r}, '--output', {str(tmp_path / 'out.lsz')!r}]\n"
+        "assert main(words) == 0\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True)
 

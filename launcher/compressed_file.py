@@ -1,0 +1,163 @@
+"""What a compressed file holds beside its code: by which model, and on what machine, it can be read again.
+
+    4 bytes   "LSZ" and the format's version
+    16 bytes  of the model's fingerprint
+    varint    bytes of the content
+    4 bytes   CRC-32 of the content
+    varint    contexts side by side
+    varint    length of the following, and torch's version in ASCII
+    4 bytes   CRC-32 of what else decides about the last bits (``Surroundings.rest``)
+    …         the code
+    4 bytes   CRC-32 of all before it
+
+Integers are little-endian; a varint has seven bits a byte, the lowest first. Some 50 bytes in all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_MAGIC = b"LSZ"
+FORMAT = 1
+_FINGERPRINT_BYTES = 16
+_VARINT_BYTES = 9
+
+
+class NotReadableError(ValueError):
+    """The bytes are no compressed file of this version, or a damaged one; in words that follow on its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the bits of a model's logits depend on, beside the model and the contexts that are computed side by side."""
+
+    torch_version: str
+    rest: int  # CRC-32 of Longstride's version, torch's build, the processor or card, and the type computed in
+
+    @classmethod
+    def here(cls, device: torch.device, dtype: torch.dtype) -> Surroundings:
+        """Of this process."""
+        computing = [
+            _own_version(),
+            torch.__config__.show(),
+            torch.backends.cpu.get_cpu_capability(),
+            _processor(),
+            np.__version__,  # whose exp makes probabilities of the logits
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            str(dtype),
+        ]
+        return cls(torch.__version__, zlib.crc32("\n".join(computing).encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """A compressed file."""
+
+    fingerprint: bytes  # the first 16 of the model's 32
+    size: int  # bytes of the content
+    crc32: int  # of the content
+    rows: int  # contexts side by side
+    surroundings: Surroundings
+    code: bytes
+
+    def to_bytes(self) -> bytes:
+        """The whole file."""
+        version = self.surroundings.torch_version.encode("ascii", "replace")
+        parts = [
+            _MAGIC,
+            bytes([FORMAT]),
+            self.fingerprint,
+            _varint(self.size),
+            self.crc32.to_bytes(4, "little"),
+            _varint(self.rows),
+            _varint(len(version)),
+            version,
+            self.surroundings.rest.to_bytes(4, "little"),
+            self.code,
+        ]
+        whole = b"".join(parts)
+        return whole + zlib.crc32(whole).to_bytes(4, "little")
+
+    @classmethod
+    def from_bytes(cls, whole: bytes) -> Compressed:
+        """The file in so many bytes.
+
+        Raises:
+            NotReadableError: it is another file, of a newer format, damaged or cut short.
+        """
+        if whole[:3] != _MAGIC:
+            raise NotReadableError("is no file that `longstride compress` wrote")
+        if whole[3:4] and whole[3] != FORMAT:
+            raise NotReadableError(f"is of format {whole[3]}, and this Longstride reads {FORMAT}")
+        body, check = whole[:-4], whole[-4:]
+        damaged = NotReadableError("is damaged or cut short; fetch it again")
+        if len(body) < 4 or zlib.crc32(body).to_bytes(4, "little") != check:
+            raise damaged
+        taken = _Taken(body, 4)
+        try:
+            fingerprint = taken.bytes(_FINGERPRINT_BYTES)
+            size, crc32 = taken.varint(), int.from_bytes(taken.bytes(4), "little")
+            rows, version = taken.varint(), taken.bytes(taken.varint()).decode("ascii")
+            rest = int.from_bytes(taken.bytes(4), "little")
+        except ValueError:
+            raise damaged from None
+        return cls(fingerprint, size, crc32, rows, Surroundings(version, rest), body[taken.place :])
+
+
+def shortened(fingerprint: str) -> bytes:
+    """What a file keeps of a model's fingerprint, from its hexadecimal form."""
+    return bytes.fromhex(fingerprint)[:_FINGERPRINT_BYTES]
+
+
+class _Taken:
+    """A file's beginning, piece by piece."""
+
+    def __init__(self, content: bytes, place: int) -> None:
+        self._content, self.place = content, place
+
+    def bytes(self, size: int) -> bytes:
+        found = self._content[self.place : self.place + size]
+        if len(found) < size:
+            raise ValueError
+        self.place += size
+        return found
+
+    def varint(self) -> int:
+        found = 0
+        for number in range(_VARINT_BYTES):
+            (byte,) = self.bytes(1)
+            found |= (byte & 0x7F) << 7 * number
+            if byte < 0x80:
+                return found
+        raise ValueError
+
+
+def _varint(number: int) -> bytes:
+    parts = []
+    while number >= 0x80:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("longstride")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return ""
+
+
+def _processor() -> str:
+    """Architecture and name: matrix products choose their loops by both."""
+    try:
+        with open("/proc/cpuinfo") as lines:  # noqa: PTH123
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{platform.machine()} {names[0] if names else platform.processor()}"
