@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes on two cores: one thread each, or they get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo test campaign cluster lint format clean
+.PHONY: demo test campaign cluster browser transformers lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m launcher.demo
@@ -17,11 +17,19 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 campaign: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster and not browser and not transformers"
 
 # Hosts made of network namespaces, with the real launchers: by root, with what .ci/run installs.
 cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "cluster and not campaign"
+
+# The served page in Debian's chromium, or what $$CHROMIUM names.
+browser: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m browser
+
+transformers: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable ".[transformers]"
+	$(BIN)/python -m pytest -m transformers
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/pre-commit run --all-files

@@ -4,7 +4,8 @@ from setuptools import find_packages, setup
 
 ROOMS = ["launcher", "sparse_model", "data_pipelines", "kernels"]
 # What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
-REMOTE = ["aiohttp>=3.9,<4", "s3fs>=2024.6"]
+SERVE = ["aiohttp>=3.9,<4"]
+REMOTE = [*SERVE, "s3fs>=2024.6"]
 # FLAC, Ogg and MP3 files (1.1 of libsndfile reads MP3: soundfile 0.12 has it), and sounds of another rate.
 AUDIO = ["soundfile>=0.12.1,<1", "soxr>=0.3.7,<2"]
 
@@ -14,7 +15,7 @@ setup(
     description="Train deep Sparse Transformers on long sequences of raw bytes",
     python_requires=">=3.10,<3.14",
     packages=[*find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]), "ds_configs"],
-    package_data={"ds_configs": ["*.json", "experiments/*.json"], "launcher": ["templates/*.sh"]},
+    package_data={"ds_configs": ["*.json", "experiments/*.json"], "launcher": ["templates/*"]},
     install_requires=[
         "torch>=2.9,<2.14",
         # torch's CUDA builds pin their own triton inside this range; on a CPU build the newest runs the interpreter.
@@ -34,6 +35,8 @@ setup(
     extras_require={
         "remote": REMOTE,
         "audio": AUDIO,
+        "serve": SERVE,
+        "transformers": ["transformers>=5.23,<6"],
         "dev": [
             *REMOTE,
             *AUDIO,

@@ -37,6 +37,7 @@ VERBS = (
     Verb("sample", "write with an exported model, or score a file", "launcher.sample"),
     Verb("compress", "shrink a file without loss", "launcher.compress", "add_compress_arguments", "run_compress"),
     Verb("decompress", "get it back", "launcher.compress", "add_decompress_arguments", "run_decompress"),
+    Verb("serve", "an exported model behind HTTP, with a page to try it", "launcher.serve"),
     Verb("show", "draw a pattern, a run's attention or its loss", "launcher.show"),
     Verb("config schema", "the JSON schema of a run", "launcher.schema"),
 )

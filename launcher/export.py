@@ -27,6 +27,7 @@ from launcher.export_check import check_files, check_losses
 from launcher.exported import EXPORT_FORMAT, Exported, empty_model
 from launcher.fingerprint import DTYPES, combined
 from launcher.folders import CONFIG, MODEL_CARD
+from launcher.hub_files import hub_fields, hub_files
 from launcher.manifest import (
     find_damage,
     find_foreign,
@@ -213,8 +214,10 @@ def _write(
         "notes": config.notes,
     }
     content: dict[str, Any] = {"format": EXPORT_FORMAT, "model": model, "dtype": _TYPE_NAMES[options.dtype]}
-    content["data"] = describe(config)
+    content |= {"data": describe(config)} | hub_fields()
     write_json(folder / CONFIG, content | {"fingerprint": fingerprint, "origin": origin})
+    for name, text in hub_files(config.model).items():
+        write_text(folder / name, text)
     card = model_card(run_folder, checkpoint, config, options.kind, options.dtype, fingerprint)
     write_text(folder / MODEL_CARD, card)
 

@@ -105,6 +105,24 @@ class Session:
         """Forget all tokens: the same room, for other contexts."""
         self.position, self._last, self._logits = 0, None, None
 
+    def rearrange(self, order: Tensor) -> None:
+        """Context i becomes what context ``order[i]`` is: contexts may leave, and stand several times.
+
+        Args:
+            order: (B,) integers from 0 to B - 1, on the model's device.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if order.shape != (self.batch,):
+            raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
+        with torch.inference_mode():
+            for cache in self.caches:
+                for rows in cache:
+                    rows[:, :, : self.position + 1] = rows[order, :, : self.position + 1]
+        self._last = None if self._last is None else self._last[order]
+        self._logits = None if self._logits is None else self._logits[order]
+
     def _known(self, last: Tensor) -> None:
         """The last token, which the next row begins with: a copy, as the caller may write to its own."""
         self._last, self._logits = last.long().clone(), None

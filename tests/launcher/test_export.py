@@ -272,7 +272,7 @@ def test_half_of_a_killed_export_is_replaced(run: Path, tmp_path: Path) -> None:
     export(run, None, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert names == ["README.md", "config.json", "model.safetensors", "modeling_longstride.py", "tokenizer_config.json"]
 
 
 def test_check_holds_no_more_than_a_block(run: Path, tmp_path: Path) -> None:
