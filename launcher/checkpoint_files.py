@@ -11,6 +11,7 @@ reads the tensors themselves, so that the next optimiser step has to wait for it
 from __future__ import annotations
 
 import copy
+import copyreg
 import hashlib
 import os
 from collections import OrderedDict
@@ -21,12 +22,15 @@ from typing import IO, Any, cast
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from launcher.manifest import FileRecord
 from launcher.unpickling import read_pickle
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and what copying may end in
 BUFFER_BYTES = 1 << 20
+# By value, which is how it is read: the first releases of Python 3.11 would have it fetched by a call of getattr.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class CheckpointFiles(TorchCheckpointEngine):

@@ -46,14 +46,16 @@ def test_the_gate_finds_wrong_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not (tmp_path / "none.json").exists()
 
 
-def test_variants_have_the_same_weights() -> None:
-    options = sampling.read_options(["--contexts", "256", "--device", "cpu"])
+def test_variants_have_the_same_weights(tmp_path: Path) -> None:
+    options = sampling.read_options(["--contexts", "256", "--device", "cpu", "--output", str(tmp_path / "none.json")])
     states = [sampling.model_of(name, 256, options).state_dict() for name in sampling.attentions_of(16)]
     assert all(torch.equal(tensor, other[name]) for other in states[1:] for name, tensor in states[0].items())
 
 
 @pytest.mark.parametrize("context", ["100", "32"])
-def test_contexts_that_cannot_be_measured_are_refused(context: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contexts_that_cannot_be_measured_are_refused(
+    context: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        sampling.read_options(["--contexts", context, "--device", "cpu"])
+        sampling.read_options(["--contexts", context, "--device", "cpu", "--output", str(tmp_path / "none.json")])
     assert f"--contexts={context}: must be above --calls and a multiple of " in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from kernels.errors import ConfigError
 from launcher import cli, start
@@ -47,6 +48,18 @@ def poison(folder: Path, name: str, mark: Path) -> Path:
     del records["manifest.json"]
     write_manifest(folder, read_manifest(folder).model_copy(update={"files": records}))
     return path
+
+
+def test_stage_is_written_by_its_value_whatever_python_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first releases of Python 3.11 pickle a member of an enumeration as a call of getattr."""
+    by_name = lambda stage, protocol: (getattr, (ZeroStageEnum, stage.name))  # noqa: E731
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    path = tmp_path / "state.pt"
+    torch.save({"zero_stage": ZeroStageEnum.weights}, path)
+    assert asked_code(path) is None
+    assert read_pickle(path) == {"zero_stage": 3}
 
 
 @pytest.fixture
