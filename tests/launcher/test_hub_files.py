@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 
 from launcher.hub_files import hub_fields, hub_files
-from sparse_model import ModelConfig
-
-
-def config(**changes: Any) -> ModelConfig:
-    content = {
-        "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
-        "embedding": {"type": "text", "row_width": 8},
-    }  # fmt: skip
-    return ModelConfig.model_validate(content | changes)
+from tests.launcher.tiny_models import plain_config as config
 
 
 def test_fields_name_classes_of_the_file() -> None:

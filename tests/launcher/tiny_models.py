@@ -28,6 +28,15 @@ PROPERTIES: dict[str, dict[str, int]] = {
 CONTEXT = HEIGHT * WIDTH * 3
 
 
+def plain_config(**changes: Any) -> ModelConfig:
+    """Of a model of text that nothing is computed by, with changes."""
+    content = {
+        "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
+        "embedding": {"type": "text", "row_width": 8},
+    }  # fmt: skip
+    return ModelConfig.model_validate(content | changes)
+
+
 def content_of(modality: str, size: int, seed: int) -> bytes:
     """Bytes as a file of the modality holds them: words, pictures of two colours end to end, or a chord in mu-law."""
     random = np.random.default_rng(seed)

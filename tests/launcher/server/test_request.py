@@ -9,15 +9,7 @@ import pytest
 
 from kernels.errors import ConfigError
 from launcher.server.request import MalformedError, SampleRequest, largest_body, parse_request
-from sparse_model import ModelConfig
-
-
-def config(**changes: Any) -> ModelConfig:
-    content = {
-        "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
-        "embedding": {"type": "text", "row_width": 8},
-    }  # fmt: skip
-    return ModelConfig.model_validate(content | changes)
+from tests.launcher.tiny_models import plain_config as config
 
 
 def parsed(content: dict[str, Any], max_bytes: int = 64, **changes: Any) -> SampleRequest:
