@@ -86,6 +86,7 @@ def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[st
         "context": exported.config.context,
         "vocabulary": exported.config.vocabulary,
         "embedding": exported.config.embedding.model_dump(mode="json"),
+        "data": exported.content.get("data"),  # modality, and a sound's rate; exports of older versions have none
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(exported.dtype).removeprefix("torch."),
         "device": device,

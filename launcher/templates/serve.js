@@ -211,6 +211,7 @@ async function start() {
   $("picture-prompt").hidden = kind !== "image";
   $("file-prompt").hidden = $("rate-setting").hidden = kind !== "audio";
   if (kind === "image") $("rows").value = Math.floor(model.embedding.height / 2);
+  if (model.data?.properties?.rate) $("rate").value = model.data.properties.rate;
   if (kind === "text") $("bytes").value = Math.min(256, model.limits.bytes, model.context);
   $("form").addEventListener("submit", sample);
   $("stop").addEventListener("click", () => stopper.abort());

@@ -44,7 +44,9 @@ def make_export(folder: Path, kind: str, context: int) -> Path:
     weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"format": 1, "model": config.model_dump(mode="json")}))
+    data = {"modality": kind, "properties": {"rate": 8000} if kind == "audio" else {}}
+    content = {"format": 1, "model": config.model_dump(mode="json"), "data": data}
+    (folder / "config.json").write_text(json.dumps(content))
     return folder
 
 
@@ -178,7 +180,7 @@ def test_picture_goes_on_below_the_rows_that_are_kept(tmp_path: Path) -> None:
 def test_sound_is_what_the_api_gives_and_can_be_played(tmp_path: Path) -> None:
     async def test(page: Page, url: str) -> None:
         await page.type("#seed", "3")
-        await page.type("#rate", "8000")
+        assert await page.value("document.querySelector('#rate').value") == "8000"  # as the export says
         await sample(page)
         sampled = await asked(url, {"seed": 3})
         await page.until("document.querySelector('#audio').readyState >= 1")
