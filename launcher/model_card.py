@@ -26,7 +26,7 @@ def model_card(run: Path, checkpoint: Checkpoint, config: RunConfig, kind: str, 
     """The text of the card."""
     name = run.resolve().name
     rows = [*_figures(checkpoint, config, kind, dtype), *_losses(run, checkpoint, config)]
-    about = [f"\n{config.notes.strip()}\n"] if config.notes.strip() else []
+    about = ["", config.notes.strip()] if config.notes.strip() else []
     return "\n".join(
         [
             *_front_matter(config),
