@@ -21,9 +21,10 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from torch import Tensor
 
+from benchmarks import stepping
 from benchmarks.figures import rounded
-from benchmarks.machine import about, slug, synchronize
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about, synchronize
+from benchmarks.report import write_json
 from kernels import attend_one, num_keys_read, sparse_attention
 from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {problem}", file=sys.stderr)
             return 1
     timings = [row for context in sorted(options.contexts) for row in measure(context, options)]
-    growth = growth_of(timings)
+    growth = stepping.growth_of(timings, ("keys_read", "seconds"))
     print_table(timings, growth, options)
     measured = {"backend": options.backend, "calls": options.calls, "repeats": options.repeats}
     write_json(options.output, {**about(options.device), **measured, "timings": timings, "growth": growth})
@@ -66,22 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4_096, 16_384, 65_536, 262_144])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-width", type=int, default=64)
-    parser.add_argument("--calls", type=int, default=20, help="positions a repeat")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    options.device = torch.device(options.device)
-    check_output(parser, options, f"decoding-{slug(options.device)}.json")
-    options.dtype = getattr(torch, options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16"))
-    return options
+    stepping.add_options(parser, [4_096, 16_384, 65_536, 262_144], calls=20, repeats=10)
+    return stepping.read_options(parser, arguments, "decoding")
 
 
 def gate(pattern: Pattern, options: argparse.Namespace) -> str | None:
@@ -137,19 +127,6 @@ def seconds_of(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, options: argpa
     return (time.perf_counter() - start) / options.calls
 
 
-def growth_of(timings: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Of each pattern, the exponents of keys read and of time between the smallest and the largest context."""
-    found = {}
-    for name in dict.fromkeys(row["pattern"] for row in timings):
-        own = [row for row in timings if row["pattern"] == name]
-        wider = math.log(own[-1]["context"] / own[0]["context"])
-        if wider:
-            found[name] = {
-                key: rounded(math.log(own[-1][key] / own[0][key]) / wider) for key in ("keys_read", "seconds")
-            }
-    return found
-
-
 def print_table(
     timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
 ) -> None:
@@ -160,8 +137,7 @@ def print_table(
     for name in dict.fromkeys(row["pattern"] for row in timings):
         own = [row for row in timings if row["pattern"] == name]
         cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>11.3f}" for row in own]
-        ends = growth.get(name)
-        cells.append(f"{ends['keys_read']:.2f}{ends['seconds']:>8.2f}" if ends else "-")
+        cells.append(stepping.growth_cell(growth[name]))
         print(f"{name:<16}" + "".join(f"{cell:>22}" for cell in cells))
 
 

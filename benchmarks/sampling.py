@@ -24,9 +24,10 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
+from benchmarks import stepping
 from benchmarks.figures import rounded
-from benchmarks.machine import about, slug, synchronize
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.machine import about, synchronize
+from benchmarks.report import write_json
 from kernels import num_keys_read
 from sparse_model import ModelConfig, SparseTransformer
 from sparse_model.generation import choose
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {problem}", file=sys.stderr)
             return 1
     timings = [row for context in sorted(options.contexts) for row in measure(context, options)]
-    growth = growth_of(timings)
+    growth = stepping.growth_of(timings, ("keys_read", "seconds", "reading_seconds"))
     print_table(timings, growth, options)
     measured = {"calls": options.calls, "repeats": options.repeats, "bar": BAR}
     write_json(options.output, {**about(options.device), **measured, "timings": timings, "growth": growth})
@@ -71,18 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288, 24_576, 65_536])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--calls", type=int, default=50, help="bytes a repeat")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    options.device = torch.device(options.device)
-    check_output(parser, options, f"sampling-{slug(options.device)}.json")
-    options.dtype = getattr(torch, options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16"))
+    stepping.add_options(parser, [3_072, 12_288, 24_576, 65_536], calls=50, repeats=20)
+    options = stepping.read_options(parser, arguments, "sampling")
     for context in options.contexts:
         if context % stride_of(context) or context <= options.calls:
             parser.error(f"--contexts={context}: must be above --calls and a multiple of {stride_of(context)}")
@@ -185,21 +176,6 @@ def keys_read(config: ModelConfig, position: int) -> int:
     return sum(num_keys_read(p, position, config.context) for layer in config.layer_patterns() for p in layer)
 
 
-def growth_of(timings: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Of each pattern, the exponents of keys, time and reading time between the smallest and the largest context."""
-    found: dict[str, dict[str, float | None]] = {}
-    for name in dict.fromkeys(row["pattern"] for row in timings):
-        own = [row for row in timings if row["pattern"] == name]
-        wider = math.log(own[-1]["context"] / own[0]["context"])
-        found[name] = {
-            key: rounded(math.log(own[-1][key] / own[0][key]) / wider)
-            if wider and own[0][key] and own[-1][key]
-            else None
-            for key in ("keys_read", "seconds", "reading_seconds")
-        }
-    return found
-
-
 def print_table(
     timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
 ) -> None:
@@ -212,7 +188,7 @@ def print_table(
     for name, ends in growth.items():
         own = [row for row in timings if row["pattern"] == name]
         cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>9.3f}{row['times_dense']:>7.2f}" for row in own]
-        cells.append("".join("      –" if value is None else f"{value:>7.2f}" for value in ends.values()))
+        cells.append(stepping.growth_cell(ends))
         print(f"{name:<9}" + "".join(f"{cell:>27}" for cell in cells))
     for row in timings:
         if (row["pattern"], row["context"]) == (BAR["pattern"], BAR["context"]):

@@ -13,10 +13,9 @@ from launcher.arithmetic_coding import DamagedError
 from launcher.byte_counter import ByteCounter
 from launcher.coded_contexts import decode, encode, rows_for
 from launcher.compressed_file import Compressed, NotReadableError, Surroundings, shortened
-from launcher.exported import fingerprint, load_model
+from launcher.exported import fingerprint, load_model, usable_device
 from launcher.likelihood import check_bytes
 from launcher.plain_files import check_new, named, read_file, write_new
-from launcher.sample import check_device
 from sparse_model import SparseTransformer
 
 
@@ -39,7 +38,7 @@ def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_compress(arguments: argparse.Namespace) -> int:
     """Runs `compress`; returns its exit code."""
-    check_device(arguments.device)
+    usable_device(arguments.device)
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
     model = load_model(arguments.model, arguments.device)
@@ -68,7 +67,7 @@ def run_compress(arguments: argparse.Namespace) -> int:
 
 def run_decompress(arguments: argparse.Namespace) -> int:
     """Runs `decompress`; returns its exit code. Nothing is written where the content is not the one compressed."""
-    check_device(arguments.device)
+    usable_device(arguments.device)
     check_new(arguments.output)
     try:
         compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))

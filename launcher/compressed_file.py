@@ -19,6 +19,7 @@ import importlib.metadata
 import platform
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -156,8 +157,8 @@ def _own_version() -> str:
 def _processor() -> str:
     """Architecture and name: matrix products choose their loops by both."""
     try:
-        with open("/proc/cpuinfo") as lines:  # noqa: PTH123
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        names = []
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{platform.machine()} {names[0] if names else platform.processor()}"

@@ -24,7 +24,7 @@ from kernels.errors import ConfigError
 from launcher.checkpoint import Checkpoint, newer_refusals, open_checkpoint
 from launcher.config import RunConfig
 from launcher.export_check import check_files, check_losses
-from launcher.exported import EXPORT_FORMAT, Exported, empty_model
+from launcher.exported import EXPORT_FORMAT, Exported, empty_model, usable_device
 from launcher.fingerprint import DTYPES, combined
 from launcher.folders import CONFIG, MODEL_CARD
 from launcher.hub_files import hub_fields, hub_files
@@ -124,7 +124,7 @@ def export(
     options = options or Options()
     if output.exists() or output.is_symlink():
         raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
-    device = _device(options.device)
+    device = usable_device(options.device)
     checkpoint = open_checkpoint(run_folder, step, trusted=options.trusted)
     chosen(checkpoint)
     config = read_checkpoint_config(checkpoint.folder)
@@ -240,11 +240,3 @@ def _check_space(output: Path, options: Options, shapes: dict[str, torch.Size]) 
     if needed > free:
         rule = f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room"
         raise ConfigError(f"--output={output}: {rule}")
-
-
-def _device(name: str) -> torch.device:
-    """The device of that name; ConfigError where torch cannot use it."""
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None

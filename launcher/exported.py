@@ -152,6 +152,14 @@ def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dt
     return model.eval()
 
 
+def usable_device(name: str) -> torch.device:
+    """The device that `--device` names; ConfigError where torch cannot use it."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None
+
+
 def empty_model(config: ModelConfig) -> SparseTransformer:
     """The network with names and shapes of its parameters, and neither memory nor values: on torch's meta device."""
     with torch.device("meta"), _Uninitialized():

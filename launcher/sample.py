@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.errors import ConfigError
 from launcher import sample_files
 from launcher.byte_counter import ByteCounter
-from launcher.exported import load_model
+from launcher.exported import load_model, usable_device
 from launcher.folders import CONFIG
 from launcher.json_file import load_json_object
 from launcher.likelihood import likelihood
@@ -33,8 +33,6 @@ from launcher.plain_files import named, read_file
 from launcher.sample_prompts import frames_in, kept_rows, read_picture, read_prompt, read_sound
 from sparse_model import SparseTransformer
 from sparse_model.generation import generate
-
-__all__ = ["add_arguments", "check_device", "read_prompt", "run", "write_bytes", "write_text"]
 
 DEFAULT_BYTES = 256  # of text
 _OF_SAMPLES = (
@@ -89,7 +87,7 @@ class Request:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code. Everything is checked before the first byte is written."""
-    check_device(arguments.device)
+    usable_device(arguments.device)
     scored = arguments.likelihood is not None
     for name in _OF_SAMPLES if scored else _OF_SCORES:
         if getattr(arguments, name) not in (None, False):
@@ -299,11 +297,3 @@ def write_text(pieces: Iterable[bytes], stream: TextIO) -> None:
         stream.write(shown.encode(encoding, "replace").decode(encoding))
         stream.flush()
     stream.write("\n")
-
-
-def check_device(name: str) -> None:
-    """Raise ConfigError where torch cannot use a device of this name."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kernels.errors import ConfigError, Problem
-from launcher.exported import Exported, load_model
-from launcher.sample import check_device
+from launcher.exported import Exported, load_model, usable_device
 from sparse_model import SparseTransformer
 
 _BYTE_VALUES = 256
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from launcher.server.sampler import Sampler
 
     _check(arguments)
-    check_device(arguments.device)
+    usable_device(arguments.device)
     exported = Exported(arguments.model)
     config = exported.config
     if config.vocabulary > _BYTE_VALUES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,8 +45,10 @@ def generate(
         ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; all of it in
             one line.
     """
-    problems = [*_prompt_problems(model, prompt), *_setting_problems(temperature, top_k, top_p)]
-    if not _whole(num_tokens) or num_tokens < 0:
+    problems = list(_prompt_problems(model, prompt))
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    problems += [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
+    if not is_whole(num_tokens) or num_tokens < 0:
         problems.append(f"num_tokens={num_tokens}: must be 0 or more, and whole")
     elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
         length, context = prompt.shape[1] + num_tokens, model.config.context
@@ -133,18 +136,26 @@ def _prompt_problems(model: SparseTransformer, prompt: Tensor) -> Iterator[str]:
         yield f"prompt has tokens {found}: must be 0 to {model.config.vocabulary - 1}"
 
 
-def _setting_problems(temperature: float, top_k: int | None, top_p: float | None) -> Iterator[str]:
-    if not _real(temperature) or not 0 <= temperature < math.inf:
-        yield f"temperature={temperature}: must be 0 or more, and finite"
-    if top_k is not None and (not _whole(top_k) or top_k < 1):
-        yield f"top_k={top_k}: must be at least 1" if _whole(top_k) else f"top_k={top_k}: must be a whole number"
+def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterator[tuple[str, str]]:
+    """The name of every setting of ``generate`` that is out of range, and its rule."""
+    if not _real(temperature) or not temperature >= 0:
+        yield "temperature", "must be a number from 0, which takes the most likely token; 1 is as trained"
+    if top_k is not None and (not is_whole(top_k) or not top_k >= 1):
+        yield "top_k", "must be a whole number from 1; leave it out to sample from all"
     if top_p is not None and (not _real(top_p) or not 0 < top_p <= 1):
-        yield f"top_p={top_p}: must be above 0 and at most 1"
+        yield "top_p", "must be above 0 and at most 1; leave it out to sample from all"
 
 
-def _whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _real(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number; an integer beyond all floats is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from kernels.errors import ConfigError, Problem
 from sparse_model import ModelConfig
+from sparse_model.generation import is_whole, wrong_settings
 
 DEFAULT_TEXT_BYTES = 256
 _LARGEST_SEED = 2**63 - 1
@@ -64,7 +64,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     problems += _setting_problems(content)
     fitting = min(max_bytes, config.context - len(prompt))
     count = content.get("bytes", min(fitting, DEFAULT_TEXT_BYTES) if config.embedding.type == "text" else fitting)
-    if not _whole(count) or not 1 <= count <= fitting:
+    if not is_whole(count) or not 1 <= count <= fitting:
         rule = f"must be a whole number from 1 to {fitting}"
         if fitting < max_bytes:
             rule += f": prompt and sample fit in the context of {config.context}"
@@ -138,27 +138,7 @@ def _setting_problems(content: dict[str, Any]) -> list[Problem]:
 
 
 def _broken_rules(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    temperature = content.get("temperature", 1.0)
-    if not _real(temperature) or not 0 <= temperature <= 1e6:
-        yield "temperature", "must be a number from 0, which takes the most likely byte, to 1e6; 1 is as trained"
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
-    if top_k is not None and (not _whole(top_k) or not top_k >= 1):
-        yield "top_k", "must be a whole number from 1; leave it out to sample from all"
-    if top_p is not None and (not _real(top_p) or not 0 < top_p <= 1):
-        yield "top_p", "must be above 0 and at most 1; leave it out to sample from all"
-    if seed is not None and (not _whole(seed) or not 0 <= seed <= _LARGEST_SEED):
+    yield from wrong_settings(content.get("temperature", 1.0), top_k, top_p)
+    if seed is not None and (not is_whole(seed) or not 0 <= seed <= _LARGEST_SEED):
         yield "seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _real(value: object) -> bool:
-    """A finite number; an integer beyond all floats is none."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

@@ -27,16 +27,11 @@ from launcher.cpu_accelerator import prepare_accelerator  # noqa: E402
 
 prepare_accelerator()
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  with torch's compiler: the seconds of a start
-import torch._dynamo  # noqa: E402, F401
-
-import launcher.batches  # noqa: E402  what a run would import
-import launcher.checkpoint  # noqa: E402
-import launcher.engine  # noqa: E402
 import launcher.loop  # noqa: E402
 import launcher.resume  # noqa: E402
 import launcher.saving as saving  # noqa: E402
 import launcher.train as entry  # noqa: E402
+import tests.launcher.preloaded  # noqa: E402, F401
 from tests.launcher.runs import rank_environment  # noqa: E402
 from tests.launcher.worker import work_in_chunks  # noqa: E402
 

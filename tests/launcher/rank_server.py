@@ -15,16 +15,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  with torch's compiler: most of a start
 import torch  # noqa: E402  the path comes first
-import torch._dynamo  # noqa: E402
 
-import launcher.batches  # noqa: E402
-import launcher.checkpoint  # noqa: E402
-import launcher.engine  # noqa: E402
-import launcher.loop  # noqa: E402
-import launcher.resume  # noqa: E402
-import launcher.train  # noqa: F401, E402
+import tests.launcher.preloaded  # noqa: E402, F401
 from tests.launcher import worker  # noqa: E402
 
 LARGEST_REQUEST = 1 << 20

@@ -101,8 +101,8 @@ def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -
     "options, message",
     [
         (["--bytes", "65"], "prompt and sample are 65 tokens: they must fit in the model's context of 64"),
-        (["--temperature", "-1"], "temperature=-1.0: must be 0 or more"),
-        (["--top-k", "0"], "top_k=0: must be at least 1"),
+        (["--temperature", "-1"], "temperature=-1.0: must be a number from 0"),
+        (["--top-k", "0"], "top_k=0: must be a whole number from 1"),
         (["--prompt-file", "nowhere"], "--prompt-file=nowhere: No such file or directory"),
         (["--device", "tpu"], "--device=tpu: cannot be used"),
         (["--device", "cuda:99"], "--device=cuda:99: cannot be used"),

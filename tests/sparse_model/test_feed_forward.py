@@ -12,10 +12,10 @@ from sparse_model.feed_forward import FeedForward, feed_forward_in_chunks, sigmo
 from tests.sparse_model.configs import small
 
 
-def tensors(dtype: torch.dtype) -> list[Tensor]:
-    """h (21, 5), and the parameters of an inner width of 7."""
+def tensors(dtype: torch.dtype, width: int = 5, inner: int = 7) -> list[Tensor]:
+    """h (21, width), and the parameters."""
     random = torch.Generator().manual_seed(0)
-    shapes = ((21, 5), (7, 5), (7,), (5, 7), (5,))
+    shapes = ((21, width), (inner, width), (inner,), (width, inner), (width,))
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -35,17 +35,17 @@ def test_chunks_give_the_plain_graphs_gradients(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_chunks_are_as_precise_as_the_plain_graph(dtype: torch.dtype) -> None:
-    """Each error at most twice the plain graph's in the same precision, on the root mean square."""
-    exact, inputs = tensors(torch.float64), tensors(dtype)
+    """Each error at most 1.5 times the plain graph's in the same precision, on the root mean square of many numbers."""
+    inputs = tensors(dtype, 64, 96)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    grad = torch.randn(21, 5, dtype=torch.float64)
+    grad = torch.randn(21, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth = torch.autograd.grad(plain(*exact), exact, grad.to(dtype).double())
     in_chunks = torch.autograd.grad(feed_forward_in_chunks(*inputs, 8), inputs, grad.to(dtype))
     in_one = torch.autograd.grad(plain(*inputs), inputs, grad.to(dtype))
     for true, chunked, whole in zip(truth, in_chunks, in_one, strict=True):
         assert chunked.dtype == dtype
         errors = [float((x.double() - true).square().mean().sqrt()) for x in (chunked, whole)]
-        assert errors[0] <= 2 * errors[1], errors
+        assert errors[0] <= 1.5 * errors[1], errors
 
 
 def test_long_inputs_go_in_chunks_and_keep_nothing_of_the_inner_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_wrong_field_is_told_with_a_good_value(content: dict[str, Any], line: st
     assert str(error.value) == line
 
 
-@pytest.mark.parametrize("temperature", [-0.5, 1e7, 10**400, None, True, "1", [1]])
+@pytest.mark.parametrize("temperature", [-0.5, 10**400, None, True, "1", [1]])
 def test_wrong_temperature_is_refused(temperature: object) -> None:
     with pytest.raises(ConfigError, match=r"temperature=.*: must be a number from 0, .*; 1 is as trained"):
         parsed({"temperature": temperature})
