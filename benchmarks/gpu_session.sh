@@ -5,7 +5,7 @@
 #
 #   PART 1  the machine, the kernels' correctness, the cases that bars are set on, the bars
 #   PART 2  tuning
-#   PART 3  a whole training step, the whole grid of attention, the bars
+#   PART 3  a whole training step, the whole grid of attention, the bars, sampling byte by byte
 #   PART 4  a DeepSpeed training of some hundred steps, and its resume
 #   PART 5  the paper's tables: dense, fixed and strided models trained side by side
 #
@@ -119,11 +119,12 @@ part_2() {
 }
 part_3() {
   # The contexts that matter most come first: what the time limit cuts off is at the end.
-  local small=() grid=(--time-limit 260 --flex-patterns local column "fixed merged") absent
+  local small=() grid=(--time-limit 260 --flex-patterns local column "fixed merged") bytes=() absent
   grid+=(--contexts 12288 1048576 65536 262144 3072)
   if [ -n "$REHEARSE" ]; then
     small=(--layers 1 --context 64 --stride 16 --summary 4 --repeats 1)
     grid=(--contexts 64 --head-widths 16 --heads 1 --plans --repeats 1 --no-flex)
+    bytes=(--contexts 256 --calls 2 --repeats 1)
   fi
   absent="$(missing pydantic pydantic_core annotated_types typing_inspection typing_extensions)"
   if [ -n "$absent" ]; then
@@ -136,6 +137,9 @@ part_3() {
   step attention 330 "$PYTHON" benchmarks/attention.py "${grid[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/attention-$SLUG.json"
   bars
+  if [ -z "$absent" ]; then
+    step sampling 90 "$PYTHON" benchmarks/sampling.py "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
+  fi
 }
 part_4() {
   local absent sources settings train
