@@ -25,7 +25,7 @@ from benchmarks import stepping
 from benchmarks.figures import rounded
 from benchmarks.machine import about, synchronize
 from benchmarks.report import write_json
-from kernels import attend_one, num_keys_read, sparse_attention
+from kernels import CachedAttention, attend_one, empty_cache, num_keys_read, sparse_attention
 from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
 GATE_CONTEXT, GATE_STRIDE = 192, 16
@@ -90,15 +90,14 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a pattern: keys that the last position reads, and the seconds of a call."""
     stride = 2 ** round(math.log2(context) / 2)
     patterns = patterns_of(stride)
-    shape = (options.batch, options.heads, context, options.head_width)
-    k, v = (torch.randn(shape, device=options.device, dtype=options.dtype) for _ in range(2))
-    q = torch.randn((*shape[:2], shape[3]), device=options.device, dtype=options.dtype)
-    for pattern in patterns.values():  # what is kept from call to call, and compilation, are not what is timed
-        seconds_of(pattern, q, k, v, options)
+    q = torch.randn(options.batch, options.heads, options.head_width, device=options.device, dtype=options.dtype)
+    calls = {name: filled(pattern, context, options) for name, pattern in patterns.items()}
+    for attend in calls.values():  # what is kept from call to call, and compilation, are not what is timed
+        seconds_of(attend, q, options)
     runs: dict[str, list[float]] = {name: [] for name in patterns}
     for _ in range(options.repeats):
-        for name, pattern in patterns.items():
-            runs[name].append(seconds_of(pattern, q, k, v, options))
+        for name, attend in calls.items():
+            runs[name].append(seconds_of(attend, q, options))
     return [
         {
             "pattern": name,
@@ -116,13 +115,23 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def seconds_of(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, options: argparse.Namespace) -> float:
+def filled(pattern: Pattern, context: int, options: argparse.Namespace) -> CachedAttention:
+    """Attention to random rows, which lie as generation has them."""
+    device, dtype = options.device, options.dtype
+    k, v = (
+        empty_cache(options.batch, options.heads, context, options.head_width, pattern, device=device, dtype=dtype)
+        for _ in range(2)
+    )
+    return CachedAttention(k.normal_(), v.normal_(), pattern, backend=options.backend)
+
+
+def seconds_of(attend: CachedAttention, q: Tensor, options: argparse.Namespace) -> float:
     """Mean seconds of a call, at the last positions of the context."""
-    context = k.shape[2]
+    context = attend.k.shape[2]
     synchronize(options.device)
     start = time.perf_counter()
     for position in range(context - options.calls, context):
-        attend_one(q, k, v, pattern, position, backend=options.backend)
+        attend(q, position)
     synchronize(options.device)
     return (time.perf_counter() - start) / options.calls
 

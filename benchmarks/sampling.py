@@ -151,7 +151,7 @@ def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
     session = Session(model, options.batch)
     with torch.inference_mode():
         for cache in session.caches:
-            for rows in cache:
+            for rows in (cache.keys, cache.values):
                 rows.normal_()
     return session
 

@@ -1,7 +1,16 @@
 """Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``, and ``attend_one`` for a query at a time."""
 
 from kernels.attention import check_backend, sparse_attention
-from kernels.decoding import allowed_keys, attend_one, num_keys_read
+from kernels.decoding import CachedAttention, allowed_keys, attend_one, empty_cache, num_keys_read
 from kernels.errors import ConfigError
 
-__all__ = ["ConfigError", "allowed_keys", "attend_one", "check_backend", "num_keys_read", "sparse_attention"]
+__all__ = [
+    "CachedAttention",
+    "ConfigError",
+    "allowed_keys",
+    "attend_one",
+    "check_backend",
+    "empty_cache",
+    "num_keys_read",
+    "sparse_attention",
+]

@@ -6,7 +6,7 @@ Letters: B batch, H heads, N positions of the context, D width of q and k, Dv wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Literal, overload
 
@@ -19,6 +19,9 @@ from kernels.patterns.base import Pattern
 from kernels.reads import num_reads, reads
 
 BACKENDS = ("triton", "cpu", "reference")
+
+# What a backend prepares: (q, position, return_lse) to the output and the logsumexp, None at most where not asked for.
+Decoder = Callable[[Tensor, int, bool], tuple[Tensor, Tensor | None]]
 
 
 @overload
@@ -85,14 +88,81 @@ def attend_one(
     """
     _check(q, k, v)
     _check_position(position, k.shape[2])
-    patterns = head_patterns(pattern, q.shape[1])
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: must be a finite number")
-    advice = 'backend="reference" runs everywhere, and reads the whole cache'
-    module = _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice))
-    out, lse = module.attend_one(q, k, v, patterns, position, scale)
-    return (out, lse) if return_lse else out
+    out, lse = _decoder(q, k, v, pattern, scale, backend)(q, position, return_lse)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+class CachedAttention:
+    """``attend_one`` for the queries of one cache that is written row by row.
+
+    What stays the same from call to call is checked and chosen once, and a backend may keep what it read in another
+    order. So rows before a query's are taken to be as they were at the calls before, unless the query's position is not
+    behind those: call ``forget`` where other rows were written.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern | Sequence[Pattern],
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """All as ``attend_one`` has it.
+
+        Raises:
+            ValueError, ConfigError: where ``attend_one`` would, whatever the query.
+        """
+        check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
+        self.k, self.v = k, v
+        q = k[:, :, 0]  # what every query is like
+        _check(q, k, v)
+        self._fits = (q.shape, q.dtype, q.device)
+        self._prepare = lambda: _decoder(q, k, v, pattern, scale, backend)
+        self._decoder = self._prepare()
+
+    def __call__(self, q: Tensor, position: int) -> Tensor:
+        """The output of one query, (B, H, D) to (B, H, Dv).
+
+        Raises:
+            ValueError: the query does not fit the cache or requires a gradient, or the position is outside the context.
+        """
+        if (q.shape, q.dtype, q.device) != self._fits or q.requires_grad:
+            _check(q, self.k, self.v)
+        _check_position(position, self.k.shape[2])
+        return self._decoder(q, position, False)[0]
+
+    def forget(self) -> None:
+        """Rows were written that earlier calls may have read."""
+        self._decoder = self._prepare()
+
+
+def empty_cache(
+    batch: int,
+    heads: int,
+    context: int,
+    width: int,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Room for keys or values, (B, H, N, D), in the order in memory in which its reads are quickest; nothing is set.
+
+    On a CPU a row of all heads lies in one place, as it is written and as a column is read, unless a head reads more
+    than half of the context: such long runs are quicker head by head.
+
+    Raises:
+        ValueError: something is no pattern, or a list has another length than there are heads.
+    """
+    patterns = dict.fromkeys(head_patterns(pattern, heads))
+    if device.type != "cpu" or any(2 * num_keys_read(p, context - 1, context) > context for p in patterns):
+        return torch.empty(batch, heads, context, width, device=device, dtype=dtype)
+    return torch.empty(context, batch, heads, width, device=device, dtype=dtype).permute(1, 2, 0, 3)
 
 
 def allowed_keys(pattern: Pattern, position: int, context: int) -> Tensor:
@@ -142,6 +212,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k {tuple(k.shape)} must have the batch, heads and channels of q {tuple(q.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
+
+
+def _decoder(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str
+) -> Decoder:
+    """The backend, prepared for tensors that were checked."""
+    patterns = head_patterns(pattern, q.shape[1])
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be a finite number")
+    advice = 'backend="reference" runs everywhere, and reads the whole cache'
+    return _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice)).prepare(k, v, patterns, scale)
 
 
 def _load(backend: str) -> ModuleType:

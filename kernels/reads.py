@@ -16,8 +16,6 @@ from kernels.patterns.base import Pattern
 from kernels.patterns.forms import Fold, intervals_of
 from kernels.plan import View, view
 
-MOST_COPIED = 2_048  # keys of wide blocks: more are quicker to read slice by slice, in place
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -40,13 +38,13 @@ class Run:
         return (start + torch.arange(self.width)).reshape(-1)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """These rows of (B, H, N, D), (B, H, M, D): a view, but of several wide blocks a copy of these rows alone."""
+        """These rows of (N, …), (M, …): a view, but of several wide blocks a copy of these rows alone."""
         last = self.first + (self.blocks - 1) * self.step + self.width
         if self.blocks == 1:
-            return x[:, :, self.first : last]
+            return x[self.first : last]
         if self.width == 1:
-            return x[:, :, self.first : last : self.step]
-        return x[:, :, self.first : last].unfold(2, self.width, self.step).transpose(-1, -2).flatten(2, 3)
+            return x[self.first : last : self.step]
+        return x[self.first : last].unfold(0, self.width, self.step).movedim(-1, 1).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +61,8 @@ class Listed:
         return self.vector
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """These rows of (B, H, N, D), (B, H, M, D): a copy."""
-        return x.index_select(2, self.vector.to(x.device))
+        """These rows of (N, …), (M, …): a copy."""
+        return x.index_select(0, self.vector.to(x.device))
 
 
 Read = Run | Listed
@@ -76,7 +74,7 @@ def query_views(pattern: Pattern, context: int) -> tuple[View, ...]:
     return tuple(view(part, context, "queries") for part in pattern.parts())
 
 
-def reads(pattern: Pattern, position: int, context: int) -> list[Read]:
+def reads(pattern: Pattern, position: int, context: int) -> tuple[Read, ...]:
     """What the query of a position reads, part by part, each key once; nothing empty.
 
     Args:
@@ -89,7 +87,22 @@ def reads(pattern: Pattern, position: int, context: int) -> list[Read]:
         low, high = one.interval_of(one.row_of(position))
         if low < high:
             found += _runs(one, low, high)
-    return found
+    return tuple(found)
+
+
+def positions(found: tuple[Read, ...]) -> Tensor:
+    """All that several reads read, (M,) int64, in their order; few, as some are kept."""
+    runs = tuple(read for read in found if isinstance(read, Run))
+    if len(runs) < len(found):
+        return torch.cat([read.positions() for read in found])
+    first = runs[0].first
+    return _positions(tuple(Run(run.first - first, run.width, run.blocks, run.step) for run in runs)) + first
+
+
+@lru_cache(maxsize=64)
+def _positions(runs: tuple[Run, ...]) -> Tensor:
+    """Of runs, counted from the first one's start: alike at the next position, where a column moves with a window."""
+    return torch.cat([run.positions() for run in runs])
 
 
 def num_reads(pattern: Pattern, position: int, context: int) -> int:
@@ -137,16 +150,6 @@ def _blocks(order: Fold, low: int, high: int) -> Iterator[Run]:
     if low % period:
         yield Run(order(low), -low % period)
     if whole_first < whole_last:
-        yield from _whole_blocks(Run(order(whole_first * period), period, whole_last - whole_first, order.step))
+        yield Run(order(whole_first * period), period, whole_last - whole_first, order.step)
     if high % period:
         yield Run(order(whole_last * period), high % period)
-
-
-def _whole_blocks(run: Run) -> Iterator[Run]:
-    """The run itself, or where it is long as few slices as it can be cut into."""
-    if run.blocks == 1 or len(run) <= MOST_COPIED:
-        yield run
-    elif run.width <= run.blocks:
-        yield from (Run(run.first + i, 1, run.blocks, run.step) for i in range(run.width))
-    else:
-        yield from (Run(run.first + block * run.step, run.width) for block in range(run.blocks))

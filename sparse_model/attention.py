@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from kernels import sparse_attention
@@ -17,18 +19,26 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.backend, self.patterns = config.heads, config.backend, patterns
         self.widths = (config.query_key_width, config.query_key_width, config.width)
+        self.equal_widths = len(set(self.widths)) == 1
         self.query_key_value = nn.Linear(config.width, sum(self.widths))
         self.projection = nn.Linear(config.width, config.width)
 
     def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
         """(B, N, C) to (B, N, C); with a cache, positions from ``first`` on that attend to the known ones too."""
-        q, k, v = (self._split(part) for part in self.query_key_value(h).split(self.widths, dim=-1))  # (B, H, N, D)
+        rows = self.query_key_value(h)
+        if cache is not None and h.shape[1] == 1:
+            q, k, v = self._heads_of_one(rows)
+            return self.projection(cache.step(q, k, v, first).view(h.shape))
+        parts = rows.split(self.widths, dim=-1)
+        q, k, v = (part.view(*h.shape[:2], self.heads, -1).transpose(1, 2) for part in parts)  # (B, H, N, D)
         if cache is None:
             out = sparse_attention(q, k, v, self.patterns, backend=self.backend)
         else:
-            out = cache.attend(q, k, v, self.patterns, first, self.backend)
+            out = cache.begin(q, k, v)
         return self.projection(out.transpose(1, 2).flatten(2))
 
-    def _split(self, h: Tensor) -> Tensor:
-        """(B, N, H·D) to (B, H, N, D)."""
-        return h.view(*h.shape[:2], self.heads, -1).transpose(1, 2)
+    def _heads_of_one(self, row: Tensor) -> Iterable[Tensor]:
+        """q, k and v (B, H, D) of one position, (B, 1, ·): in few views, which take as long as a row's arithmetic."""
+        if self.equal_widths:
+            return row.view(len(row), 3, self.heads, -1).unbind(1)
+        return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]

@@ -24,5 +24,9 @@ class ResidualBlock(nn.Module):
 
     def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
         """(B, N, C) to (B, N, C); with a cache, positions from ``first`` on that attend to the known ones too."""
-        h = h + self.dropout(self.attention(self.attention_norm(h), cache, first))
-        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))
+        h = h + self._dropped(self.attention(self.attention_norm(h), cache, first))
+        return h + self._dropped(self.feed_forward(self.feed_forward_norm(h)))
+
+    def _dropped(self, h: Tensor) -> Tensor:
+        # Asked here and not in the module: where one row is computed at a time, its call takes longer than an addition.
+        return self.dropout(h) if self.training else h

@@ -6,61 +6,85 @@ Letters: B batch, H heads, N positions there is room for, n positions at hand, D
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import ConfigError, attend_one, sparse_attention
+from kernels import CachedAttention, ConfigError, empty_cache, sparse_attention
 from kernels.patterns.base import Pattern
 from sparse_model.config import ModelConfig
 
 
-class KeyValues(NamedTuple):
+class KeyValues:
     """Keys (B, H, N, D) and values (B, H, N, Dv) of one attention; rows not known yet hold anything."""
 
-    keys: Tensor
-    values: Tensor
+    def __init__(self, keys: Tensor, values: Tensor, patterns: Sequence[Pattern], backend: str = "auto") -> None:
+        """Room for rows.
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern], first: int, backend: str = "auto"
-    ) -> Tensor:
-        """Keep the rows from ``first`` on, and attend from them: the rows of ``sparse_attention`` over all known ones.
+        Args:
+            keys, values: whose memory is taken.
+            patterns: one a head.
+            backend: of attention. One query at a time has no "flex": "auto" stands in.
 
-        One row reads what its pattern allows, in place (section 4.2). Several are a whole beginning.
+        Raises:
+            ConfigError: the backend cannot run here.
+        """
+        self.keys, self.values, self.patterns, self.backend = keys, values, patterns, backend
+        self._key_rows, self._value_rows = (x.permute(2, 0, 1, 3) for x in (keys, values))
+        self._attend_one = CachedAttention(keys, values, patterns, backend="auto" if backend == "flex" else backend)
+
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The first n rows, kept: their ``sparse_attention``.
 
         Args:
             q, k: (B, H, n, D).
             v: (B, H, n, Dv).
-            patterns: one a head.
-            first: position of the first of the n rows; 0 where there are several.
-            backend: of attention. One query at a time has no "flex": "auto" stands in.
 
         Returns:
             (B, H, n, Dv).
-
-        Raises:
-            ValueError: several rows that are no beginning.
-            ConfigError: the backend cannot run here.
         """
         rows = q.shape[2]
-        if rows > 1 and first:
-            raise ValueError(f"first={first}: {rows} rows at once must begin at position 0")
-        self.keys[:, :, first : first + rows] = k
-        self.values[:, :, first : first + rows] = v
-        if rows > 1:
-            return sparse_attention(q, k, v, patterns, backend=backend)
-        backend = "auto" if backend == "flex" else backend
-        return attend_one(q.squeeze(2), self.keys, self.values, patterns, first, backend=backend).unsqueeze(2)
+        self.keys[:, :, :rows] = k
+        self.values[:, :, :rows] = v
+        self._attend_one.forget()
+        return sparse_attention(q, k, v, self.patterns, backend=self.backend)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+        """Row ``position``, kept: its row of ``sparse_attention``, from the keys that its pattern allows (section 4.2).
+
+        Args:
+            q, k: (B, H, D).
+            v: (B, H, Dv).
+            position: of the row; those before it are known.
+
+        Returns:
+            (B, H, Dv).
+        """
+        self._key_rows[position] = k
+        self._value_rows[position] = v
+        return self._attend_one(q, position)
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes what context ``order[i]`` is, (B,) integers, as far as the first rows are known."""
+        for rows in (self.keys, self.values):
+            rows[:, :, :known] = rows[order, :, :known]
+        self._attend_one.forget()
 
 
 def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
-    """Room for ``length`` positions, layer by layer: pages of a CPU's memory are taken when they are written."""
+    """Room for ``length`` positions, layer by layer: pages of a CPU's memory are taken when they are written.
+
+    Raises:
+        ConfigError: the model's backend cannot run here.
+    """
     widths = (config.query_key_width // config.heads, config.width // config.heads)
-    shapes = [(batch, config.heads, length, width) for width in widths]
-    return [
-        KeyValues(*(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)) for _ in range(config.layers)
-    ]
+    caches = []
+    for patterns in config.layer_patterns():
+        keys, values = (
+            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
+        )
+        caches.append(KeyValues(keys, values, patterns, config.backend))
+    return caches
 
 
 def even_length(config: ModelConfig, least: int) -> int:

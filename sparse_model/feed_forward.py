@@ -29,10 +29,9 @@ class FeedForward(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, N, C) to (B, N, C)."""
-        rows = h.flatten(0, -2)
-        if len(rows) <= LONG_ROWS:
+        if h.shape[:-1].numel() <= LONG_ROWS:
             return self.contract(sigmoid_gelu(self.expand(h)))
-        expand, contract = self.expand, self.contract
+        rows, expand, contract = h.flatten(0, -2), self.expand, self.contract
         found = feed_forward_in_chunks(rows, expand.weight, expand.bias, contract.weight, contract.bias, CHUNK_ROWS)
         return found.view(h.shape)
 

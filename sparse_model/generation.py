@@ -13,6 +13,9 @@ from sparse_model.config import ModelConfig
 from sparse_model.session import Session
 from sparse_model.transformer import SparseTransformer
 
+# In fp64 no logit of fp32 divided by it overflows, and none that differ keep a share below the most likely one's.
+LOWEST_TEMPERATURE = 1e-200
+
 
 def generate(
     model: SparseTransformer,
@@ -76,21 +79,49 @@ def choose(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """One token from each row of logits (B, V): (B,) int64."""
+    """One token from each row of logits (B, V): (B,) int64.
+
+    Raises:
+        ValueError: logits that are no finite numbers.
+    """
     if temperature == 0:
-        return logits.argmax(-1)
-    # In fp64 and from 0 down: no temperature is so low that the most likely token's share overflows.
-    ranked, token = logits.double().sort(stable=True, dim=-1, descending=True)
-    ranked = (ranked - ranked[:, :1]) / temperature
+        highest, token = logits.max(-1)
+        _require_finite(highest)
+        return token
+    logits = logits.double()
+    if temperature != 1:
+        logits = logits / max(temperature, LOWEST_TEMPERATURE)
+    if top_k is None and (top_p is None or top_p == 1):
+        return _draw(logits.softmax(-1), generator).squeeze(-1)
+    ranked, token = logits.sort(stable=True, dim=-1, descending=True)
     if top_k is not None:
         ranked[:, top_k:] = float("-inf")
-    probability = ranked.softmax(-1)
+    share = ranked.softmax(-1)
     if top_p is not None and top_p < 1:  # 1 keeps all, though a sum may round to it early
         # A token stays while those before it hold less than p: the first always does.
-        before = probability.cumsum(-1) - probability
+        before = share.cumsum(-1) - share
         before[:, 0] = 0
-        probability = probability.masked_fill(before >= top_p, 0.0)
-    return token.gather(-1, torch.multinomial(probability, 1, generator=generator)).squeeze(-1)
+        share = share.masked_fill(before >= top_p, 0.0)
+    return token.gather(-1, _draw(share, generator)).squeeze(-1)
+
+
+def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One index of each row, as likely as its share (B, V) in fp64, of any sum: (B, 1) int64.
+
+    The first whose shares up to it exceed a uniform part of all of them: one without a share adds nothing, and is none.
+    (torch.multinomial takes twice the time for so few.)
+    """
+    sums = share.cumsum(-1)
+    whole = sums[:, -1]
+    _require_finite(whole)
+    part = torch.rand(len(share), dtype=share.dtype, device=share.device, generator=generator)
+    return torch.searchsorted(sums, part.mul_(whole)[:, None], right=True)
+
+
+def _require_finite(values: Tensor) -> None:
+    """Whether all of (B,) are numbers, and finite ones."""
+    if not all(map(math.isfinite, values.tolist())):
+        raise ValueError("the model's logits are no finite numbers: its weights, or sums in its dtype, have overflowed")
 
 
 def _sample(

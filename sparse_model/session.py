@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparse_model.bare import bare
 from sparse_model.cache import allocate, even_length
 from sparse_model.transformer import SparseTransformer
 
@@ -39,6 +40,7 @@ class Session:
         if length is not None and not 0 <= length <= context:
             raise ValueError(f"length={length}: must be 0 to {context}, the model's context")
         self.model, self.batch = model, batch
+        self._bare = bare(model)
         self.length = context if length is None else even_length(model.config, length)
         self.position = 0  # of the next token: how many are known
         start = model.embedding.start
@@ -57,10 +59,10 @@ class Session:
         if self._logits is None:
             self._require_room(1)
             with torch.inference_mode():
-                h = self.model.embedding.row(self._last, self.position, self.batch)
-                h = self.model.through(h, self.caches, self.position)
-                found = self.model.logits(self.model.norm(h)).squeeze(1)
-                self._logits = found.to(torch.promote_types(found.dtype, torch.float32))
+                h = self._bare.embedding.row(self._last, self.position, self.batch)
+                h = self._bare.through(h, self.caches, self.position)
+                found = self._bare.logits(self._bare.norm(h)).squeeze(1)
+                self._logits = found if found.dtype in (torch.float32, torch.float64) else found.float()
         return self._logits
 
     def append(self, tokens: Tensor) -> None:
@@ -97,7 +99,7 @@ class Session:
             return
         tokens = tokens.long()
         with torch.inference_mode():
-            self.model.through(self.model.embedding(tokens), self.caches, 0)
+            self._bare.through(self._bare.embedding(tokens), self.caches, 0)
         self._known(tokens[:, -1])
         self.position = tokens.shape[1]
 
@@ -118,8 +120,7 @@ class Session:
             raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
         with torch.inference_mode():
             for cache in self.caches:
-                for rows in cache:
-                    rows[:, :, : self.position + 1] = rows[order, :, : self.position + 1]
+                cache.rearrange(order, self.position + 1)
         self._last = None if self._last is None else self._last[order]
         self._logits = None if self._logits is None else self._logits[order]
 

@@ -60,7 +60,12 @@ class SparseTransformer(nn.Module):
 
         Returns:
             (B, n, C), as ``forward`` has it before the last norm.
+
+        Raises:
+            ValueError: several rows that are no beginning.
         """
+        if first and h.shape[1] > 1:
+            raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         for block, cache in zip(self.blocks, caches, strict=True):
             h = block(h, cache, first)
         return h

@@ -1,4 +1,4 @@
-"""One query on the CPU: the rows of the cache that it reads, through views where they lie regularly.
+"""One query on the CPU: a softmax over the rows of the cache that it reads.
 
 Letters: B batch, H heads of one pattern, N positions, M keys that are read, D and E widths of keys and values.
 """
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.autograd import accumulator_dtype
+from kernels.cached_rows import Rows, Wanted, in_dtype, wanted_by
 from kernels.patterns.base import Pattern
-from kernels.reads import Read, reads
+
+MOST_ALONE = 1 << 16  # elements of keys that one thread reads: to wake another, as torch would, takes longer
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -21,22 +23,82 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
 
 
-def attend_one(
-    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output (B, H, E) in v's dtype and logsumexp (B, H) in fp32 (fp64 for fp64)."""
-    if torch.is_autocast_enabled("cpu"):  # it would take the products down to 16 bits
-        with torch.autocast("cpu", enabled=False):
-            return attend_one(q, k, v, patterns, position, scale)
-    context, groups = k.shape[2], _groups(patterns)
-    if len(groups) == 1:
-        return _attend(q, k, v, reads(patterns[0], position, context), scale)
-    out = v.new_empty(*q.shape[:2], v.shape[3])
-    lse = q.new_empty(q.shape[:2], dtype=accumulator_dtype(q.dtype))
-    for pattern, heads in groups:
-        found = _attend(q[:, heads], k[:, heads], v[:, heads], reads(pattern, position, context), scale)
-        out[:, heads], lse[:, heads] = found
-    return out, lse
+def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> Decoder:
+    """What computes one query after another from these caches; ``patterns`` is one a head."""
+    return Decoder(k, v, patterns, scale)
+
+
+class Decoder:
+    """Attention of single queries against one cache; a position that comes back says that rows are new from it on."""
+
+    def __init__(self, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> None:
+        self.context, self.value_width, self.scale = k.shape[2], v.shape[3], scale
+        self.wide = accumulator_dtype(k.dtype)
+        self.unread = torch.empty(1, dtype=self.wide)
+        self.last = -1  # position that was asked for
+        self.groups = [(pattern, heads, Rows(k[:, heads]), Rows(v[:, heads])) for pattern, heads in _groups(patterns)]
+
+    def __call__(self, q: Tensor, position: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Output (B, H, E) in q's dtype; logsumexp (B, H) in fp32 (fp64 for fp64) where it is asked for."""
+        if torch.is_autocast_enabled("cpu"):  # it would take the products down to 16 bits
+            with torch.autocast("cpu", enabled=False):
+                return self(q, position, return_lse)
+        if position <= self.last:
+            for _, _, *both in self.groups:
+                for rows in both:
+                    rows.forget_from(position)
+        self.last = position
+        if len(self.groups) == 1:
+            pattern, _, k, v = self.groups[0]
+            return self._attend(q, k, v, pattern, position, return_lse)
+        out = q.new_empty(*q.shape[:2], self.value_width)
+        lse = q.new_empty(q.shape[:2], dtype=self.wide) if return_lse else None
+        for pattern, heads, k, v in self.groups:
+            out_rows, found = self._attend(q[:, heads], k, v, pattern, position, return_lse)
+            out[:, heads] = out_rows
+            if lse is not None and found is not None:
+                lse[:, heads] = found
+        return out, lse
+
+    def _attend(
+        self, q: Tensor, k: Rows, v: Rows, pattern: Pattern, position: int, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for heads of one pattern."""
+        batch, heads, width = q.shape
+        wanted = wanted_by(pattern, position, self.context)
+        if not wanted.reads:
+            none = q.new_full((batch, heads), -math.inf, dtype=self.wide) if return_lse else None
+            return q.new_zeros(batch, heads, self.value_width), none
+        threads = torch.get_num_threads()
+        if threads == 1 or batch * heads * width * wanted.count > MOST_ALONE:
+            return self._softmax(q, k, v, wanted, return_lse)
+        torch.set_num_threads(1)
+        try:
+            return self._softmax(q, k, v, wanted, return_lse)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _softmax(self, q: Tensor, k: Rows, v: Rows, wanted: Wanted, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """One softmax over all that is read."""
+        # Three axes and sums within the products: a call is a handful of small operations, each of which costs its
+        # start. As q·K, as torch gives K·q to one thread.
+        batch, heads, width = q.shape
+        query = in_dtype(q.reshape(batch * heads, 1, width), self.wide)
+        found = [
+            torch.baddbmm(self.unread, query, rows.permute(1, 2, 0), beta=0, alpha=self.scale) for rows in k.of(wanted)
+        ]
+        scores = torch.cat(found, 2) if len(found) > 1 else found[0]  # (B·H, 1, M)
+        weights = scores.softmax(2)
+        values = v.of(wanted)
+        if len(values) == 1:
+            out = torch.bmm(weights, values[0].transpose(0, 1))  # (B·H, 1, E)
+        else:
+            parts = weights.split([len(rows) for rows in values], 2)
+            out = torch.bmm(parts[0], values[0].transpose(0, 1))
+            for part, rows in zip(parts[1:], values[1:], strict=True):
+                out.baddbmm_(part, rows.transpose(0, 1))
+        lse = scores.logsumexp(2).view(batch, heads) if return_lse else None
+        return in_dtype(out.view(batch, heads, self.value_width), q.dtype), lse
 
 
 @lru_cache(maxsize=64)
@@ -52,29 +114,3 @@ def _groups(patterns: tuple[Pattern, ...]) -> tuple[tuple[Pattern, slice], ...]:
         else:
             groups += [(pattern, slice(head, head + 1)) for head in heads]
     return tuple(groups)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, wanted: list[Read], scale: float) -> tuple[Tensor, Tensor]:
-    """One softmax over all that is read."""
-    wide = accumulator_dtype(q.dtype)
-    if not wanted:
-        return v.new_zeros(*q.shape[:2], v.shape[3]), q.new_full(q.shape[:2], -math.inf, dtype=wide)
-    batch, heads, width = q.shape
-    query = q.reshape(batch * heads, 1, width).to(wide)
-    # Three axes and sums within the products: a call is a handful of small operations, each of which costs its start.
-    unread = query.new_empty(1)
-    found = [torch.baddbmm(unread, query, _flat(read, k, wide).transpose(1, 2), beta=0, alpha=scale) for read in wanted]
-    scores = torch.cat(found, 2) if len(found) > 1 else found[0]  # (B·H, 1, M)
-    peak = scores.amax(2, keepdim=True)
-    weights = scores.sub_(peak).exp_()
-    total = weights.sum(2, keepdim=True)
-    out, first = torch.bmm(weights[:, :, : len(wanted[0])], _flat(wanted[0], v, wide)), len(wanted[0])  # (B·H, 1, E)
-    for read in wanted[1:]:
-        out.baddbmm_(weights[:, :, first : first + len(read)], _flat(read, v, wide))
-        first += len(read)
-    return out.div_(total).view(batch, heads, v.shape[3]).to(v.dtype), total.log_().add_(peak).view(batch, heads)
-
-
-def _flat(read: Read, x: Tensor, wide: torch.dtype) -> Tensor:
-    """The rows that are read, (B·H, M, ·): a view of the cache where it can be one."""
-    return read.rows_of(x).to(wide).flatten(0, 1)

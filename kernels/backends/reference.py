@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,7 +30,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
         return (weights @ v.to(wide)).to(q.dtype), lse
 
 
-def attend_one(
+def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes one query after another from these caches, as (q, position, return_lse)."""
+    return lambda q, position, _: _attend_one(q, k, v, patterns, position, scale)
+
+
+def _attend_one(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D), from the row of the mask: N reads."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import ConfigError, num_keys_read
+from kernels.cached_rows import Rows, Wanted
 from kernels.patterns import pattern_from_json
-from kernels.reads import Listed, Run
 from sparse_model import ModelConfig, SparseTransformer
 from sparse_model.cache import KeyValues, allocate, even_length
 from sparse_model.session import Session
@@ -109,20 +109,50 @@ def test_lengths_are_the_smallest_that_all_patterns_divide() -> None:
 
 
 def test_rows_at_once_are_a_beginning() -> None:
-    config = small(layers=1)
-    (cache,) = allocate(config, 1, 8, torch.device("cpu"), torch.float32)
-    rows = torch.zeros(1, 4, 2, 16)
+    session = Session(awake())
     with pytest.raises(ValueError, match="first=3: 2 rows at once must begin at position 0"):
-        cache.attend(rows, rows, rows, config.layer_patterns()[0], 3)
+        session.model.through(torch.zeros(1, 2, session.model.config.width), session.caches, 3)
 
 
 def test_flex_is_asked_for_beginnings_alone() -> None:
-    config = small(layers=1)
+    config = small(layers=1, backend="flex")
     (cache,) = allocate(config, 1, 8, torch.device("cpu"), torch.float32)
-    row = torch.ones(1, 4, 1, 16)
-    assert torch.equal(cache.attend(row, row, 3 * row, config.layer_patterns()[0], 0, "flex"), 3 * row)
+    row = torch.ones(1, 4, 16)
+    assert torch.equal(cache.step(row, row, 3 * row, 0), 3 * row)
+
+
+def test_a_backend_that_cannot_run_is_refused_before_the_first_row() -> None:
     with pytest.raises(ConfigError, match="backend"):
-        cache.attend(row, row, row, config.layer_patterns()[0], 0, "flexible")
+        KeyValues(torch.zeros(1, 4, 8, 16), torch.zeros(1, 4, 8, 16), small().layer_patterns()[0], "flexible")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_heads_lie_together_but_where_long_runs_are_read(backend: str) -> None:
+    """What is written and read is the same; a row of all heads in one place is written at once."""
+    strided, dense = ({"type": kind} for kind in ("strided", "dense"))
+    config = small(context=64, attention=[{**strided, "stride": 8}, dense], layers=2, backend=backend)
+    sparse, whole = allocate(config, 3, 64, torch.device("cpu"), torch.float32)
+    assert sparse.keys.shape == whole.keys.shape == (3, 4, 64, 16)
+    assert sparse.keys.permute(2, 0, 1, 3).is_contiguous() and whole.keys.is_contiguous()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["fixed merged", "strided merged", "summary", "dense"])
+def test_contexts_that_were_rearranged_or_begun_anew_are_read_anew(name: str) -> None:
+    model = awake(attention=ATTENTIONS[name]).double()
+    one, two = some_tokens(model), some_tokens(model).flip(0, 1)
+    session = Session(model, 2)
+    assert difference(step_by_step(session, one), model(one)) <= EXACT
+    session.reset()
+    assert difference(step_by_step(session, two), model(two)) <= EXACT
+    session.reset()
+    session.prefill(one[:, :30])
+    assert difference(step_by_step(session, one), model(one)[:, 30:]) <= EXACT
+    session.reset()
+    for token in two[:, :30].T:
+        session.append(token)
+    session.rearrange(torch.tensor([1, 0]))
+    assert difference(step_by_step(session, two.flip(0)), model(two.flip(0))[:, 30:]) <= EXACT
 
 
 # What is read, at the contexts of the published models and beyond
@@ -168,9 +198,10 @@ def set_allowed(session: Session, attention: dict[str, Any], head: int, position
     with torch.inference_mode():
         for cache in session.caches:
             assert isinstance(cache, KeyValues)
-            for rows in cache:
+            for rows in (cache.keys, cache.values):
                 rows[:, head] = float("nan")
                 rows[:, head, allowed] = 1.0
+            cache._attend_one.forget()
     count = int(allowed.sum())
     assert num_keys_read(pattern, position, session.length) == count
     return count
@@ -180,14 +211,11 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that fills with the rows, heads counted each, of all that is read from caches."""
     taken: list[int] = []
 
-    def counted(kind: type, rows_of: Any) -> Any:
-        def wrapper(self: Any, x: Tensor) -> Tensor:
-            found = rows_of(self, x)
-            taken.append(found.shape[1] * found.shape[2])
-            return found
+    def counted(self: Rows, wanted: Wanted) -> list[Tensor]:
+        found = of(self, wanted)
+        taken.extend(rows.shape[0] * rows.shape[1] for rows in found)
+        return found
 
-        return wrapper
-
-    for kind in (Run, Listed):
-        monkeypatch.setattr(kind, "rows_of", counted(kind, kind.rows_of))
+    of = Rows.of
+    monkeypatch.setattr(Rows, "of", counted)
     return taken

@@ -151,6 +151,23 @@ def test_settings_at_their_ends(settings: dict[str, Any], kept: set[int]) -> Non
     assert chosen_from([0.1, 0.4, 0.0, 0.25, 0.25], **settings) == kept
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_refused(wrong: float, temperature: float) -> None:
+    logits = torch.zeros(2, 4)
+    logits[1, 2] = wrong
+    with pytest.raises(ValueError, match="the model's logits are no finite numbers: its weights"):
+        choose(logits, temperature, None, None, None)
+
+
+def test_tokens_without_a_share_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the least uniform number, nor by the greatest below 1."""
+    share = torch.tensor([[0.0, 0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.1, 0.2, 0.0, 0.0, 0.0]])
+    for uniform, wanted in ((0.0, [2, 1]), (1 - 2**-53, [4, 2])):
+        monkeypatch.setattr(torch, "rand", lambda count, u=uniform, **_: torch.full((count,), u, dtype=torch.float64))
+        assert choose(share.log(), 1.0, None, None, None).tolist() == wanted
+
+
 def test_all_that_is_wrong_is_told_in_one_line() -> None:
     with pytest.raises(ValueError) as error:
         generate(awake(), torch.zeros(1, 1), 50, temperature=-1, top_k=0, top_p=2)

@@ -9,6 +9,7 @@ time. triton is imported only by a call that can run.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -64,10 +65,11 @@ def backward(
     return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
 
 
-def attend_one(
-    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Dv) and logsumexp (B, H) of one query; the same bits on every run."""
+def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes one query after another from these caches, as (q, position, return_lse): each time the same bits.
+
+    The logsumexp is written whether it is asked for or not.
+    """
     from kernels.backends.triton.decode import attend_one
 
-    return attend_one(q, k, v, patterns, position, scale)
+    return lambda q, position, _: attend_one(q, k, v, patterns, position, scale)

@@ -1,0 +1,40 @@
+"""What is called bare computes what the module computes, unless someone has put something around it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sparse_model.bare import bare
+from tests.sparse_model.test_transformer import awake
+
+TOKENS = torch.arange(40).view(1, 40)
+
+
+@torch.no_grad()
+def test_it_is_the_same_code_over_the_same_tensors() -> None:
+    model = awake()
+    twin = bare(model)
+    assert type(twin) is not type(model) and isinstance(twin, type(model))
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    model.blocks[0].feed_forward.expand.weight.mul_(2)
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    assert [p is q for p, q in zip(twin.parameters(), model.parameters(), strict=True)]
+    assert not hasattr(type(model), "__wrapped__") and type(model).__call__ is nn.Module.__call__
+
+
+@torch.no_grad()
+def test_parts_with_something_around_them_are_called_as_ever() -> None:
+    model = awake()
+    seen: list[str] = []
+    model.blocks[0].attention.projection.register_forward_hook(lambda *_: seen.append("hook"))
+    model.blocks[1].feed_forward.expand.register_forward_pre_hook(lambda *_: seen.append("before"))
+    forward = model.blocks[2].attention_norm.forward
+
+    def replaced(h: Tensor) -> Tensor:
+        seen.append("forward")
+        return forward(h)
+
+    model.blocks[2].attention_norm.forward = replaced
+    bare(model)(TOKENS)
+    assert seen == ["hook", "before", "forward"]
