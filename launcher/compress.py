@@ -13,7 +13,7 @@ from launcher.arithmetic_coding import DamagedError
 from launcher.byte_counter import ByteCounter
 from launcher.coded_contexts import decode, encode, rows_for
 from launcher.compressed_file import Compressed, NotReadableError, Surroundings, shortened
-from launcher.exported import fingerprint, load_model, usable_device
+from launcher.exported import computing_numbers, fingerprint, load_model, usable_device
 from launcher.likelihood import check_bytes
 from launcher.plain_files import check_new, named, read_file, write_new
 from sparse_model import SparseTransformer
@@ -47,10 +47,8 @@ def run_compress(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     rows = rows_for(model.config, len(content), model.embedding.start.dtype)
     counter = ByteCounter(len(content))
-    try:
+    with computing_numbers(arguments.model):
         code, bits = encode(model, content, rows, counter.at)
-    except FloatingPointError as error:
-        raise ConfigError(f"{arguments.model}: computes {error}; export it anew, or in fp32") from None
     counter.end()
     compressed = Compressed(
         shortened(fingerprint(arguments.model)), len(content), zlib.crc32(content), rows, _surroundings(model), code

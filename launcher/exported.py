@@ -5,6 +5,8 @@ Weights are mapped: on a CPU they are used where they lie on the disk, and take 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,15 @@ def runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> M
     except ConfigError:
         return config.model_copy(update={"backend": "auto"})
     return config
+
+
+@contextmanager
+def computing_numbers(folder: Path) -> Iterator[None]:
+    """Tells logits that are no numbers, a FloatingPointError, as what is wrong with the exported model: ConfigError."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise ConfigError(f"{folder}: computes {error}; export it anew, or in fp32") from None
 
 
 def fingerprint(folder: Path) -> str:

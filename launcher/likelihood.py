@@ -33,6 +33,7 @@ def likelihood(
 
     Raises:
         ConfigError: there are no bytes, some that the model does not know, or an option is out of range.
+        FloatingPointError: the model's logits are no numbers.
     """
     context = model.config.context
     if not content:
@@ -50,6 +51,8 @@ def likelihood(
             nats = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
         sums.add(nats[scored])
     nats_of_byte = sums.mean()
+    if not math.isfinite(nats_of_byte):
+        raise FloatingPointError("logits that are no numbers")
     bits = nats_of_byte / math.log(2)
     # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
     dimension = {"bits_per_dimension": bits} if model.config.embedding.type == "image" else {}

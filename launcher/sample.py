@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.errors import ConfigError
 from launcher import sample_files
 from launcher.byte_counter import ByteCounter
-from launcher.exported import load_model, usable_device
+from launcher.exported import computing_numbers, load_model, usable_device
 from launcher.folders import CONFIG
 from launcher.json_file import load_json_object
 from launcher.likelihood import likelihood
@@ -100,14 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments.model, arguments.device)
     request = settle(arguments, model)
     sampled = _sampled(arguments, model, request)
-    if request.files:
-        _write_files(request, _collected(request, sampled))
-        return 0
-    try:
-        _write_output(request, sampled)
-    except BrokenPipeError:
-        # The reader has what it wanted; what Python still holds back must not meet the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with computing_numbers(arguments.model):
+        if request.files:
+            _write_files(request, _collected(request, sampled))
+            return 0
+        try:
+            _write_output(request, sampled)
+        except BrokenPipeError:
+            # The reader has what it wanted; what Python still holds back must not meet the closed pipe at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -118,7 +119,7 @@ def run_likelihood(arguments: argparse.Namespace) -> int:
         content = _decoded(arguments.likelihood, _data(arguments, model))
     else:
         content = read_file(arguments.likelihood, "--likelihood")
-    with named(f"--likelihood={arguments.likelihood}"):
+    with computing_numbers(arguments.model), named(f"--likelihood={arguments.likelihood}"):
         line = likelihood(model, content, min_context=arguments.min_context or 0, batch_size=arguments.batch)
     print(json.dumps({"file": str(arguments.likelihood), **line}))
     print(f"{line['bits_per_byte']:.4f} bits per byte on {arguments.likelihood}", file=sys.stderr)

@@ -42,7 +42,8 @@ def generate(
             full (``window_start``), instead of refusing them.
 
     Returns:
-        An iterator over (B,) int64, each as soon as it is known.
+        An iterator over (B,) int64, each as soon as it is known; it raises FloatingPointError where the model's logits
+        are no numbers.
 
     Raises:
         ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; all of it in
@@ -82,7 +83,7 @@ def choose(
     """One token from each row of logits (B, V): (B,) int64.
 
     Raises:
-        ValueError: logits that are no finite numbers.
+        FloatingPointError: logits that are no numbers, or infinite.
     """
     if temperature == 0:
         highest, token = logits.max(-1)
@@ -121,7 +122,7 @@ def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
 def _require_finite(values: Tensor) -> None:
     """Whether all of (B,) are numbers, and finite ones."""
     if not all(map(math.isfinite, values.tolist())):
-        raise ValueError("the model's logits are no finite numbers: its weights, or sums in its dtype, have overflowed")
+        raise FloatingPointError("logits that are no numbers")
 
 
 def _sample(

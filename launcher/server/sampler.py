@@ -126,6 +126,8 @@ class Sampler:
             begun = time.monotonic()
             try:
                 self._sample(job)
+            except FloatingPointError as error:
+                job.deliver(End(f"the model computes {error}"))
             except Exception as error:  # out of memory, a card that is lost: the next request may go well
                 traceback.print_exc(file=sys.stderr)
                 job.deliver(End(f"sampling failed: {type(error).__name__}"))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from launcher import cli
 from launcher.sample import write_text
@@ -42,6 +43,29 @@ def test_sample_slides_beyond_the_context_where_asked(
     assert cli.main(["sample", str(exported), "--prompt", "x" * 70, "--bytes", "50", "--slide"]) == 0
     found = capsysbinary.readouterr().out
     assert found.startswith(b"x" * 70) and len(found) == 120
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [["sample"], ["sample", "--temperature", "0", "--bytes", "5"], ["sample", "--likelihood"], ["compress", "--model"]],
+    ids=" ".join,
+)
+def test_a_model_of_no_numbers_is_told_in_one_line(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    weights = load_file(exported / "model.safetensors")
+    weights["norm.weight"][3] = float("nan")
+    save_file(weights, exported / "model.safetensors")
+    (tmp_path / "file").write_bytes(b"abc")
+    arguments = {
+        "--likelihood": ["sample", str(exported), "--likelihood", str(tmp_path / "file")],
+        "--model": ["compress", str(tmp_path / "file"), "--model", str(exported), "--output", str(tmp_path / "x.lsz")],
+    }.get(verb[-1], [verb[0], str(exported), *verb[1:]])
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    rule = "computes logits that are no numbers; export it anew, or in fp32"
+    assert said.err == f"longstride: error: {exported}: {rule}\n" and said.out == ""
+    assert not (tmp_path / "x.lsz").exists()
 
 
 def test_several_samples_on_a_terminal_have_their_numbers(

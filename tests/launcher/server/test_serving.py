@@ -286,23 +286,35 @@ def test_request_that_takes_too_long_is_ended(model: SparseTransformer, gate: Ga
     run(test, model, seconds=1.0)
 
 
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (MemoryError("no room"), "sampling failed: MemoryError"),
+        (FloatingPointError("logits that are no numbers"), "the model computes logits that are no numbers"),
+    ],
+    ids=["memory", "numbers"],
+)
 def test_failure_while_sampling_is_told_and_the_next_request_goes_well(
-    model: SparseTransformer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: SparseTransformer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception,
+    told: str,
 ) -> None:
     def failing(*arguments: Any, **options: Any) -> Iterator[Tensor]:
         yield torch.tensor([65])
-        raise MemoryError("no room")
+        raise error
 
     async def test(client: Client) -> None:
         monkeypatch.setattr(sampler_module, "generate", failing)
         async with client.post({"bytes": 5}) as response:
-            assert (await lines(response))[-1]["error"] == "sampling failed: MemoryError"
+            assert (await lines(response))[-1]["error"] == told
         monkeypatch.setattr(sampler_module, "generate", generate)
         async with client.post({"bytes": 5, "seed": 4}) as response:
             assert sampled(await lines(response)) == expected(model, b"", 5, 4)
 
     run(test, model)
-    assert "MemoryError: no room" in capfd.readouterr().err
+    assert ("MemoryError: no room" in capfd.readouterr().err) is isinstance(error, MemoryError)
 
 
 def test_names_and_origins_of_others_are_refused(model: SparseTransformer) -> None:
