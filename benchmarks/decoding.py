@@ -1,6 +1,6 @@
 """One query at a time, against caches of growing contexts: ``python benchmarks/decoding.py``.
 
-A gate comes first: each pattern's last row against fp64. Then, in every repeat, all patterns take turns; each is asked
+A gate comes first: rows of each pattern against fp64. Then, in every repeat, all patterns take turns; each is asked
 for the last positions of the context one after another, as generation does, and its time is the least mean over
 repeats. The growth of a figure is its exponent in the context, from the smallest to the largest: 1 for a dense read,
 1/2 for one of so many keys as the root of the context. The table goes to the terminal, all figures to JSON.
@@ -25,7 +25,7 @@ from benchmarks import stepping
 from benchmarks.figures import rounded
 from benchmarks.machine import about, synchronize
 from benchmarks.report import write_json
-from kernels import CachedAttention, attend_one, empty_cache, num_keys_read, sparse_attention
+from kernels import CachedAttention, empty_cache, num_keys_read, sparse_attention
 from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
 GATE_CONTEXT, GATE_STRIDE = 192, 16
@@ -75,12 +75,12 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def gate(pattern: Pattern, options: argparse.Namespace) -> str | None:
-    """What is wrong, None where the last row is as near to fp64 as the dtype explains."""
-    shape = (2, 2, GATE_CONTEXT, options.head_width)
-    q, k, v = (torch.randn(shape, device=options.device, dtype=options.dtype) for _ in range(3))
-    last = GATE_CONTEXT - 1
-    found = attend_one(q[:, :, last], k, v, pattern, last, backend=options.backend)
-    wanted = sparse_attention(q.double(), k.double(), v.double(), pattern, backend="reference")[:, :, last]
+    """What is wrong, None where rows in the middle and at the end are as near to fp64 as the dtype explains."""
+    q, k, v = (random_rows(pattern, (2, 2, GATE_CONTEXT, options.head_width), options) for _ in range(3))
+    attend = CachedAttention(k, v, pattern, backend=options.backend)
+    positions = [GATE_CONTEXT // 2, GATE_CONTEXT - 2, GATE_CONTEXT - 1]
+    found = torch.stack([attend(q[:, :, position], position) for position in positions], 2)
+    wanted = sparse_attention(q.double(), k.double(), v.double(), pattern, backend="reference")[:, :, positions]
     error = float((found.double() - wanted).abs().max())
     allowed = 4 * torch.finfo(options.dtype).eps * float(v.double().abs().max())
     return None if error <= allowed else f"off by {error:.3g}, {allowed:.3g} allowed"
@@ -91,7 +91,7 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     stride = 2 ** round(math.log2(context) / 2)
     patterns = patterns_of(stride)
     q = torch.randn(options.batch, options.heads, options.head_width, device=options.device, dtype=options.dtype)
-    calls = {name: filled(pattern, context, options) for name, pattern in patterns.items()}
+    calls = attentions(patterns, (options.batch, options.heads, context, options.head_width), options)
     for attend in calls.values():  # what is kept from call to call, and compilation, are not what is timed
         seconds_of(attend, q, options)
     runs: dict[str, list[float]] = {name: [] for name in patterns}
@@ -115,14 +115,23 @@ def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def filled(pattern: Pattern, context: int, options: argparse.Namespace) -> CachedAttention:
-    """Attention to random rows, which lie as generation has them."""
-    device, dtype = options.device, options.dtype
-    k, v = (
-        empty_cache(options.batch, options.heads, context, options.head_width, pattern, device=device, dtype=dtype)
-        for _ in range(2)
-    )
-    return CachedAttention(k.normal_(), v.normal_(), pattern, backend=options.backend)
+def attentions(
+    patterns: dict[str, Pattern], shape: tuple[int, int, int, int], options: argparse.Namespace
+) -> dict[str, CachedAttention]:
+    """Each pattern's, of random keys and values (B, H, N, D); those that lie alike in memory are the same."""
+    made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+    found = {}
+    for name, pattern in patterns.items():
+        order = empty_cache(*shape, pattern, device=options.device, dtype=options.dtype).stride()
+        if order not in made:
+            made[order] = (random_rows(pattern, shape, options), random_rows(pattern, shape, options))
+        found[name] = CachedAttention(*made[order], pattern, backend=options.backend)
+    return found
+
+
+def random_rows(pattern: Pattern, shape: tuple[int, int, int, int], options: argparse.Namespace) -> Tensor:
+    """Rows that lie as generation has them."""
+    return empty_cache(*shape, pattern, device=options.device, dtype=options.dtype).normal_()
 
 
 def seconds_of(attend: CachedAttention, q: Tensor, options: argparse.Namespace) -> float:

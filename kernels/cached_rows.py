@@ -21,9 +21,15 @@ MOST_GATHERED = 4_096  # positions; of more each copy takes longer than the oper
 class Rows:
     """Rows of the keys or the values of some heads, to be read wide and as (M, B·H, ·)."""
 
-    def __init__(self, x: Tensor) -> None:
-        """x: (B, H, N, ·), a view, as its rows are written later."""
-        batch, heads, self.context, _ = x.shape
+    def __init__(self, x: Tensor, once: bool) -> None:
+        """Nothing is read yet.
+
+        Args:
+            x: (B, H, N, ·), a view, as its rows are written later.
+            once: whether there is one query alone, for which no copy is worth keeping.
+        """
+        self.once = once
+        batch, heads = x.shape[:2]
         by_position = x.permute(2, 0, 1, 3)
         # Flat where that is a view too; else what is read is made flat.
         flat = batch == 1 or heads == 1 or x.stride(0) == heads * x.stride(1)
@@ -38,7 +44,7 @@ class Rows:
         if wanted.together is not None and self.whole_rows:
             return [self._gathered(wanted.together)]
         return [
-            self.taken(read) if place is None else self._kept(read, place)
+            self._flat(read.rows_of(self.x) if place is None or self.once else self._kept(read, place))
             for read, place in zip(wanted.reads, wanted.places, strict=True)
         ]
 
@@ -46,10 +52,6 @@ class Rows:
         """Rows from here on are written anew."""
         for (_, _, step), blocks in self.kept.items():
             blocks.count = min(blocks.count, position // step)
-
-    def taken(self, read: Read) -> Tensor:
-        """Straight from the cache."""
-        return self._flat(read.rows_of(self.x))
 
     def _gathered(self, index: Tensor) -> Tensor:
         """Rows of all heads in one place, which is used again: new memory each time may be new pages each time."""
@@ -65,7 +67,7 @@ class Rows:
         assert isinstance(read, Run)
         if place not in self.kept:
             self.kept[place] = _Blocks()
-        return self.kept[place].of(read, self)
+        return self.kept[place].of(read, self.x)
 
 
 class _Blocks:
@@ -76,19 +78,18 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.count = 0  # blocks that are copied, from the first on
-        self.rows = torch.empty(0)  # (·, B·H, ·), in memory head by head
+        self.rows = torch.empty(0)  # (·, …), in memory head by head
 
-    def of(self, read: Run, source: Rows) -> Tensor:
-        """The rows of a run of blocks, (M, B·H, ·)."""
+    def of(self, read: Run, x: Tensor) -> Tensor:
+        """The rows of a run of blocks, (M, …) of (N, …)."""
         first, (width, step) = read.first // read.step, (read.width, read.step)
         last = first + read.blocks
         if last > self.count:
             new = Run(read.first % step + self.count * step, width, last - self.count, step)
-            found = source.taken(new)
             if not len(self.rows):
-                room = -(-source.context // step) * width
-                self.rows = _normal_empty(found, found.shape[1], room, found.shape[2]).transpose(0, 1)
-            self.rows[self.count * width : last * width] = found
+                room = -(-len(x) // step) * width
+                self.rows = _normal_empty(x, *x.shape[1:-1], room, x.shape[-1]).movedim(-2, 0)
+            self.rows[self.count * width : last * width] = new.rows_of(x)
             self.count = last
         return self.rows[first * width : last * width]
 
@@ -121,7 +122,7 @@ def wanted_by(pattern: Pattern, position: int, context: int) -> Wanted:
 def _normal_empty(like: Tensor, *shape: int) -> Tensor:
     """Memory that may be written within ``torch.inference_mode`` and without, whichever it was made in."""
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from kernels.reads import num_reads, reads
 BACKENDS = ("triton", "cpu", "reference")
 
 # What a backend prepares: (q, position, return_lse) to the output and the logsumexp, None at most where not asked for.
-Decoder = Callable[[Tensor, int, bool], tuple[Tensor, Tensor | None]]
+Prepared = Callable[[Tensor, int, bool], tuple[Tensor, Tensor | None]]
 
 
 @overload
@@ -88,7 +88,7 @@ def attend_one(
     """
     _check(q, k, v)
     _check_position(position, k.shape[2])
-    out, lse = _decoder(q, k, v, pattern, scale, backend)(q, position, return_lse)
+    out, lse = _prepare(q, k, v, pattern, scale, backend, once=True)(q, position, return_lse)
     if return_lse:
         assert lse is not None
         return out, lse
@@ -98,9 +98,9 @@ def attend_one(
 class CachedAttention:
     """``attend_one`` for the queries of one cache that is written row by row.
 
-    What stays the same from call to call is checked and chosen once, and a backend may keep what it read in another
-    order. So rows before a query's are taken to be as they were at the calls before, unless the query's position is not
-    behind those: call ``forget`` where other rows were written.
+    What stays the same from call to call is checked and chosen once, and a backend may keep copies of what it read. So
+    rows before a query's are taken to be as they were at the calls before: a position that comes back says that rows
+    are new from it on, and ``forget`` that others are. There is no gradient, whatever k and v are used for elsewhere.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class CachedAttention:
         """
         check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
         self.k, self.v = k, v
+        self.pattern, self.scale, self.backend = pattern, scale, backend
         q = k[:, :, 0]  # what every query is like
         _check(q, k, v)
         self._fits = (q.shape, q.dtype, q.device)
-        self._prepare = lambda: _decoder(q, k, v, pattern, scale, backend)
-        self._decoder = self._prepare()
+        self.forget()
 
     def __call__(self, q: Tensor, position: int) -> Tensor:
         """The output of one query, (B, H, D) to (B, H, Dv).
@@ -134,11 +134,12 @@ class CachedAttention:
         if (q.shape, q.dtype, q.device) != self._fits or q.requires_grad:
             _check(q, self.k, self.v)
         _check_position(position, self.k.shape[2])
-        return self._decoder(q, position, False)[0]
+        return self._prepared(q, position, False)[0]
 
     def forget(self) -> None:
         """Rows were written that earlier calls may have read."""
-        self._decoder = self._prepare()
+        like = self.k[:, :, 0]
+        self._prepared = _prepare(like, self.k, self.v, self.pattern, self.scale, self.backend, once=False)
 
 
 def empty_cache(
@@ -214,16 +215,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
 
 
-def _decoder(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str
-) -> Decoder:
-    """The backend, prepared for tensors that were checked."""
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str, once: bool
+) -> Prepared:
+    """The backend, prepared for tensors that were checked; for ``once`` it has nothing to keep."""
     patterns = head_patterns(pattern, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
     advice = 'backend="reference" runs everywhere, and reads the whole cache'
-    return _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice)).prepare(k, v, patterns, scale)
+    return _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice)).prepare(k, v, patterns, scale, once)
 
 
 def _load(backend: str) -> ModuleType:

@@ -34,8 +34,8 @@ class Run:
 
     def positions(self) -> Tensor:
         """All of them, (M,) int64."""
-        start = self.first + torch.arange(self.blocks)[:, None] * self.step
-        return (start + torch.arange(self.width)).reshape(-1)
+        start = self.first + torch.arange(self.blocks, device="cpu")[:, None] * self.step
+        return (start + torch.arange(self.width, device="cpu")).reshape(-1)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """These rows of (N, …), (M, …): a view, but of several wide blocks a copy of these rows alone."""

@@ -24,11 +24,17 @@ class Attention(nn.Module):
         self.projection = nn.Linear(config.width, config.width)
 
     def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C); with a cache, positions from ``first`` on that attend to the known ones too."""
+        """(B, N, C) to (B, N, C); with a cache, one position that attends to the known ones too, or the first N.
+
+        Raises:
+            ValueError: several positions that are no beginning.
+        """
         rows = self.query_key_value(h)
         if cache is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows)
             return self.projection(cache.step(q, k, v, first).view(h.shape))
+        if first:
+            raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         parts = rows.split(self.widths, dim=-1)
         q, k, v = (part.view(*h.shape[:2], self.heads, -1).transpose(1, 2) for part in parts)  # (B, H, N, D)
         if cache is None:

@@ -23,10 +23,10 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C); with a cache, positions from ``first`` on that attend to the known ones too."""
+        """(B, N, C) to (B, N, C); with a cache, one position that attends to the known ones too, or the first N."""
         h = h + self._dropped(self.attention(self.attention_norm(h), cache, first))
         return h + self._dropped(self.feed_forward(self.feed_forward_norm(h)))
 
     def _dropped(self, h: Tensor) -> Tensor:
         # Asked here and not in the module: where one row is computed at a time, its call takes longer than an addition.
-        return self.dropout(h) if self.training else h
+        return self.dropout(h) if self.dropout.training else h

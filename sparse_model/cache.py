@@ -6,6 +6,7 @@ Letters: B batch, H heads, N positions there is room for, n positions at hand, D
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class KeyValues:
         self.keys, self.values, self.patterns, self.backend = keys, values, patterns, backend
         self._key_rows, self._value_rows = (x.permute(2, 0, 1, 3) for x in (keys, values))
         self._attend_one = CachedAttention(keys, values, patterns, backend="auto" if backend == "flex" else backend)
+
+    def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...]]:
+        """For copies: of one memory, which views of their own are made of."""
+        return KeyValues, (self.keys, self.values, self.patterns, self.backend)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The first n rows, kept: their ``sparse_attention``.

@@ -13,9 +13,6 @@ from sparse_model.config import ModelConfig
 from sparse_model.session import Session
 from sparse_model.transformer import SparseTransformer
 
-# In fp64 no logit of fp32 divided by it overflows, and none that differ keep a share below the most likely one's.
-LOWEST_TEMPERATURE = 1e-200
-
 
 def generate(
     model: SparseTransformer,
@@ -90,8 +87,10 @@ def choose(
         _require_finite(highest)
         return token
     logits = logits.double()
+    if temperature < 1:  # from 0 down: no temperature is so low that the most likely token's share overflows
+        logits = logits - logits.amax(-1, keepdim=True)
     if temperature != 1:
-        logits = logits / max(temperature, LOWEST_TEMPERATURE)
+        logits = logits / temperature
     if top_k is None and (top_p is None or top_p == 1):
         return _draw(logits.softmax(-1), generator).squeeze(-1)
     ranked, token = logits.sort(stable=True, dim=-1, descending=True)
@@ -109,8 +108,8 @@ def choose(
 def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
     """One index of each row, as likely as its share (B, V) in fp64, of any sum: (B, 1) int64.
 
-    The first whose shares up to it exceed a uniform part of all of them: one without a share adds nothing, and is none.
-    (torch.multinomial takes twice the time for so few.)
+    The first whose shares up to it exceed a uniform part of all of them: one without a share adds nothing, so it is
+    never the first. (torch.multinomial takes twice the time for so few.)
     """
     sums = share.cumsum(-1)
     whole = sums[:, -1]

@@ -5,6 +5,8 @@ Letters: B batch, N positions, C width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,8 @@ class Session:
         """An empty context.
 
         Args:
-            model: in evaluation mode, its weights all on one device; they must not change during the session.
+            model: in evaluation mode, its weights all on one device; they must not change during the session, and hooks
+                that are put on it meanwhile are not called.
             batch: contexts, all of the same length at any time.
             length: tokens to make room for, at most the model's context; all of it where None.
 
@@ -102,6 +105,14 @@ class Session:
             self._bare.through(self._bare.embedding(tokens), self.caches, 0)
         self._known(tokens[:, -1])
         self.position = tokens.shape[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what stands for the model is made anew for theirs."""
+        return {name: value for name, value in vars(self).items() if name != "_bare"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._bare = bare(self.model)
 
     def reset(self) -> None:
         """Forget all tokens: the same room, for other contexts."""

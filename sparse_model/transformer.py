@@ -64,8 +64,6 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: several rows that are no beginning.
         """
-        if first and h.shape[1] > 1:
-            raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         for block, cache in zip(self.blocks, caches, strict=True):
             h = block(h, cache, first)
         return h

@@ -23,20 +23,22 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
 
 
-def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> Decoder:
+def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool) -> Decoder:
     """What computes one query after another from these caches; ``patterns`` is one a head."""
-    return Decoder(k, v, patterns, scale)
+    return Decoder(k, v, patterns, scale, once)
 
 
 class Decoder:
     """Attention of single queries against one cache; a position that comes back says that rows are new from it on."""
 
-    def __init__(self, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> None:
+    def __init__(self, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool) -> None:
         self.context, self.value_width, self.scale = k.shape[2], v.shape[3], scale
         self.wide = accumulator_dtype(k.dtype)
-        self.unread = torch.empty(1, dtype=self.wide)
+        self.unread = torch.empty(1, dtype=self.wide, device=k.device)
         self.last = -1  # position that was asked for
-        self.groups = [(pattern, heads, Rows(k[:, heads]), Rows(v[:, heads])) for pattern, heads in _groups(patterns)]
+        self.groups = [
+            (pattern, heads, Rows(k[:, heads], once), Rows(v[:, heads], once)) for pattern, heads in _groups(patterns)
+        ]
 
     def __call__(self, q: Tensor, position: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Output (B, H, E) in q's dtype; logsumexp (B, H) in fp32 (fp64 for fp64) where it is asked for."""
@@ -72,8 +74,8 @@ class Decoder:
         threads = torch.get_num_threads()
         if threads == 1 or batch * heads * width * wanted.count > MOST_ALONE:
             return self._softmax(q, k, v, wanted, return_lse)
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             return self._softmax(q, k, v, wanted, return_lse)
         finally:
             torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,13 +31,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
         return (weights @ v.to(wide)).to(q.dtype), lse
 
 
-def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What computes one query after another from these caches, as (q, position, return_lse)."""
-    return lambda q, position, _: _attend_one(q, k, v, patterns, position, scale)
+def prepare(
+    k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes one query after another from these caches, as (q, position, return_lse); nothing is kept."""
+    return partial(_attend_one, k, v, patterns, scale)
 
 
 def _attend_one(
-    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
+    k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, q: Tensor, position: int, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, Dv) and logsumexp (B, H) of one query, q (B, H, D), from the row of the mask: N reads."""
     wide = accumulator_dtype(q.dtype)

@@ -28,7 +28,7 @@ def test_a_small_run_writes_a_row_a_pattern_and_context(tmp_path: Path) -> None:
 
 
 def test_the_gate_finds_a_wrong_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(decoding, "attend_one", lambda q, *_, **__: torch.zeros_like(q))
+    monkeypatch.setattr(decoding.CachedAttention, "__call__", lambda self, q, position: torch.zeros_like(q))
     with torch.no_grad():
         assert decoding.main(["--device", "cpu", "--output", str(tmp_path / "none.json")]) == 1
     assert not (tmp_path / "none.json").exists()

@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import CachedAttention, ConfigError, allowed_keys, attend_one, num_keys_read, reads, sparse_attention
+from kernels import (
+    CachedAttention,
+    ConfigError,
+    allowed_keys,
+    attend_one,
+    cached_rows,
+    num_keys_read,
+    reads,
+    sparse_attention,
+)
 from kernels.attention import head_patterns
+from kernels.backends import cpu_decode
 from kernels.backends.reference import pattern_mask
 from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from tests.kernels.oracles import (
@@ -226,6 +236,34 @@ def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], backend: st
     attend.k[:, :, :60], attend.v[:, :, :60] = inputs.k[:, :, :60], inputs.v[:, :, :60]
     attend.forget()
     check_rows(60, inputs, inputs)
+
+
+@pytest.mark.parametrize("most_gathered", [5, 4096])
+@pytest.mark.parametrize("most_alone", [0, 1 << 16])
+def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_rows, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(cpu_decode, "MOST_ALONE", most_alone)
+    cached_rows.wanted_by.cache_clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    inputs = make_inputs(Shape(2, 2, 72, 8, 12), torch.float64)
+    try:
+        for pattern in (Strided(8), Fixed(8, 2), Dense()):
+            wanted = sparse_attention(*inputs[:3], pattern, backend="reference")
+            found = walk(CachedAttention(*written_rows(inputs, "cpu", True), pattern), inputs, 0)
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    finally:
+        torch.set_num_threads(before)
+        cached_rows.wanted_by.cache_clear()
+
+
+def test_a_default_device_is_none_of_a_caches_business() -> None:
+    inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
+    attends = [CachedAttention(*written_rows(inputs, "cpu", True), pattern) for pattern in (Strided(8), Fixed(8, 2))]
+    for attend in attends:
+        with torch.device("meta"):
+            found = walk(attend, inputs, 0)
+        assert bool(found.isfinite().all())
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

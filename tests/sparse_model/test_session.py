@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparse_model.session import Session
+from tests.sparse_model.configs import ATTENTIONS
 from tests.sparse_model.test_cache import some_tokens, step_by_step
 from tests.sparse_model.test_transformer import awake
 
@@ -75,6 +78,28 @@ def test_rearranged_contexts_go_on_as_those_that_they_came_from() -> None:
             other.append(token)
     with pytest.raises(ValueError, match=r"order \(3,\) must be \(2,\), one for each context"):
         one.rearrange(torch.tensor([0, 1, 1]))
+
+
+def pickled(session: Session) -> Session:
+    return pickle.loads(pickle.dumps(session))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("attention", ["fixed merged", "strided merged"])
+def test_copies_go_their_own_way(attention: str, backend: str, copied: Callable[[Session], Session]) -> None:
+    model = awake(attention=ATTENTIONS[attention], backend=backend).double()
+    tokens = some_tokens(model)
+    session = Session(model, 2)
+    for token in tokens[:, :20].T:
+        session.append(token)
+    other = copied(session)
+    for token in tokens[:, 20:].T:
+        session.append(255 - token)  # in its own memory
+    other.rearrange(torch.tensor([1, 0]))
+    wanted = model(tokens.flip(0))[:, 20:]
+    torch.testing.assert_close(step_by_step(other, tokens.flip(0)), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_session_computes_no_gradient() -> None:

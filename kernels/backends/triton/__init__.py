@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,11 +66,13 @@ def backward(
     return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
 
 
-def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> Callable[..., tuple[Tensor, Tensor]]:
+def prepare(
+    k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """What computes one query after another from these caches, as (q, position, return_lse): each time the same bits.
 
-    The logsumexp is written whether it is asked for or not.
+    Nothing is kept, and the logsumexp is written whether it is asked for or not.
     """
     from kernels.backends.triton.decode import attend_one
 
-    return lambda q, position, _: attend_one(q, k, v, patterns, position, scale)
+    return partial(attend_one, k, v, patterns, scale)

@@ -50,7 +50,7 @@ class Layout:
 
 
 def attend_one(
-    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], position: int, scale: float
+    k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, q: Tensor, position: int, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` is one a head."""
     call = Call(k, v, patterns)
