@@ -36,7 +36,7 @@ class Rows:
         self.x = by_position.flatten(1, 2) if flat else by_position
         self.whole_rows = self.x.is_contiguous()  # of all heads
         self.wide = accumulator_dtype(x.dtype)
-        self.place = torch.empty(0)
+        self.scratch = torch.empty(0)
         self.kept: dict[tuple[int, int, int], _Blocks] = {}
 
     def of(self, wanted: Wanted) -> list[Tensor]:
@@ -55,9 +55,9 @@ class Rows:
 
     def _gathered(self, index: Tensor) -> Tensor:
         """Rows of all heads in one place, which is used again: new memory each time may be new pages each time."""
-        if len(index) > len(self.place):
-            self.place = _normal_empty(self.x, len(index), *self.x.shape[1:])
-        return self._flat(torch.index_select(self.x, 0, index, out=self.place[: len(index)]))
+        if len(index) > len(self.scratch):
+            self.scratch = _normal_empty(self.x, len(index), *self.x.shape[1:])
+        return self._flat(torch.index_select(self.x, 0, index, out=self.scratch[: len(index)]))
 
     def _flat(self, rows: Tensor) -> Tensor:
         rows = in_dtype(rows, self.wide)

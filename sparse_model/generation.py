@@ -109,7 +109,7 @@ def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
     """One index of each row, as likely as its share (B, V) in fp64, of any sum: (B, 1) int64.
 
     The first whose shares up to it exceed a uniform part of all of them: one without a share adds nothing, so it is
-    never the first. (torch.multinomial takes twice the time for so few.)
+    never the first. (torch.multinomial checks more, which takes longer than the draw.)
     """
     sums = share.cumsum(-1)
     whole = sums[:, -1]

@@ -1,0 +1,191 @@
+"""Many queries of one cache that is written row by row: against attention over the whole context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import CachedAttention, ConfigError, attend_one, cached_rows, reads, sparse_attention
+from kernels.backends import cpu_decode
+from kernels.patterns import Dense, Fixed, Pattern, Strided, Summary
+from tests.kernels.oracles import Inputs, Shape, example_patterns, make_inputs
+from tests.kernels.test_decoding import DEVICES, HAS_TRITON, LISTS, small_tiles
+
+__all__ = ["small_tiles"]
+
+
+def written_rows(inputs: Inputs, backend: str, by_position: bool) -> tuple[Tensor, Tensor]:
+    """Caches for all rows, none written: head by head or position by position in memory."""
+    made = []
+    for x in (inputs.k, inputs.v):
+        batch, heads, context, width = x.shape
+        order = (context, batch, heads, width) if by_position else x.shape
+        rows = torch.full(order, float("nan"), dtype=x.dtype, device=DEVICES.get(backend, "cpu"))
+        made.append(rows.permute(1, 2, 0, 3) if by_position else rows)
+    return made[0], made[1]
+
+
+def walk(attend: CachedAttention, inputs: Inputs, first: int) -> Tensor:
+    """Writes row after row and attends from each, (B, H, ·, Dv)."""
+    found = []
+    for position in range(first, inputs.q.shape[2]):
+        attend.k[:, :, position] = inputs.k[:, :, position].to(attend.k.device)
+        attend.v[:, :, position] = inputs.v[:, :, position].to(attend.v.device)
+        found.append(attend(inputs.q[:, :, position].to(attend.k.device), position).cpu())
+    return torch.stack(found, 2)
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["heads", "positions"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("patterns", [*([p] * 3 for p in example_patterns()), *LISTS], ids=str)
+def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], backend: str, by_position: bool) -> None:
+    """From the start, from the middle on with other rows, and anew after what lay before was changed."""
+    shape = Shape(2, len(patterns), 72, 8, 12)
+    inputs, other = (make_inputs(shape, torch.float64, seed=seed) for seed in (1, 2))
+    attend = CachedAttention(*written_rows(inputs, backend, by_position), patterns, backend=backend)
+
+    def check_rows(first: int, rows: Inputs, whole: Inputs) -> None:
+        wanted = sparse_attention(*whole[:3], patterns, backend="reference")[:, :, first:]
+        torch.testing.assert_close(walk(attend, rows, first), wanted, rtol=1e-12, atol=1e-12)
+
+    check_rows(0, inputs, inputs)
+    mixed = inputs._replace(
+        **{name: torch.cat([getattr(inputs, name)[:, :, :20], getattr(other, name)[:, :, 20:]], 2) for name in "qkv"}
+    )
+    check_rows(20, other, mixed)
+    attend.k[:, :, :60], attend.v[:, :, :60] = inputs.k[:, :, :60], inputs.v[:, :, :60]
+    attend.forget()
+    check_rows(60, inputs, inputs)
+
+
+@pytest.mark.parametrize("most_gathered", [5, 4096])
+@pytest.mark.parametrize("most_alone", [0, 1 << 16])
+def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_rows, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(cpu_decode, "MOST_ALONE", most_alone)
+    cached_rows.wanted_by.cache_clear()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    inputs = make_inputs(Shape(2, 2, 72, 8, 12), torch.float64)
+    try:
+        for pattern in (Strided(8), Fixed(8, 2), Dense()):
+            wanted = sparse_attention(*inputs[:3], pattern, backend="reference")
+            found = walk(CachedAttention(*written_rows(inputs, "cpu", True), pattern), inputs, 0)
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    finally:
+        torch.set_num_threads(before)
+        cached_rows.wanted_by.cache_clear()
+
+
+def test_a_default_device_is_none_of_a_caches_business() -> None:
+    inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
+    attends = [CachedAttention(*written_rows(inputs, "cpu", True), pattern) for pattern in (Strided(8), Fixed(8, 2))]
+    for attend in attends:
+        wanted = walk(attend, inputs, 0)
+        attend.forget()
+        with torch.device("meta"):
+            found = walk(attend, inputs, 0)
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2)], ids=str)
+def test_a_cache_of_the_kernels_is_written_row_by_row(pattern: Pattern) -> None:
+    inputs = make_inputs(Shape(1, 2, 24, 16, 16), torch.float32)
+    attend = CachedAttention(*written_rows(inputs, "triton", True), pattern, backend="triton")
+    wanted = sparse_attention(*inputs[:3], pattern, backend="reference")
+    torch.testing.assert_close(walk(attend, inputs, 0), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_copies_of_narrow_rows_are_as_precise(dtype: torch.dtype) -> None:
+    inputs = make_inputs(Shape(2, 2, 72, 16, 16), dtype)
+    for pattern in (Strided(8), Fixed(8, 3)):
+        for by_position in (False, True):
+            attend = CachedAttention(*written_rows(inputs, "cpu", by_position), pattern)
+            found = walk(attend, inputs, 0)
+            rows = [attend_one(inputs.q[:, :, i], inputs.k, inputs.v, pattern, i, backend="cpu") for i in range(72)]
+            torch.testing.assert_close(found, torch.stack(rows, 2), rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a summary takes of each block is read at all later positions, from the copy."""
+    inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
+    attend = CachedAttention(*written_rows(inputs, "cpu", True), Summary(8, 3))
+    taken: list[reads.Run] = []
+    rows_of = reads.Run.rows_of
+    monkeypatch.setattr(reads.Run, "rows_of", lambda self, x: taken.append(self) or rows_of(self, x))
+    walk(attend, inputs, 0)
+    # A block that has begun, and the only one that is whole, are read in place.
+    copied = [run for run in taken if run.step == 8 and run != reads.Run(5, 3, 1, 8)]
+    first = reads.Run(5, 3, 2, 8)  # of two blocks at once, then one by one
+    assert copied == [first] * 2 + [reads.Run(8 * block + 5, 3, 1, 8) for block in range(2, 9) for _ in range(2)]
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_inference_mode_may_come_and_go(first: Any) -> None:
+    inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
+    for pattern in (Strided(8), Fixed(8, 2)):
+        attend = CachedAttention(*written_rows(inputs, "cpu", True), pattern)
+        with torch.no_grad():
+            attend.k.copy_(inputs.k)
+            attend.v.copy_(inputs.v)
+        for position in (40, 50, 60, 71):
+            with first() if position in (40, 60) else torch.inference_mode(first is torch.no_grad), torch.no_grad():
+                found = attend(inputs.q[:, :, position], position)
+                wanted = attend_one(inputs.q[:, :, position], inputs.k, inputs.v, pattern, position)
+            torch.testing.assert_close(found, wanted)
+
+
+def test_threads_are_as_they_were() -> None:
+    """Little is read by one thread; who asked for several has them again, whatever happened."""
+    inputs, before = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32), torch.get_num_threads()
+    attend = CachedAttention(inputs.k, inputs.v, Strided(8))
+    torch.set_num_threads(3)
+    try:
+        attend(inputs.q[:, :, 50], 50)
+        assert torch.get_num_threads() == 3
+        with Interrupted(), pytest.raises(KeyboardInterrupt):
+            attend(inputs.q[:, :, 50], 50)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+class Interrupted(TorchDispatchMode):
+    """A person's Ctrl-C in the first product."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.baddbmm.default:
+            assert torch.get_num_threads() == 1
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_query_that_does_not_fit_its_cache_is_refused() -> None:
+    k = torch.zeros(1, 2, 9, 16)
+    attend = CachedAttention(k, k, Dense())
+    with pytest.raises(ValueError, match=r"k \(1, 2, 9, 16\) must have the batch, heads and channels of q \(1, 2, 8\)"):
+        attend(torch.zeros(1, 2, 8), 0)
+    with pytest.raises(ValueError, match=r"k is torch.float32: q, k and v must share one of"):
+        attend(torch.zeros(1, 2, 16).half(), 0)
+    with pytest.raises(ValueError, match="q requires a gradient"):
+        attend(torch.zeros(1, 2, 16, requires_grad=True), 0)
+    with pytest.raises(ValueError, match="position=9: must be 0 to 8, within the context"):
+        attend(torch.zeros(1, 2, 16), 9)
+    with torch.no_grad():
+        assert attend(torch.zeros(1, 2, 16, requires_grad=True), 8).shape == (1, 2, 16)
+
+
+def test_a_cache_that_cannot_be_read_is_refused() -> None:
+    k = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=r"k must be \(B, H, N, D\), not \(2, 9, 16\)"):
+        CachedAttention(k[0], k, Dense())
+    with pytest.raises(ValueError, match="3 patterns for 2 heads"):
+        CachedAttention(k, k, [Dense()] * 3)
+    with pytest.raises(ConfigError, match='backend="flex": must be one of auto, triton, cpu, reference'):
+        CachedAttention(k, k, Dense(), backend="flex")
