@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: demo test campaign cluster browser transformers lint format clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m launcher.demo
+	$(BIN)/python -m longstride.launcher.demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

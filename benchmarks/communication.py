@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
 from benchmarks.ulysses import attention_collectives
 from benchmarks.zero_communication import Run
-from launcher.config import RunConfig, load_config
+from longstride.launcher.config.run_config import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "benchmarks" / "communication_worker.py"

@@ -27,14 +27,14 @@ import torch.distributed
 from deepspeed.comm.comm import comms_logger
 
 from benchmarks.counted import Counted, logged
-from data_pipelines import Batch, StreamState
-from launcher import engine as ours
-from launcher.batches import together
-from launcher.config import RunConfig
-from launcher.cpu_accelerator import prepare_accelerator
-from launcher.guards import Guards
-from launcher.loop import train_step
-from launcher.processes import Ranks, process_group, ranks_from_environment
+from longstride.data_pipelines import Batch, StreamState
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.data.run_data import together
+from longstride.launcher.engine import build as ours
+from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.ranks.processes import Ranks, process_group, ranks_from_environment
+from longstride.launcher.training.guards import Guards
+from longstride.launcher.training.loop import train_step
 
 WARM_MICRO_BATCHES = 2  # ZeRO 3 learns the order of the modules in them, and gathers otherwise
 

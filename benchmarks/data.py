@@ -37,8 +37,9 @@ import webdataset as wds
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from data_pipelines import ByteStream, DataFolder, Manifest, build, check_split
-from data_pipelines.manifest import MANIFEST_NAME, SplitRecord
+from longstride.data_pipelines import ByteStream, DataFolder, Manifest, check_split
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, SplitRecord
 
 CONTEXT = 12_288
 BATCH = 8

@@ -25,8 +25,8 @@ from benchmarks import stepping
 from benchmarks.figures import rounded
 from benchmarks.machine import about, synchronize
 from benchmarks.report import write_json
-from kernels import CachedAttention, empty_cache, num_keys_read, sparse_attention
-from kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from longstride.kernels import CachedAttention, empty_cache, num_keys_read, sparse_attention
+from longstride.kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
 
 GATE_CONTEXT, GATE_STRIDE = 192, 16
 SUMMARY = 8

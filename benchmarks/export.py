@@ -31,8 +31,8 @@ from safetensors import safe_open
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from launcher.config import load_config
-from launcher.fingerprint import DTYPES
+from longstride.launcher.config.run_config import load_config
+from longstride.launcher.models.fingerprint import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 1.3
@@ -198,8 +198,8 @@ def tensor_bytes(path: Path) -> int:
 
 def inside(options: argparse.Namespace) -> int:
     """The process that is watched: imports everything, waits for the word, exports, and waits to be read."""
-    from launcher.export import Options, export
-    from launcher.weight_files import parse_size
+    from longstride.launcher.exports.export import Options, export
+    from longstride.launcher.exports.weight_files import parse_size
 
     output, dtype, size, check = options.inside
     assert dtype in DTYPES

@@ -16,12 +16,12 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from data_pipelines import StreamState
-from launcher import engine as ours
-from launcher.config import RunConfig
-from launcher.cpu_accelerator import prepare_accelerator
-from launcher.processes import process_group, ranks_from_environment
-from launcher.saving import Saver
+from longstride.data_pipelines import StreamState
+from longstride.launcher.checkpoints.saving import Saver
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.engine import build as ours
+from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.ranks.processes import process_group, ranks_from_environment
 
 POSITIONS = 64  # of the step
 TIMEOUT_SECONDS = 3600  # ranks that share few cores wait for each other
@@ -46,6 +46,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from launcher.train import leave
+    from longstride.launcher.train import leave
 
     leave(main(sys.argv[1:]))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import patterns_of
-from kernels import sparse_attention
-from kernels.attention import head_patterns
-from kernels.backends.reference import pattern_mask
-from kernels.patterns import Pattern
+from longstride.kernels import sparse_attention
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.backends.reference import pattern_mask
+from longstride.kernels.patterns import Pattern
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, D) to (B, H, N, D)
 # Contexts and strides. On a card also some for which plans take large tiles; blocks of 128 stand alone, of 256 do not.

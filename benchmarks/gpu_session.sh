@@ -156,9 +156,9 @@ part_4() {
     settings=(train.global_batch=2 train.micro_batch=2 train.checkpoint_every=2 train.evaluate_every=2)
     settings+=(train.evaluate_contexts=2) steps=(train.steps=2 train.steps=4)
   fi
-  train=("$PYTHON" -m launcher.cli train --config ds_configs/experiments/demo.json --processes 1)
+  train=("$PYTHON" -m longstride.launcher.cli train --config ds_configs/experiments/demo.json --processes 1)
   settings+=("train.output=$WORK/run" "data.path=$WORK/data" train.warmup_steps=1)
-  step data 60 "$PYTHON" -m launcher.cli data build "$sources" --suffix .py --exclude site-packages --output "$WORK/data"
+  step data 60 "$PYTHON" -m longstride.launcher.cli data build "$sources" --suffix .py --exclude site-packages --output "$WORK/data"
   step training 200 "${train[@]}" "${settings[@]}" "${steps[0]}" &&
     step resume 200 "${train[@]}" --resume auto "${settings[@]}" "${steps[1]}"
   [ ! -f "$WORK/run/metrics.jsonl" ] || cp "$WORK/run/metrics.jsonl" "$OUTPUT/training-metrics.jsonl"

@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from data_pipelines import build
-from sparse_model import ModelConfig
-from sparse_model.initialization import num_parameters
+from longstride.data_pipelines.building.build import build
+from longstride.sparse_model import ModelConfig
+from longstride.sparse_model.initialization import num_parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "ds_configs" / "experiments" / "music_1m.json"

@@ -12,7 +12,7 @@ from benchmarks.gate import ours, same_bits
 from benchmarks.peers import Flex, dense_contenders, flex, reason_of
 from benchmarks.tiles import allowed_pairs, visited_pairs
 from benchmarks.timing import Contender, Inputs, Turns, inputs_of, peak_bytes, take_turns
-from kernels.patterns import Pattern
+from longstride.kernels.patterns import Pattern
 
 GROUP_SECONDS = 6.0  # of a card, for the turns of one group
 

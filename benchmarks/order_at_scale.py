@@ -24,9 +24,10 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import numpy as np
 
 from benchmarks.data import resident_bytes
-from data_pipelines import ByteStream, DataFolder, Manifest, build
-from data_pipelines.manifest import MANIFEST_NAME, SplitRecord
-from data_pipelines.shuffling import LanesReader
+from longstride.data_pipelines import ByteStream, DataFolder, Manifest
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.order.shuffling import LanesReader
+from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, SplitRecord
 
 CONTEXT = 12_288
 SHARD_BYTES = 2**27  # of content, more or less

@@ -23,9 +23,9 @@ from benchmarks.machine import synchronize
 from benchmarks.paper_cases import Case
 from benchmarks.peers import dense_attention
 from benchmarks.training_step import attention_replaced
-from data_pipelines import Batch, EvaluationBatch
-from launcher.optimizer import make_optimizer, make_schedule
-from sparse_model import SparseTransformer
+from longstride.data_pipelines import Batch, EvaluationBatch
+from longstride.launcher.engine.optimizer import make_optimizer, make_schedule
+from longstride.sparse_model import SparseTransformer
 
 CLIPPING = 1.0
 CURVE_POINTS = 20

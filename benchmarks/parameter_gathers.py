@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from launcher.config import RunConfig
-from launcher.plan_memory import REHEARSED_LAYERS
-from sparse_model import ModelConfig, SparseTransformer
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.planning.memory import REHEARSED_LAYERS
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"
 

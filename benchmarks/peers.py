@@ -18,7 +18,7 @@ from benchmarks.figures import rounded
 from benchmarks.gate import Attention
 from benchmarks.machine import synchronize
 from benchmarks.timing import Contender, Inputs
-from kernels.patterns import Pattern
+from longstride.kernels.patterns import Pattern
 
 DENSE_KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 LAST_RESORT = {"efficient": SDPBackend.EFFICIENT_ATTENTION}  # where neither runs, as in fp32

@@ -34,10 +34,10 @@ from benchmarks.collectives import DEEPSPEED, OURS, Collective, num_calls, total
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
 from benchmarks.zero_communication import Run
-from kernels.errors import ConfigError
-from launcher import plan_memory
-from launcher.config import RunConfig, load_config
-from launcher.deepspeed_keys import precision
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.deepspeed_keys import precision
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.planning import memory as plan_memory
 
 CARDS = [2**power for power in range(13)]
 # Name, run and changes: the paper's text and longest music, and what music would be at the size of today's models.

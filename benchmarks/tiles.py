@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.cases import patterns_of, stride_of
 from benchmarks.figures import rounded
-from kernels.backends.triton.packing import Parts, groups, packed
-from kernels.chunks import chunked
-from kernels.patterns import Pattern
-from kernels.plan import Side, view
+from longstride.kernels.backends.cpu.chunks import chunked
+from longstride.kernels.backends.triton.packing import Parts, groups, packed
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Side, view
 
 SIDES: tuple[Side, Side] = ("queries", "keys")
 TILE_ROWS = 128
@@ -36,9 +36,9 @@ def visited_pairs(
     runs, whose kernel visits each once, count once.
     """
     try:
-        from kernels.backends.triton.call import INTERPRETED, architecture
-        from kernels.backends.triton.choice import chosen, closed_choice
-        from kernels.backends.triton.configurations import Kernel, candidates
+        from longstride.kernels.backends.triton.call import INTERPRETED, architecture
+        from longstride.kernels.backends.triton.choice import chosen, closed_choice
+        from longstride.kernels.backends.triton.configurations import Kernel, candidates
     except ImportError:
         return None
     if device.type == "cpu" and not INTERPRETED:

@@ -24,14 +24,13 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-import sparse_model.attention
 from benchmarks.figures import ratio, rounded
 from benchmarks.machine import about, slug, synchronize
 from benchmarks.peers import DENSE_KERNELS, dense_attention, reason_of
 from benchmarks.report import add_output_arguments, cell, check_output, write_json
-from kernels import sparse_attention
-from kernels.patterns import Dense, Strided
-from sparse_model import ModelConfig, SparseTransformer
+from longstride.kernels import sparse_attention
+from longstride.kernels.patterns import Dense, Strided
+from longstride.sparse_model import ModelConfig, SparseTransformer, attention
 
 STRIDE, SUMMARY = 128, 32
 HEADS, WIDTH, DROPOUT = 8, 512, 0.4
@@ -139,13 +138,13 @@ def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Rep
 @contextlib.contextmanager
 def attention_replaced(replacement: Replacement | None) -> Iterator[None]:
     """Puts another function where the model calls ``sparse_attention``, for as long as the block runs."""
-    original = sparse_model.attention.sparse_attention
+    original = attention.sparse_attention
     if replacement is not None:
-        sparse_model.attention.sparse_attention = replacement  # type: ignore[assignment]
+        attention.sparse_attention = replacement  # type: ignore[assignment]
     try:
         yield
     finally:
-        sparse_model.attention.sparse_attention = original
+        attention.sparse_attention = original
 
 
 def training_step(model: SparseTransformer, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:

@@ -32,13 +32,19 @@ from torch import Tensor
 from benchmarks.figures import rounded
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from kernels.backends.triton import configurations
-from kernels.backends.triton.call import Call, architecture
-from kernels.backends.triton.choice import closed_choice
-from kernels.backends.triton.configurations import Configuration
-from kernels.backends.triton.launch_backward import Inputs, delta_of, over_closed_runs, over_keys, over_queries
-from kernels.backends.triton.launch_forward import forward
-from kernels.patterns import Block, Column, Local, Pattern
+from longstride.kernels.backends.triton import configurations
+from longstride.kernels.backends.triton.call import Call, architecture
+from longstride.kernels.backends.triton.choice import closed_choice
+from longstride.kernels.backends.triton.configurations import Configuration
+from longstride.kernels.backends.triton.launch_backward import (
+    Inputs,
+    delta_of,
+    over_closed_runs,
+    over_keys,
+    over_queries,
+)
+from longstride.kernels.backends.triton.launch_forward import forward
+from longstride.kernels.patterns import Block, Column, Local, Pattern
 
 LARGE = [
     (block_q, block_k, warps, stages, described)

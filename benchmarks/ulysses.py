@@ -14,9 +14,9 @@ its patterns are made for, and everything else is a function of a position and i
 from __future__ import annotations
 
 from benchmarks.collectives import Collective
-from launcher.config import RunConfig
-from launcher.deepspeed_keys import precision
-from sparse_model import ModelConfig
+from longstride.launcher.config.deepspeed_keys import precision
+from longstride.launcher.config.run_config import RunConfig
+from longstride.sparse_model import ModelConfig
 
 FORWARD_AND_BACKWARD, RECOMPUTED = 2, 3  # passes that exchange
 

@@ -20,7 +20,7 @@ tests/benchmarks/test_communication.py:
   one collective each (zero/stage3.py, _post_step).
 - Norms and overflow flags are all_reduces of 1 to 8 bytes.
 
-Our own: before a step every rank says that it has its batch (launcher/batches.py, together), after it the losses meet.
+Our own: before a step every rank says that it has its batch (launcher/data/run_data.py, together), after it the losses meet.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.collectives import OURS, Collective
 from benchmarks.parameter_gathers import Limits, Trace, gathers, persistent, trace
-from data_pipelines import Batch, StreamState
-from kernels.errors import ConfigError
-from launcher import batches
-from launcher.config import RunConfig
-from launcher.deepspeed_keys import precision, zero_stage
-from launcher.optimizer import parameter_groups
-from launcher.plan_memory import STAGES
-from launcher.processes import Ranks
-from sparse_model import ModelConfig, SparseTransformer
+from longstride.data_pipelines import Batch, StreamState
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.deepspeed_keys import precision, zero_stage
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.data import run_data as batches
+from longstride.launcher.engine.optimizer import parameter_groups
+from longstride.launcher.planning.memory import STAGES
+from longstride.launcher.ranks.processes import Ranks
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 LOSS_VALUES = 1  # int64 of a rank in the collective after it
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

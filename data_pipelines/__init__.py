@@ -6,23 +6,23 @@ few of its samples. ``PlainStream`` and ``plain_contexts`` train and score on pl
 promise. What is wrong with a folder, shard or state is a ``DataError``.
 """
 
-from data_pipelines.build import build, build_dataset
-from data_pipelines.contexts import Cut
-from data_pipelines.damage import ON_DAMAGE, Substitution
-from data_pipelines.datasets import DATASETS
-from data_pipelines.errors import DataError
-from data_pipelines.evaluation import EvaluationBatch, evaluation_contexts, read_context, split_bytes
-from data_pipelines.lanes import Lanes, StreamState
-from data_pipelines.manifest import Manifest
-from data_pipelines.modalities import MODALITIES, Modality, modality_named
-from data_pipelines.plain_evaluation import plain_context, plain_contexts
-from data_pipelines.reading import DataFolder
-from data_pipelines.samples import Sample, sample_documents
-from data_pipelines.shards import load_manifest
-from data_pipelines.stores import RemoteSettings, open_store
-from data_pipelines.stream import SHUFFLE_BYTES, Batch, ByteStream
-from data_pipelines.streaming import PlainStream
-from data_pipelines.verify import check_split, verify
+from longstride.data_pipelines.building.build import build, build_dataset
+from longstride.data_pipelines.datasets import DATASETS
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MODALITIES, Modality, modality_named
+from longstride.data_pipelines.order.contexts import Cut
+from longstride.data_pipelines.order.damage import ON_DAMAGE, Substitution
+from longstride.data_pipelines.order.evaluation import EvaluationBatch, evaluation_contexts, read_context, split_bytes
+from longstride.data_pipelines.order.lanes import Lanes, StreamState
+from longstride.data_pipelines.order.stream import SHUFFLE_BYTES, Batch, ByteStream
+from longstride.data_pipelines.plain.plain_evaluation import plain_context, plain_contexts
+from longstride.data_pipelines.plain.streaming import PlainStream
+from longstride.data_pipelines.shards.index import load_manifest
+from longstride.data_pipelines.shards.manifest import Manifest
+from longstride.data_pipelines.shards.reading import DataFolder
+from longstride.data_pipelines.shards.samples import Sample, sample_documents
+from longstride.data_pipelines.shards.verify import check_split, verify
+from longstride.data_pipelines.stores.stores import RemoteSettings, open_store
 
 __all__ = [
     "DATASETS",

@@ -1,16 +1,21 @@
 """Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``, and ``attend_one`` for a query at a time."""
 
-from kernels.attention import check_backend, sparse_attention
-from kernels.decoding import CachedAttention, allowed_keys, attend_one, empty_cache, num_keys_read
-from kernels.errors import ConfigError
+import longstride
 
-__all__ = [
-    "CachedAttention",
-    "ConfigError",
-    "allowed_keys",
-    "attend_one",
-    "check_backend",
-    "empty_cache",
-    "num_keys_read",
-    "sparse_attention",
-]
+if __name__ == "kernels":
+    longstride.stand_aside(__name__)
+else:
+    from longstride.kernels.attention import check_backend, sparse_attention
+    from longstride.kernels.decoding import CachedAttention, allowed_keys, attend_one, empty_cache, num_keys_read
+    from longstride.kernels.errors import ConfigError
+
+    __all__ = [
+        "CachedAttention",
+        "ConfigError",
+        "allowed_keys",
+        "attend_one",
+        "check_backend",
+        "empty_cache",
+        "num_keys_read",
+        "sparse_attention",
+    ]

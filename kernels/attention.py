@@ -9,10 +9,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.autograd import attend, load
-from kernels.checks import check_tensors, choose_backend
-from kernels.patterns import PATTERNS
-from kernels.patterns.base import Pattern
+from longstride.kernels.autograd import attend, load
+from longstride.kernels.checks import check_tensors, choose_backend
+from longstride.kernels.patterns import PATTERNS
+from longstride.kernels.patterns.base import Pattern
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
 

@@ -13,9 +13,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.memory import empty_like_rows
-from kernels.patterns import pattern_from_json, pattern_to_json
-from kernels.patterns.base import Pattern
+from longstride.kernels.memory import empty_like_rows
+from longstride.kernels.patterns import pattern_from_json, pattern_to_json
+from longstride.kernels.patterns.base import Pattern
 
 # A captured graph would keep the addresses of plans, which are made at first use and forgotten to make room for others.
 TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -102,18 +102,18 @@ def load(backend: str) -> ModuleType:
     """The backend's module, imported when it is asked for: triton need not be there."""
     # torch.compile traces import statements and nothing else that imports.
     if backend == "triton":
-        from kernels.backends import triton
+        from longstride.kernels.backends import triton
 
         return triton
     if backend == "cpu":
-        from kernels.backends import cpu
+        from longstride.kernels.backends.cpu import attention as cpu
 
         return cpu
     if backend == "flex":
-        from kernels.backends import flex
+        from longstride.kernels.backends import flex
 
         return flex
-    from kernels.backends import reference
+    from longstride.kernels.backends import reference
 
     return reference
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.errors import ConfigError
+from longstride.kernels.errors import ConfigError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -13,10 +13,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kernels.attention import head_patterns
-from kernels.checks import check_tensors, choose_backend
-from kernels.patterns.base import Pattern
-from kernels.reads import num_reads, reads
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.checks import check_tensors, choose_backend
+from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.reads import num_reads, reads
 
 BACKENDS = ("triton", "cpu", "reference")
 
@@ -230,13 +230,13 @@ def _prepare(
 def _load(backend: str) -> ModuleType:
     """The backend's module, imported when it is asked for: triton need not be there."""
     if backend == "triton":
-        from kernels.backends import triton
+        from longstride.kernels.backends import triton
 
         return triton
     if backend == "cpu":
-        from kernels.backends import cpu_decode
+        from longstride.kernels.backends.cpu import decode as cpu_decode
 
         return cpu_decode
-    from kernels.backends import reference
+    from longstride.kernels.backends import reference
 
     return reference

@@ -1,7 +1,7 @@
 """Pattern x context -> what a kernel visits: orders, intervals, and the tiles that follow from them.
 
 Letters: N positions, M keys of a part, T row tiles.
-Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``kernels.patterns.base``), and which
+Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``patterns.base``), and which
 tiles a tile of rows visits, and which of them without a mask, follows from the intervals of its first and last row.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Part, Pattern
-from kernels.patterns.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
+from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
 
 Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
 

@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Pattern
-from kernels.patterns.forms import Fold, intervals_of
-from kernels.plan import View, view
+from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns.forms import Fold, intervals_of
+from longstride.kernels.plan import View, view
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
-"""Everything a person runs: the command line, training, checkpoints, evaluation, export."""
+"""Everything a person runs: the command line, training, checkpoints, evaluation, export.
 
-import logging
+`docs/architecture.md` has the rooms inside and the order in which they may import each other.
+"""
 
-# DeepSpeed says so while it is imported, in every process and on standard output, where `evaluate` writes its result.
-logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+import longstride
+
+if __name__ == "launcher":
+    longstride.stand_aside(__name__)

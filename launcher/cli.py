@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
-from launcher import exit_codes
-from launcher.reporting import is_wrong_input, report
-from launcher.stopping import stopped_at_once
+from longstride.launcher.output import exit_codes
+from longstride.launcher.output.reporting import is_wrong_input, report
+from longstride.launcher.stops.stopping import stopped_at_once
 
 
 class Verb(NamedTuple):
@@ -26,20 +26,36 @@ class Verb(NamedTuple):
 
 
 VERBS = (
-    Verb("data build", "make shards from files", "launcher.data", "add_build_arguments", "run_build"),
-    Verb("data verify", "check a data folder", "launcher.data", "add_verify_arguments", "run_verify"),
-    Verb("data show", "a few samples of a data folder", "launcher.show_data"),
-    Verb("train", "train, or go on training", "launcher.start"),
-    Verb("slurm", "write a batch script that trains under SLURM", "launcher.slurm"),
-    Verb("plan", "what a run will cost", "launcher.plan"),
-    Verb("evaluate", "bits per byte over a split", "launcher.evaluate"),
-    Verb("export", "a checkpoint as safetensors", "launcher.export"),
-    Verb("sample", "write with an exported model, or score a file", "launcher.sample"),
-    Verb("compress", "shrink a file without loss", "launcher.compress", "add_compress_arguments", "run_compress"),
-    Verb("decompress", "get it back", "launcher.compress", "add_decompress_arguments", "run_decompress"),
-    Verb("serve", "an exported model behind HTTP, with a page to try it", "launcher.serve"),
-    Verb("show", "draw a pattern, a run's attention or its loss", "launcher.show"),
-    Verb("config schema", "the JSON schema of a run", "launcher.schema"),
+    Verb(
+        "data build", "make shards from files", "longstride.launcher.data.folders", "add_build_arguments", "run_build"
+    ),
+    Verb(
+        "data verify", "check a data folder", "longstride.launcher.data.folders", "add_verify_arguments", "run_verify"
+    ),
+    Verb("data show", "a few samples of a data folder", "longstride.launcher.drawing.data"),
+    Verb("train", "train, or go on training", "longstride.launcher.cluster.start"),
+    Verb("slurm", "write a batch script that trains under SLURM", "longstride.launcher.cluster.slurm"),
+    Verb("plan", "what a run will cost", "longstride.launcher.planning.plan"),
+    Verb("evaluate", "bits per byte over a split", "longstride.launcher.evaluation.evaluate"),
+    Verb("export", "a checkpoint as safetensors", "longstride.launcher.exports.export"),
+    Verb("sample", "write with an exported model, or score a file", "longstride.launcher.generation.sample"),
+    Verb(
+        "compress",
+        "shrink a file without loss",
+        "longstride.launcher.compression.compress",
+        "add_compress_arguments",
+        "run_compress",
+    ),
+    Verb(
+        "decompress",
+        "get it back",
+        "longstride.launcher.compression.compress",
+        "add_decompress_arguments",
+        "run_decompress",
+    ),
+    Verb("serve", "an exported model behind HTTP, with a page to try it", "longstride.launcher.serving.serve"),
+    Verb("show", "draw a pattern, a run's attention or its loss", "longstride.launcher.drawing.show"),
+    Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.schema"),
 )
 
 
@@ -97,7 +113,7 @@ def _help(words: list[str]) -> int:
 if __name__ == "__main__":
     code = main()
     if "RANK" in os.environ:  # one of several, which a launcher started
-        from launcher.train import leave
+        from longstride.launcher.train import leave
 
         leave(code)
     sys.exit(code)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from data_pipelines import split_bytes
+from longstride.data_pipelines import split_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"
@@ -89,7 +89,7 @@ def stage(*words: object, capture: bool = False) -> str:
     Raises:
         StageError: it failed.
     """
-    command = [sys.executable, "-m", "launcher.cli", *map(str, words)]
+    command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
     print(f"\n$ longstride {shlex.join(map(str, words))}", flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True)
     if done.returncode:

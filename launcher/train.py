@@ -15,31 +15,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if __name__ == "__main__":
-    # Run as a file, Python puts this folder first on the path, where our module names would shadow others' (metrics,
-    # config); the root takes its place, so that nothing need be installed.
+    # Python puts this folder first on the path, where the names of our rooms would shadow others' (config, data). The
+    # folder that holds `longstride` takes its place, so that nothing need be installed.
     _here = Path(__file__).resolve().parent
-    sys.path = [str(_here.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
+    _root = next(folder for folder in _here.parents if (folder / "longstride" / "__init__.py").exists())
+    sys.path = [str(_root), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
-from launcher.stopping import StopFile, StopFlag, TimeIsUp
+from longstride.launcher.stops.stopping import StopFile, StopFlag, TimeIsUp
 
 if __name__ == "__main__":
     _stop = StopFlag()
     _stop.listen()  # the imports below take seconds
 
-from launcher import exit_codes
-from launcher.ancestors import LauncherGone
-from launcher.config import RunConfig, check_world_size, load_config
-from launcher.lasting_output import lasting_output
-from launcher.rank_environment import adopt_place
-from launcher.reporting import is_wrong_input, report, told_at_once
-from launcher.trust import add_trust_argument
+from longstride.launcher.config.run_config import RunConfig, check_world_size, load_config
+from longstride.launcher.config.trust import add_trust_argument
+from longstride.launcher.output import exit_codes
+from longstride.launcher.output.lasting_output import lasting_output
+from longstride.launcher.output.reporting import is_wrong_input, report, told_at_once
+from longstride.launcher.ranks.rank_environment import adopt_place
+from longstride.launcher.stops.ancestors import LauncherGone
 
 if TYPE_CHECKING:
     import torch
 
-    from launcher.batches import RunData
-    from launcher.processes import Ranks
-    from launcher.resume import Asked
+    from longstride.launcher.data.run_data import RunData
+    from longstride.launcher.ranks.processes import Ranks
+    from longstride.launcher.training.resume import Asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,21 +108,20 @@ def _process_start() -> float:
 def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: LauncherGone) -> int:
     """Checks everything that can be checked alone, then trains, or replays a step."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
-    from launcher import engine as ours
-    from launcher.batches import RunData
-    from launcher.checks import check_output, check_replay
-    from launcher.cpu_accelerator import prepare_accelerator
-    from launcher.processes import ranks_from_environment
-    from launcher.replay import replay_step
-    from launcher.resume import Asked, choose_start
-    from launcher.steps import resolve_steps
-    from launcher.warm_up import compile_kernels
+    from longstride.launcher.data.checks import check_output, check_replay
+    from longstride.launcher.data.run_data import RunData
+    from longstride.launcher.data.steps import resolve_steps
+    from longstride.launcher.engine import build as ours
+    from longstride.launcher.engine.accelerator import prepare_accelerator
+    from longstride.launcher.engine.warm_up import compile_kernels
+    from longstride.launcher.ranks.processes import ranks_from_environment
+    from longstride.launcher.training.replay import replay_step
+    from longstride.launcher.training.resume import Asked, choose_start
 
     ranks = ranks_from_environment(os.environ)
     check_world_size(config, ranks.world_size)
     on_cpu = prepare_accelerator()
     ours.quieten(config)
-    ours.check_environment()
     ours.check_section(config, ranks.world_size, on_cpu)
     _check_attention(config, ranks.local_rank)
     # Before the data, which may take a while.
@@ -145,14 +145,14 @@ def _train_together(
     config: RunConfig, ranks: Ranks, data: RunData, asked: Asked, stop: StopFlag, gone: LauncherGone
 ) -> int:
     """Joins the other ranks and trains; returns the exit code."""
-    from launcher import engine as ours
-    from launcher.guards import Guards, GuardStopError
-    from launcher.loop import Training
-    from launcher.processes import barrier, process_group
-    from launcher.resume import begin, prepare_folder, restore
-    from launcher.run_lock import run_lock
-    from launcher.saving import NotSavedError
-    from launcher.stopping import StopAskedError
+    from longstride.launcher.checkpoints.saving import NotSavedError
+    from longstride.launcher.engine import build as ours
+    from longstride.launcher.ranks.processes import barrier, process_group
+    from longstride.launcher.ranks.run_lock import run_lock
+    from longstride.launcher.stops.stopping import StopAskedError
+    from longstride.launcher.training.guards import Guards, GuardStopError
+    from longstride.launcher.training.loop import Training
+    from longstride.launcher.training.resume import begin, prepare_folder, restore
 
     output = Path(config.train.output)
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
@@ -185,7 +185,7 @@ def _attention_runs_in(config: RunConfig, local_rank: int) -> tuple[torch.dtype,
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from launcher.deepspeed_keys import precision
+    from longstride.launcher.config.deepspeed_keys import precision
 
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     return dtypes[precision(config.deepspeed)], torch.device(get_accelerator().device_name(local_rank))
@@ -193,7 +193,7 @@ def _attention_runs_in(config: RunConfig, local_rank: int) -> tuple[torch.dtype,
 
 def _check_attention(config: RunConfig, local_rank: int) -> None:
     """Whether the model's backend can run where and as training will; ConfigError if not."""
-    from kernels import ConfigError, check_backend
+    from longstride.kernels import ConfigError, check_backend
 
     model = config.model
     dtype, device = _attention_runs_in(config, local_rank)

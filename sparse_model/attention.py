@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from kernels import sparse_attention
-from kernels.patterns.base import Pattern
-from sparse_model.cache import KeyValues
-from sparse_model.config import ModelConfig
+from longstride.kernels import sparse_attention
+from longstride.kernels.patterns.base import Pattern
+from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.config import ModelConfig
 
 
 class Attention(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kernels.patterns.base import Pattern
-from sparse_model.attention import Attention
-from sparse_model.cache import KeyValues
-from sparse_model.config import ModelConfig
-from sparse_model.feed_forward import FeedForward
+from longstride.kernels.patterns.base import Pattern
+from longstride.sparse_model.attention import Attention
+from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.feed_forward import FeedForward
 
 
 class ResidualBlock(nn.Module):

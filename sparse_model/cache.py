@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import CachedAttention, ConfigError, empty_cache, sparse_attention
-from kernels.patterns.base import Pattern
-from sparse_model.config import ModelConfig
+from longstride.kernels import CachedAttention, ConfigError, empty_cache, sparse_attention
+from longstride.kernels.patterns.base import Pattern
+from longstride.sparse_model.config import ModelConfig
 
 
 class KeyValues:

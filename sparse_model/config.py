@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
-from kernels.attention import BACKENDS
-from kernels.errors import ConfigError, Problem
-from kernels.patterns import PATTERNS
-from kernels.patterns.base import Pattern
-from sparse_model.schedule import COMBINATIONS, RESOLVED_BY_HEAD, layer_patterns
-from sparse_model.strict import StrictModel
+from longstride.kernels.attention import BACKENDS
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels.patterns import PATTERNS
+from longstride.kernels.patterns.base import Pattern
+from longstride.sparse_model.schedule import COMBINATIONS, RESOLVED_BY_HEAD, layer_patterns
+from longstride.sparse_model.strict import StrictModel
 
 POSITIVE = Field(gt=0)
 WHOLE = 1e-6  # channels that a ratio may miss a whole number by: 2.3 x 100 is no 230 in binary

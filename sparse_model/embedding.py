@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from sparse_model.config import ModelConfig
+from longstride.sparse_model.config import ModelConfig
 
 Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparse_model.config import ModelConfig
+from longstride.sparse_model.config import ModelConfig
 
 LONG_ROWS = 1 << 17  # above so many rows at once the inner activations are computed again instead of kept
 CHUNK_ROWS = 1 << 14  # then so many rows at a time

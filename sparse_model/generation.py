@@ -9,9 +9,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from sparse_model.config import ModelConfig
-from sparse_model.session import Session
-from sparse_model.transformer import SparseTransformer
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.session import Session
+from longstride.sparse_model.transformer import SparseTransformer
 
 
 def generate(

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from sparse_model.config import ModelConfig
+from longstride.sparse_model.config import ModelConfig
 
 
 def initialize(model: nn.Module, config: ModelConfig) -> None:
@@ -46,7 +46,7 @@ def standard_deviation(config: ModelConfig, fan_in: int) -> float:
 
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of the model of a configuration, without allocating it."""
-    from sparse_model.transformer import SparseTransformer  # it imports this file
+    from longstride.sparse_model.transformer import SparseTransformer  # it imports this file
 
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in SparseTransformer(config).parameters())

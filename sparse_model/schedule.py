@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.errors import ConfigError, Problem
-from kernels.patterns import pattern_from_json
-from kernels.patterns.base import Pattern
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels.patterns import pattern_from_json
+from longstride.kernels.patterns.base import Pattern
 
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that the schedule sets: given, they would hold for all heads alike

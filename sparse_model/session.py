@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_model.bare import bare
-from sparse_model.cache import allocate, even_length
-from sparse_model.transformer import SparseTransformer
+from longstride.sparse_model.bare import bare
+from longstride.sparse_model.cache import allocate, even_length
+from longstride.sparse_model.transformer import SparseTransformer
 
 
 class Session:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from kernels.errors import ConfigError, Problem, join_paths
+from longstride.kernels.errors import ConfigError, Problem, join_paths
 
 
 class StrictModel(BaseModel):

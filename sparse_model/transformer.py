@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from sparse_model.block import ResidualBlock
-from sparse_model.cache import KeyValues
-from sparse_model.config import ModelConfig
-from sparse_model.embedding import Embedding
-from sparse_model.initialization import initialize
-from sparse_model.output import Logits
+from longstride.sparse_model.block import ResidualBlock
+from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.embedding import Embedding
+from longstride.sparse_model.initialization import initialize
+from longstride.sparse_model.output import Logits
 
 
 class SparseTransformer(nn.Module):

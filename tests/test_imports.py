@@ -64,7 +64,7 @@ def test_backends_do_not_import_each_other() -> None:
     for path in backends.rglob("*.py"):
         own = path.relative_to(backends).with_suffix("").parts[0]
         for name in imported(path):
-            if name.startswith("kernels.backends."):
+            if name.startswith("longstride.kernels.backends."):
                 assert name.split(".")[2] == own, f"{path.name} imports {name}"
 
 

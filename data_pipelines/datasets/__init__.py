@@ -1,11 +1,11 @@
 """The published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each."""
 
-from data_pipelines.datasets.cifar10 import CIFAR10
-from data_pipelines.datasets.dataset import Dataset
-from data_pipelines.datasets.enwik8 import ENWIK8
-from data_pipelines.datasets.imagenet64 import IMAGENET64
-from data_pipelines.datasets.text8 import TEXT8
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.datasets.cifar10 import CIFAR10
+from longstride.data_pipelines.datasets.dataset import Dataset
+from longstride.data_pipelines.datasets.enwik8 import ENWIK8
+from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
+from longstride.data_pipelines.datasets.text8 import TEXT8
+from longstride.data_pipelines.errors import DataError
 
 _REGISTERED: tuple[Dataset, ...] = (CIFAR10, IMAGENET64, ENWIK8, TEXT8)
 DATASETS = {dataset.name: dataset for dataset in _REGISTERED}

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_pipelines.datasets.members import Member
-from data_pipelines.datasets.planes import interleaved
-from data_pipelines.documents import Openings
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.image import CHANNELS
+from longstride.data_pipelines.datasets.members import Member
+from longstride.data_pipelines.datasets.planes import interleaved
+from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.image import CHANNELS
 
 _BYTE_TYPES = (b"u1", b"|u1", b"uint8")
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_pipelines.datasets.batch_pickle import PickledBatch
-from data_pipelines.datasets.dataset import Archives, Found, files_in
-from data_pipelines.datasets.members import Member, whole_file
-from data_pipelines.datasets.parts import Parts, Run
-from data_pipelines.datasets.planes import PlaneRows, picture_properties
-from data_pipelines.datasets.published import WAY_OUT, Archive, Known
-from data_pipelines.documents import Openings
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.datasets.batch_pickle import PickledBatch
+from longstride.data_pipelines.datasets.dataset import Archives, Found, files_in
+from longstride.data_pipelines.datasets.members import Member, whole_file
+from longstride.data_pipelines.datasets.parts import Parts, Run
+from longstride.data_pipelines.datasets.planes import PlaneRows, picture_properties
+from longstride.data_pipelines.datasets.published import WAY_OUT, Archive, Known
+from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.errors import DataError
 
 _EDGE = 32
 _CLASSES = 10

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from data_pipelines.datasets.members import Member, members_of
-from data_pipelines.datasets.published import Archive
-from data_pipelines.documents import Document
-from data_pipelines.errors import DataError
-from data_pipelines.modalities import Properties
-from data_pipelines.walk import WalkCounts
+from longstride.data_pipelines.datasets.members import Member, members_of
+from longstride.data_pipelines.datasets.published import Archive
+from longstride.data_pipelines.documents.documents import Document
+from longstride.data_pipelines.documents.walk import WalkCounts
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import Properties
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """enwik8: the first 10^8 bytes of an English Wikipedia dump of 2006, as XML (http://mattmahoney.net/dc/textdata)."""
 
-from data_pipelines.datasets.byte_corpus import ByteCorpus
-from data_pipelines.datasets.published import Archive, Known
+from longstride.data_pipelines.datasets.byte_corpus import ByteCorpus
+from longstride.data_pipelines.datasets.published import Archive, Known
 
 ENWIK8 = ByteCorpus(
     name="enwik8",

@@ -5,15 +5,15 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from data_pipelines.cache import lock_file, unlock_file
-from data_pipelines.datasets.dataset import Dataset, files_in, is_archive
-from data_pipelines.datasets.published import Archive
-from data_pipelines.documents import reading
-from data_pipelines.download import Download
-from data_pipelines.errors import DataError, os_errors_told
-from data_pipelines.stores import RemoteSettings, StoredFile
-from data_pipelines.transport import Address, Transport, check_protocol
-from data_pipelines.verify import Progress
+from longstride.data_pipelines.datasets.dataset import Dataset, files_in, is_archive
+from longstride.data_pipelines.datasets.published import Archive
+from longstride.data_pipelines.documents.documents import reading
+from longstride.data_pipelines.errors import DataError, os_errors_told
+from longstride.data_pipelines.shards.verify import Progress
+from longstride.data_pipelines.stores.cache import lock_file, unlock_file
+from longstride.data_pipelines.stores.download import Download
+from longstride.data_pipelines.stores.stores import RemoteSettings, StoredFile
+from longstride.data_pipelines.stores.transport import Address, Transport, check_protocol
 
 DOWNLOADS = Path("downloads")
 _PARTIAL = ".partial"

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipelines.datasets.dataset import Archives, Found, files_in
-from data_pipelines.datasets.members import Member, whole_file
-from data_pipelines.datasets.parts import Parts, Run
-from data_pipelines.datasets.planes import PlaneRows, picture_properties
-from data_pipelines.datasets.published import WAY_OUT, Known
-from data_pipelines.documents import FileDocument, Openings
-from data_pipelines.errors import DataError
-from data_pipelines.modalities import modality_named
-from data_pipelines.planning import mix
-from data_pipelines.walk import WalkCounts, find_documents
+from longstride.data_pipelines.datasets.dataset import Archives, Found, files_in
+from longstride.data_pipelines.datasets.members import Member, whole_file
+from longstride.data_pipelines.datasets.parts import Parts, Run
+from longstride.data_pipelines.datasets.planes import PlaneRows, picture_properties
+from longstride.data_pipelines.datasets.published import WAY_OUT, Known
+from longstride.data_pipelines.documents.documents import FileDocument, Openings
+from longstride.data_pipelines.documents.planning import mix
+from longstride.data_pipelines.documents.walk import WalkCounts, find_documents
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import modality_named
 
 _EDGE = 64
 _PICTURE_BYTES = 3 * _EDGE**2

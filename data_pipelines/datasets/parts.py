@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
-from data_pipelines.documents import Openings
-from data_pipelines.modalities import Modality, Properties
+from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.modalities import Modality, Properties
 
 
 class Source(Protocol):

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipelines.datasets.dataset import Dataset
-from data_pipelines.modalities import Modality, modality_named
-from data_pipelines.planning import Plan, check_shard_bytes
-from data_pipelines.shard_writer import SAMPLE_BYTES
+from longstride.data_pipelines.datasets.dataset import Dataset
+from longstride.data_pipelines.documents.planning import Plan, check_shard_bytes
+from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES
+from longstride.data_pipelines.modalities import Modality, modality_named
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """text8: 10^8 bytes of the same Wikipedia as enwik8, of small letters and spaces alone."""
 
-from data_pipelines.datasets.byte_corpus import ByteCorpus
-from data_pipelines.datasets.published import Archive, Known
+from longstride.data_pipelines.datasets.byte_corpus import ByteCorpus
+from longstride.data_pipelines.datasets.published import Archive, Known
 
 TEXT8 = ByteCorpus(
     name="text8",

@@ -1,10 +1,10 @@
 """The kinds of data a shard can hold: one file and one line of ``MODALITIES`` each."""
 
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.audio import Audio
-from data_pipelines.modalities.image import Image
-from data_pipelines.modalities.modality import Content, Modality, Properties
-from data_pipelines.modalities.text import Text
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.audio import Audio
+from longstride.data_pipelines.modalities.image import Image
+from longstride.data_pipelines.modalities.modality import Content, Modality, Properties
+from longstride.data_pipelines.modalities.text import Text
 
 _REGISTERED: tuple[Modality, ...] = (Text(), Image(), Audio())
 MODALITIES = {modality.name: modality for modality in _REGISTERED}

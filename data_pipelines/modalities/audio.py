@@ -13,11 +13,18 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
-from data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
-from data_pipelines.modalities.sound import BLOCK_FRAMES, Form, StreamedSound, described, frames_at, wav_samples
-from data_pipelines.modalities.wav import MULAW, WavFormat, mix
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
+from longstride.data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
+from longstride.data_pipelines.modalities.sound import (
+    BLOCK_FRAMES,
+    Form,
+    StreamedSound,
+    described,
+    frames_at,
+    wav_samples,
+)
+from longstride.data_pipelines.modalities.wav import MULAW, WavFormat, mix
 
 __all__ = ["Audio", "mulaw_decode", "mulaw_encode"]
 

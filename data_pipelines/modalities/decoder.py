@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError
 
 _FULL_SCALE = 2**31
 

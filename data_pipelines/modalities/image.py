@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
 
 CHANNELS = 3  # red, green, blue
 MAX_PIXELS = 2**26  # of a file or of what is made of it: a few bytes of file may claim any number
@@ -61,7 +61,7 @@ class Image:
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """The picture's pixels. Raises DataError for one that is damaged or does not fit the set."""
-        from data_pipelines.modalities.picture import picture_pixels
+        from longstride.data_pipelines.modalities.picture import picture_pixels
 
         wanted = properties["height"], properties["width"]
         pixels = picture_pixels(path, file, wanted if properties["resized"] else None)
@@ -84,7 +84,9 @@ class Image:
 
 
 def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
-    from data_pipelines.modalities.picture import picture_size  # with Pillow, which other modalities do without
+    from longstride.data_pipelines.modalities.picture import (
+        picture_size,  # with Pillow, which other modalities do without
+    )
 
     return picture_size(path, file)
 

@@ -6,7 +6,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError
 
 Properties = Mapping[str, int]  # what all documents of a set have in common: height, width, rate ...
 

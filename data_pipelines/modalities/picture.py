@@ -15,8 +15,8 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.image import MAX_PIXELS
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.image import MAX_PIXELS
 
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM")  # Pillow knows more, some of which start other programs
 _ORIENTATION = 0x0112  # EXIF's number for it

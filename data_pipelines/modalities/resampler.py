@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError
 
 _QUALITY = "VHQ"  # the passband and the noise of 28 bits: far below a step of mu-law
 

@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.errors import DataError
-from data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
-from data_pipelines.modalities.stated_length import check_stated_length
-from data_pipelines.modalities.wav import MULAW, WavFormat, is_wav, mix, pcm_samples, read_format
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
+from longstride.data_pipelines.modalities.stated_length import check_stated_length
+from longstride.data_pipelines.modalities.wav import MULAW, WavFormat, is_wav, mix, pcm_samples, read_format
 
 BLOCK_FRAMES = 2**16  # converted at once
 _MAX_RATIO = 256  # of two rates: the filters of the resampler grow with it, and no two rates in use are as far apart
@@ -34,7 +34,7 @@ def described(path: Path, file: BinaryIO) -> Form:
     """What an open sound file says of itself. Raises DataError where it cannot be read, or its length not be told."""
     if is_wav(file):
         return read_format(path, file)
-    from data_pipelines.modalities.decoder import opened_sound  # with libsndfile, which WAV files do without
+    from longstride.data_pipelines.modalities.decoder import opened_sound  # with libsndfile, which WAV files do without
 
     with opened_sound(path, file) as sound:
         kind, found = sound.format, DecodedFormat(sound.samplerate, sound.frames)
@@ -51,7 +51,9 @@ def frames_at(path: Path, form: Form, rate: int) -> int:
             f"{path}: has {form.rate} Hz, too far from {rate} to be resampled (at most {_MAX_RATIO} to 1); name a rate "
             "such as 12000, or exclude the file"
         )
-    from data_pipelines.modalities.resampler import resampled_frames  # with soxr, which the right rate does without
+    from longstride.data_pipelines.modalities.resampler import (
+        resampled_frames,  # with soxr, which the right rate does without
+    )
 
     return resampled_frames(path, form.frames, form.rate, rate)
 
@@ -108,7 +110,7 @@ class StreamedSound:
             for samples, width in self._samples():
                 yield mulaw_encode(mix(samples, width)).tobytes()
             return
-        from data_pipelines.modalities.resampler import resampled
+        from longstride.data_pipelines.modalities.resampler import resampled
 
         # Mixed, and not rounded before the filter: sums of a few numbers of at most 32 bits are exact.
         mono = (samples.sum(axis=1) / (samples.shape[1] << 8 * width - 1) for samples, width in self._samples())
@@ -125,7 +127,7 @@ class StreamedSound:
                 block = self._file.read(min(BLOCK_FRAMES, form.frames - start) * form.frame_bytes)
                 yield wav_samples(block, form)
             return
-        from data_pipelines.modalities.decoder import decoded
+        from longstride.data_pipelines.modalities.decoder import decoded
 
         for samples in decoded(self._path, self._file, BLOCK_FRAMES):
             yield samples, 4

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError
 
 _UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's word for a file that does not say
 _LOOKED_AT = 2**16  # bytes: of padding, tags or broken frames before a header; an Ogg page has at most 65,307

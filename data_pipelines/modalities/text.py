@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.modalities.modality import Content, Properties, token_bytes
+from longstride.data_pipelines.modalities.modality import Content, Properties, token_bytes
 
 
 @dataclass(frozen=True, slots=True)

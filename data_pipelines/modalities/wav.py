@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError
 
 PCM, MULAW, _EXTENSIBLE = 1, 7, 0xFFFE  # format tags of the RIFF registry
 _TAG_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")  # behind the tag in an extensible header's GUID

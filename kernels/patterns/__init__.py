@@ -9,15 +9,15 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 
-from kernels.errors import ConfigError, Problem
-from kernels.patterns.base import Part, Pattern
-from kernels.patterns.block import Block
-from kernels.patterns.column import Column
-from kernels.patterns.dense import Dense
-from kernels.patterns.fixed import Fixed
-from kernels.patterns.local import Local
-from kernels.patterns.strided import Strided
-from kernels.patterns.summary import Summary
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.block import Block
+from longstride.kernels.patterns.column import Column
+from longstride.kernels.patterns.dense import Dense
+from longstride.kernels.patterns.fixed import Fixed
+from longstride.kernels.patterns.local import Local
+from longstride.kernels.patterns.strided import Strided
+from longstride.kernels.patterns.summary import Summary
 
 PATTERNS: dict[str, type] = {
     "dense": Dense,

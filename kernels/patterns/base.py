@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kernels.patterns.forms import Bounds, Intervals, Order
+from longstride.kernels.patterns.forms import Bounds, Intervals, Order
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
-from kernels.patterns.single import SinglePart, positions, require_divides, require_positive
+from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
+from longstride.kernels.patterns.single import SinglePart, positions, require_divides, require_positive
 
 
 def column_order(context: int, stride: int) -> Order:

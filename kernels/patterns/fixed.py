@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kernels.patterns.base import Part, Pattern
-from kernels.patterns.block import Block
-from kernels.patterns.single import require_divides
-from kernels.patterns.summary import Summary, SummaryKeys
+from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.block import Block
+from longstride.kernels.patterns.single import require_divides
+from longstride.kernels.patterns.summary import Summary, SummaryKeys
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.errors import ConfigError
-from kernels.patterns.forms import Order
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns.forms import Order
 
 if TYPE_CHECKING:
-    from kernels.patterns.base import Part, Pattern
+    from longstride.kernels.patterns.base import Part, Pattern
 
 
 class SinglePart:

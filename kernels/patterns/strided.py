@@ -7,12 +7,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from kernels.errors import ConfigError
-from kernels.patterns.base import Part, Pattern
-from kernels.patterns.column import Column, column_by_key, column_by_query, column_order
-from kernels.patterns.forms import Bounds, Intervals, Order
-from kernels.patterns.local import Local
-from kernels.patterns.single import require_divides, require_positive
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.column import Column, column_by_key, column_by_query, column_order
+from longstride.kernels.patterns.forms import Bounds, Intervals, Order
+from longstride.kernels.patterns.local import Local
+from longstride.kernels.patterns.single import require_divides, require_positive
 
 
 @dataclass(frozen=True)

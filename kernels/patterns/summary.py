@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kernels.errors import ConfigError
-from kernels.patterns.base import Part, Pattern
-from kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
-from kernels.patterns.single import require_divides, require_positive
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
+from longstride.kernels.patterns.single import require_divides, require_positive
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def test_flex_attention_that_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyP
     from benchmarks import peers
     from benchmarks.cases import Group
     from benchmarks.timing import inputs_of
-    from kernels.patterns import Local
+    from longstride.kernels.patterns import Local
 
     def fail(*_):
         raise RuntimeError("no compiler")

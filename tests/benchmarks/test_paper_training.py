@@ -17,9 +17,9 @@ from benchmarks.paper_training import (
     spread_regions,
     windows,
 )
-from data_pipelines import Batch, EvaluationBatch, StreamState
-from kernels import sparse_attention
-from sparse_model import SparseTransformer
+from longstride.data_pipelines import Batch, EvaluationBatch, StreamState
+from longstride.kernels import sparse_attention
+from longstride.sparse_model import SparseTransformer
 
 CPU = torch.device("cpu")
 CASE = SIZES["tiny"][0]
@@ -67,7 +67,7 @@ def test_only_the_dense_model_is_served_by_torch(pattern: str, monkeypatch: pyte
         seen.append(1)
         return sparse_attention(*arguments, **others)
 
-    monkeypatch.setattr("sparse_model.attention.sparse_attention", noted)
+    monkeypatch.setattr("longstride.sparse_model.attention.sparse_attention", noted)
     trained(pattern, steps=1)
     assert len(seen) == (0 if pattern == "dense" else CASE.layers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.parameter_gathers import FETCH, Limits, counts, gathers, persistent, rehearse, trace
-from launcher.config import load_config
+from longstride.launcher.config.run_config import load_config
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

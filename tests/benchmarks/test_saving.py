@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launcher.runs import ROOT, plain_environment
+from tests.harness.runs import ROOT, plain_environment
 
 SMALL = ["--layers=2", "--width=32", "--context=64", "--steps=2", "--repeats=2"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import sparse_model.attention
 from benchmarks import training_step
 from benchmarks.training_step import attention_replaced, main, model_of, read_options, variants
+from longstride.sparse_model import attention
 
 TINY = ["--device", "cpu", "--layers", "1", "--context", "32", "--stride", "8", "--summary", "2", "--repeats", "1"]
 
@@ -36,7 +36,7 @@ def test_dense_attention_stands_in_the_models_place(tmp_path: Path) -> None:
     for parameter in model.parameters():  # freshly initialised, every block would add nothing
         torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 256, (1, 32))
-    original = sparse_model.attention.sparse_attention
+    original = attention.sparse_attention
     found = {}
     with torch.no_grad():
         for name, replacement in variants(options, device).items():
@@ -45,7 +45,7 @@ def test_dense_attention_stands_in_the_models_place(tmp_path: Path) -> None:
     torch.testing.assert_close(found["dense torch"], found["our dense"])
     assert not torch.allclose(found["sparse"], found["our dense"])
     assert not torch.allclose(found["sparse"], found["our strided"])
-    assert sparse_model.attention.sparse_attention is original
+    assert attention.sparse_attention is original
 
 
 def test_a_peer_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

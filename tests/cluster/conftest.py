@@ -12,8 +12,8 @@ import pytest
 from tests.cluster.hosts import Host, make_hosts
 from tests.cluster.person import Lines, Person
 from tests.cluster.slurm import Slurm, start_slurm
+from tests.harness.runs import configuration, metrics, spawn
 from tests.launcher.conftest import data, shared
-from tests.launcher.runs import configuration, metrics, spawn
 
 __all__ = ["data", "shared"]
 

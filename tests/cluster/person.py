@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.hosts import Host
-from tests.launcher.runs import ROOT, metrics
+from tests.harness.runs import ROOT, metrics
 
-LONGSTRIDE = [sys.executable, "-m", "launcher.cli"]
+LONGSTRIDE = [sys.executable, "-m", "longstride.launcher.cli"]
 SECONDS = 300  # of a start and a few steps, on a machine that is busy
 # More steps than any test waits for, and no evaluation in between.
 ENDLESS = ["train.steps=100000", "train.checkpoint_every=0", "train.evaluate_every=0"]

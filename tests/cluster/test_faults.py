@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import exit_codes
+from longstride.launcher.output import exit_codes
 from tests.cluster.hosts import Host
 from tests.cluster.person import ENDLESS, SECONDS, Lines, Person
 
@@ -29,7 +29,7 @@ def start_run(person: Person, *more: str, steps: int = STEPS) -> subprocess.Pope
 
 def parent_of_all(host: Host) -> int:
     """The process of `longstride train` on a host, as this machine counts."""
-    return running_module(host, b"launcher.cli")
+    return running_module(host, b"longstride.launcher.cli")
 
 
 def running_module(host: Host, module: bytes) -> int:
@@ -145,7 +145,7 @@ def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(person: 
     running = start_run(person, *options)
     person.wait_for_steps(9)
     os.kill(person.hosts[0].ranks()[0], signal.SIGSTOP)
-    os.kill(running_module(person.hosts[0], b"launcher.deepspeed_runner"), signal.SIGKILL)
+    os.kill(running_module(person.hosts[0], b"longstride.launcher.cluster.deepspeed_runner"), signal.SIGKILL)
     assert running.wait(SECONDS) == 0, person.said()
     assert "the launcher was killed; going on from" in person.said()
     wait_until_gone(person.hosts)

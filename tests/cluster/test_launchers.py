@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import exit_codes
+from longstride.launcher.output import exit_codes
 from tests.cluster.person import ENDLESS, LONGSTRIDE, SECONDS, Lines, Person
 from tests.cluster.slurm import Slurm
-from tests.launcher.runs import ROOT
+from tests.harness.runs import ROOT
 
 # Of root, as which the hosts' programs run.
 ARGUMENTS = {"pdsh": [], "openmpi": ["--launcher-args=--allow-run-as-root"], "mpich": [], "slurm": []}

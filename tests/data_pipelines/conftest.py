@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipelines import Manifest, build
-from data_pipelines.manifest import ShardRecord
+from longstride.data_pipelines import Manifest
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.shards.manifest import ShardRecord
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from kernels import ConfigError, check_backend, sparse_attention
-from kernels.patterns import Dense, Fixed, Local, Pattern, Strided, Summary
-from tests.kernels.oracles import (
+from longstride.kernels import ConfigError, check_backend, sparse_attention
+from longstride.kernels.patterns import Dense, Fixed, Local, Pattern, Strided, Summary
+from tests.harness.oracles import (
     RESULTS,
     Shape,
     attention_and_gradients,

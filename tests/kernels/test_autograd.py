@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels import sparse_attention
-from kernels.autograd import accumulator_dtype
-from kernels.memory import empty_like_rows
-from kernels.patterns import Fixed, Pattern, Strided
-from tests.kernels.oracles import Shape, make_inputs
+from longstride.kernels import sparse_attention
+from longstride.kernels.autograd import accumulator_dtype
+from longstride.kernels.memory import empty_like_rows
+from longstride.kernels.patterns import Fixed, Pattern, Strided
+from tests.harness.oracles import Shape, make_inputs
 
 WITHOUT_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import CachedAttention, ConfigError, attend_one, cached_rows, reads, sparse_attention
-from kernels.backends import cpu_decode
-from kernels.patterns import Dense, Fixed, Pattern, Strided, Summary
-from tests.kernels.oracles import Inputs, Shape, example_patterns, make_inputs
+from longstride.kernels import CachedAttention, ConfigError, attend_one, reads, sparse_attention
+from longstride.kernels.backends.cpu import cached_rows
+from longstride.kernels.backends.cpu import decode as cpu_decode
+from longstride.kernels.patterns import Dense, Fixed, Pattern, Strided, Summary
+from tests.harness.oracles import Inputs, Shape, example_patterns, make_inputs
 from tests.kernels.test_decoding import DEVICES, HAS_TRITON, LISTS, small_tiles
 
 __all__ = ["small_tiles"]

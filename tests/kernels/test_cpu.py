@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import sparse_attention
-from kernels.attention import head_patterns
-from kernels.backends import cpu
-from kernels.chunks import MAX_PAIRS, Chunks, chunked
-from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from kernels.patterns.base import Part
-from kernels.plan import view
-from tests.kernels.oracles import Shape, check_against_reference, example_patterns, make_inputs
+from longstride.kernels import sparse_attention
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.backends.cpu import attention as cpu
+from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Chunks, chunked
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from longstride.kernels.patterns.base import Part
+from longstride.kernels.plan import view
+from tests.harness.oracles import Shape, check_against_reference, example_patterns, make_inputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MIXES: tuple[list[Pattern], ...] = (

@@ -17,18 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import (
-    ConfigError,
-    allowed_keys,
-    attend_one,
-    num_keys_read,
-    reads,
-    sparse_attention,
-)
-from kernels.attention import head_patterns
-from kernels.backends.reference import pattern_mask
-from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from tests.kernels.oracles import (
+from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_read, reads, sparse_attention
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.backends.reference import pattern_mask
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from tests.harness.oracles import (
     Inputs,
     Shape,
     assert_explained,
@@ -55,7 +48,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that small contexts have several tiles and several splits, some of them without a key."""
     if HAS_TRITON and "tiles_of_a_card" not in request.fixturenames:
-        from kernels.backends.triton import decode
+        from longstride.kernels.backends.triton import decode
 
         monkeypatch.setattr(decode, "LONGEST_TILE", 16)
         monkeypatch.setattr(decode, "KEYS_A_SPLIT", 16)
@@ -250,7 +243,7 @@ class Elements(TorchDispatchMode):
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 @pytest.mark.usefixtures("tiles_of_a_card")
 def test_splits_follow_from_pattern_and_context() -> None:
-    from kernels.backends.triton.decode import KEYS_A_SPLIT, MOST_SPLITS, layout
+    from longstride.kernels.backends.triton.decode import KEYS_A_SPLIT, MOST_SPLITS, layout
 
     def splits(pattern: Pattern, context: int) -> int:
         return layout((pattern,), context, KEYS_A_SPLIT, torch.device("cpu")).splits
@@ -350,7 +343,7 @@ def test_the_kernels_compile_without_spilling_and_once_for_all_positions(archite
     done = subprocess.run(
         [
             sys.executable,
-            str(ROOT / "tests/kernels/compile_decode.py"),
+            str(ROOT / "tests/harness/compile_decode.py"),
             *(f"{architecture}:{case}" for case in cases),
         ],
         capture_output=True,

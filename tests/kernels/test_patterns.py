@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.errors import ConfigError
-from kernels.patterns import (
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns import (
     PATTERNS,
     Block,
     Column,
@@ -17,8 +17,8 @@ from kernels.patterns import (
     pattern_from_json,
     pattern_to_json,
 )
-from kernels.patterns.forms import Bounds, Fold, intervals_of, positions_of
-from tests.kernels.oracles import example_patterns
+from longstride.kernels.patterns.forms import Bounds, Fold, intervals_of, positions_of
+from tests.harness.oracles import example_patterns
 
 CONTEXTS = (1, 2, 24, 50)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backends.triton.packing import groups, packed, sources
-from kernels.patterns import Column, Dense, Fixed, Pattern, Strided
-from kernels.plan import Side, Tiles, View, num_pairs, tiles, view
-from tests.kernels.oracles import example_patterns
+from longstride.kernels.backends.triton.packing import groups, packed, sources
+from longstride.kernels.patterns import Column, Dense, Fixed, Pattern, Strided
+from longstride.kernels.plan import Side, Tiles, View, num_pairs, tiles, view
+from tests.harness.oracles import example_patterns
 
 CPU = torch.device("cpu")
 SIDES: tuple[Side, Side] = ("queries", "keys")

@@ -10,15 +10,15 @@ import sys
 import pytest
 import torch
 
-from kernels import ConfigError, sparse_attention
-from kernels.backends import triton as backend
-from kernels.backends.triton import call, choice, configurations
-from kernels.backends.triton.described import Shape as Shape_
-from kernels.backends.triton.described import boxes, describable
-from kernels.backends.triton.packing import groups
-from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from kernels.plan import Side
-from tests.kernels.oracles import (
+from longstride.kernels import ConfigError, sparse_attention
+from longstride.kernels.backends import triton as backend
+from longstride.kernels.backends.triton import call, choice, configurations
+from longstride.kernels.backends.triton.described import Shape as Shape_
+from longstride.kernels.backends.triton.described import boxes, describable
+from longstride.kernels.backends.triton.packing import groups
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from longstride.kernels.plan import Side
+from tests.harness.oracles import (
     Inputs,
     Shape,
     attention_and_gradients,

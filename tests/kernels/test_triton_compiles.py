@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kernels.backends.triton.configurations import ARCHITECTURES, SAFE
+from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -107,7 +107,7 @@ def _compiled(architecture: str, cases: list[str]) -> list[dict]:
     names = [f"{architecture}:{case}" for case in cases]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/kernels/compile_triton.py"), *names],
+        [sys.executable, str(ROOT / "tests/harness/compile_triton.py"), *names],
         capture_output=True,
         text=True,
         env=environment | {"PYTHONPATH": str(ROOT)},

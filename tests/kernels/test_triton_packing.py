@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.backends.triton.choice import chosen, num_slices
-from kernels.backends.triton.configurations import Configuration
-from kernels.backends.triton.packing import (
+from longstride.kernels.backends.triton.choice import chosen, num_slices
+from longstride.kernels.backends.triton.configurations import Configuration
+from longstride.kernels.backends.triton.packing import (
     FIELDS,
     SOURCE_FIELDS,
     UNREACHED,
@@ -18,8 +18,8 @@ from kernels.backends.triton.packing import (
     row_edge,
     sources,
 )
-from kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from kernels.plan import tiles, view
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from longstride.kernels.plan import tiles, view
 
 CPU = torch.device("cpu")
 

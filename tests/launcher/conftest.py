@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_pipelines import build
-from launcher import train
-from launcher.exit_codes import WRONG_INPUT
-from sparse_model import ModelConfig, SparseTransformer
-from tests.launcher.forked import ForkServer
-from tests.launcher.runs import configuration, files_under, spawn
+from longstride.data_pipelines.building.build import build
+from longstride.launcher import train
+from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from tests.harness.processes.forked import ForkServer
+from tests.harness.runs import configuration, files_under, spawn
 
 Make = Callable[[Path], None]
 

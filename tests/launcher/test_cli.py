@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli
-from launcher.supervisor import Launch, Outcome
-from tests.launcher.runs import ROOT, free_port, metrics, plain_environment, rank_environment
+from longstride.launcher import cli
+from longstride.launcher.cluster.supervisor import Launch, Outcome
+from tests.harness.runs import ROOT, free_port, metrics, plain_environment, rank_environment
 
 Trained = Callable[..., Path]
 
@@ -61,7 +61,7 @@ def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     def stop(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launcher.schema.run", stop)
+    monkeypatch.setattr("longstride.launcher.config.schema.run", stop)
     assert cli.main(["config", "schema"]) == 130
     assert capsys.readouterr().err == "longstride: stopped\n"
 
@@ -101,7 +101,7 @@ def test_data_build_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def run_cli(arguments: list[str], cwd: Path, world_size: int = 1) -> list[subprocess.CompletedProcess[str]]:
     port = free_port()
-    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    command = [sys.executable, "-m", "longstride.launcher.cli", *arguments]
     ranks = []
     for rank in range(world_size):
         environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
@@ -136,7 +136,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         launches.append(launch)
         return Outcome(0, "done")
 
-    monkeypatch.setattr("launcher.start.supervise", supervise)
+    monkeypatch.setattr("longstride.launcher.cluster.start.supervise", supervise)
     return launches
 
 
@@ -160,7 +160,7 @@ def test_longstride_train_starts_one_process_without_a_gpu(
 ) -> None:
     launches = supervised(monkeypatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("launcher.launchers.HOSTFILE", tmp_path / "hostfile")
+    monkeypatch.setattr("longstride.launcher.cluster.launchers.HOSTFILE", tmp_path / "hostfile")
     cli.main(["train", "--config", str(config_file)])
     [alone] = (launch.command for launch in launches)
     assert alone[alone.index("--num_gpus") + 1] == "1"
@@ -169,7 +169,7 @@ def test_longstride_train_starts_one_process_without_a_gpu(
 def test_longstride_train_refuses_before_it_starts_anything(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("launcher.start.supervise", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("longstride.launcher.cluster.start.supervise", lambda *_: pytest.fail("started"))
     assert cli.main(["train", "--config", str(config_file), "--processes", "3"]) == 2
     assert "train.global_batch=8: must be a multiple of micro_batch 2 × 3 processes" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file), "--processes", "0"]) == 2

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import demo
-from launcher.config import DEEPSPEED_CONFIGS, load_config
+from longstride.launcher import demo
+from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, load_config
 
 
 @pytest.mark.parametrize("path", sorted((DEEPSPEED_CONFIGS / "experiments").glob("*.json")), ids=lambda path: path.stem)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import ConfigError, num_keys_read
-from kernels.cached_rows import Rows
-from kernels.patterns import pattern_from_json
-from kernels.reads import Listed, Run
-from sparse_model import ModelConfig, SparseTransformer
-from sparse_model.cache import KeyValues, allocate, even_length
-from sparse_model.session import Session
-from tests.sparse_model.configs import ATTENTIONS, small
+from longstride.kernels import ConfigError, num_keys_read
+from longstride.kernels.backends.cpu.cached_rows import Rows
+from longstride.kernels.patterns import pattern_from_json
+from longstride.kernels.reads import Listed, Run
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model.cache import KeyValues, allocate, even_length
+from longstride.sparse_model.session import Session
+from tests.harness.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake
 
 FOLDED = {"context": 40, "embedding": {"type": "text", "row_width": 8}}

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
-from sparse_model import ConfigError, ModelConfig
-from tests.sparse_model.configs import ATTENTIONS, model_json, small
+from longstride.kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
+from longstride.sparse_model import ConfigError, ModelConfig
+from tests.harness.configs import ATTENTIONS, model_json, small
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)

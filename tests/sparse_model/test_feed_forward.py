@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import sparse_model.feed_forward as feed_forward
-from sparse_model.feed_forward import FeedForward, feed_forward_in_chunks, sigmoid_gelu
-from tests.sparse_model.configs import small
+import longstride.sparse_model.feed_forward as feed_forward
+from longstride.sparse_model.feed_forward import FeedForward, feed_forward_in_chunks, sigmoid_gelu
+from tests.harness.configs import small
 
 
 def tensors(dtype: torch.dtype, width: int = 5, inner: int = 7) -> list[Tensor]:

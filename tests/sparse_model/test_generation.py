@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_model import SparseTransformer
-from sparse_model.generation import choose, generate, window_start
-from tests.sparse_model.configs import ATTENTIONS, small
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.generation import choose, generate, window_start
+from tests.harness.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake
 
 

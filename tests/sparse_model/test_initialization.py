@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sparse_model import ModelConfig, SparseTransformer
-from sparse_model.embedding import Embedding
-from sparse_model.initialization import initialize
-from tests.sparse_model.configs import small
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model.embedding import Embedding
+from longstride.sparse_model.initialization import initialize
+from tests.harness.configs import small
 
 READINGS: dict[str, Callable[[float], float]] = {
     "paper": lambda fan_in: 0.125 / math.sqrt(fan_in),

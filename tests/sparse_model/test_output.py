@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sparse_model.output import Logits, cross_entropy_in_chunks
+from longstride.sparse_model.output import Logits, cross_entropy_in_chunks
 
 
 @pytest.mark.parametrize("rows", [1, 8, 21, 100])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_model.session import Session
-from tests.sparse_model.configs import ATTENTIONS
+from longstride.sparse_model.session import Session
+from tests.harness.configs import ATTENTIONS
 from tests.sparse_model.test_cache import some_tokens, step_by_step
 from tests.sparse_model.test_transformer import awake
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from kernels.errors import ConfigError, Problem
-from sparse_model.strict import StrictModel
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.sparse_model.strict import StrictModel
 
 
 class Column(StrictModel):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sparse_model import SparseTransformer
-from sparse_model.initialization import num_parameters
-from tests.sparse_model.configs import ATTENTIONS, small
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.initialization import num_parameters
+from tests.harness.configs import ATTENTIONS, small
 
 CIFAR10 = {
     "context": 3072, "layers": 128, "heads": 2, "width": 256, "feed_forward_ratio": 2, "query_key_ratio": 0.5,

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Pattern
+from longstride.kernels.patterns.base import Pattern
 
 WIDEST = 256  # head width
 OLDEST_CAPABILITY = (8, 0)
@@ -29,7 +29,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"a head width of {max(q.shape[-1], v.shape[-1])} exceeds {WIDEST}"
     if q.device.type not in ("cpu", "cuda"):
         return f"there are no kernels for {q.device.type}"
-    from kernels.backends.triton.call import INTERPRETED, interpreter_trouble
+    from longstride.kernels.backends.triton.call import INTERPRETED, interpreter_trouble
 
     if INTERPRETED:
         return interpreter_trouble()
@@ -44,7 +44,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
-    from kernels.backends.triton.launch_forward import forward
+    from longstride.kernels.backends.triton.launch_forward import forward
 
     return forward(q, k, v, patterns, scale)
 
@@ -61,7 +61,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
-    from kernels.backends.triton.launch_backward import backward
+    from longstride.kernels.backends.triton.launch_backward import backward
 
     return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
 
@@ -73,6 +73,6 @@ def prepare(
 
     Nothing is kept, and the logsumexp is written whether it is asked for or not.
     """
-    from kernels.backends.triton.decode import attend_one
+    from longstride.kernels.backends.triton.decode import attend_one
 
     return partial(attend_one, k, v, patterns, scale)

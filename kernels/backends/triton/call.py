@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.autograd import accumulator_dtype
-from kernels.backends.triton.choice import Choice, chosen, num_slices
-from kernels.backends.triton.configurations import Configuration, Kernel, candidates
-from kernels.backends.triton.described import ADDRESSES, SEGMENTS, Shape, boxes, describable, described
-from kernels.backends.triton.forward_kernel import forward_kernel
-from kernels.backends.triton.packing import Parts, Pass, packed
-from kernels.patterns.base import Pattern
-from kernels.plan import Side
+from longstride.kernels.autograd import accumulator_dtype
+from longstride.kernels.backends.triton.choice import Choice, chosen, num_slices
+from longstride.kernels.backends.triton.configurations import Configuration, Kernel, candidates
+from longstride.kernels.backends.triton.described import ADDRESSES, SEGMENTS, Shape, boxes, describable, described
+from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.packing import Parts, Pass, packed
+from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.plan import Side
 
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
 

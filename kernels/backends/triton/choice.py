@@ -6,10 +6,10 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from kernels.backends.triton.configurations import Configuration
-from kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
-from kernels.patterns.base import Pattern
-from kernels.plan import Side, View, edge_of, tiles, view
+from longstride.kernels.backends.triton.configurations import Configuration
+from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
+from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.plan import Side, View, edge_of, tiles, view
 
 WAVES = 2  # programs that a card's multiprocessors should have each, at least
 SHORTEST_SLICE = 4  # tiles of queries: less would not pay for another program
@@ -21,7 +21,7 @@ class Choice(NamedTuple):
     configuration: Configuration
     longest: int  # column tiles of the row tile that visits most
     pairs: int  # that all heads compute, masked ones included
-    apart: bool  # tiles keep closed runs of rows apart: see ``kernels.plan.edge_of``
+    apart: bool  # tiles keep closed runs of rows apart: see ``longstride.kernels.plan.edge_of``
 
 
 @lru_cache(maxsize=256)

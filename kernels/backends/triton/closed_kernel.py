@@ -2,7 +2,7 @@
 
 Letters: BLOCK rows of a run or of several, queries and keys alike, W padded width of q and k, WV padded width of v,
 N positions, H heads.
-A part is *closed* where runs of rows read the same positions and nothing else (``kernels.patterns.forms.Bounds``). Then
+A part is *closed* where runs of rows read the same positions and nothing else (``patterns.forms.Bounds``). Then
 nothing of a run is needed twice: five products instead of seven, and q, k, v, out and dOut are read once, which is what
 such heads cost. ``dkdv_kernel`` has the equations, and says how the sums of other parts reach the last pass, which this
 one is.
@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.dkdv_kernel import add_sources
-from kernels.backends.triton.tile import (
+from longstride.kernels.backends.triton.dkdv_kernel import add_sources
+from longstride.kernels.backends.triton.tile import (
     EDGE,
     LOG2E,
     NUM_FIELDS,

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.backends.triton.call import Call
-from kernels.backends.triton.decode_kernel import decode_kernel, merge_kernel
-from kernels.backends.triton.packing import (
+from longstride.kernels.backends.triton.call import Call
+from longstride.kernels.backends.triton.decode_kernel import decode_kernel, merge_kernel
+from longstride.kernels.backends.triton.packing import (
     FIELDS,
     Data,
     Form,
@@ -25,10 +25,10 @@ from kernels.backends.triton.packing import (
     no_columns,
     view_fields,
 )
-from kernels.patterns.base import Pattern
-from kernels.patterns.forms import Fold
-from kernels.plan import View
-from kernels.reads import most_reads, query_views
+from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns.forms import Fold
+from longstride.kernels.plan import View
+from longstride.kernels.reads import most_reads, query_views
 
 ELEMENTS_A_TILE = 4096  # of keys, and of values: 32 registers a thread each, in fp32
 LONGEST_TILE = 128  # keys

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.tile import (
+from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
     LN2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.tile import load_rows
+from longstride.kernels.backends.triton.tile import load_rows
 
 
 @triton.jit

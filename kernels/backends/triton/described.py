@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.backends.triton.packing import Parts, groups, row_edge
-from kernels.backends.triton.tile import divided, load_rows
-from kernels.patterns.base import Pattern
-from kernels.patterns.forms import Bounds, Fold
-from kernels.plan import Side, View
+from longstride.kernels.backends.triton.packing import Parts, groups, row_edge
+from longstride.kernels.backends.triton.tile import divided, load_rows
+from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns.forms import Bounds, Fold
+from longstride.kernels.plan import Side, View
 
 ALIGNMENT = 16  # bytes, of addresses and strides
 SEGMENTS = 2  # that a kernel has parameters for

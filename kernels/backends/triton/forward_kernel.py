@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.described import load_tile
-from kernels.backends.triton.tile import (
+from longstride.kernels.backends.triton.described import load_tile
+from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
     EDGE,

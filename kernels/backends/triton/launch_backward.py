@@ -12,15 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.backends.triton.call import Call, positive_scale
-from kernels.backends.triton.choice import Choice, closed_choice
-from kernels.backends.triton.closed_kernel import closed_kernel
-from kernels.backends.triton.delta_kernel import delta_kernel
-from kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
-from kernels.backends.triton.dq_kernel import dq_kernel
-from kernels.backends.triton.packing import Form, Parts, groups, sources
-from kernels.memory import empty_like_rows
-from kernels.patterns.base import Pattern
+from longstride.kernels.backends.triton.call import Call, positive_scale
+from longstride.kernels.backends.triton.choice import Choice, closed_choice
+from longstride.kernels.backends.triton.closed_kernel import closed_kernel
+from longstride.kernels.backends.triton.delta_kernel import delta_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dq_kernel import dq_kernel
+from longstride.kernels.backends.triton.packing import Form, Parts, groups, sources
+from longstride.kernels.memory import empty_like_rows
+from longstride.kernels.patterns.base import Pattern
 
 BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
 

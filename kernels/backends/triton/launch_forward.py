@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backends.triton.call import Call, positive_scale
-from kernels.backends.triton.forward_kernel import forward_kernel
-from kernels.memory import empty_like_rows
-from kernels.patterns.base import Pattern
+from longstride.kernels.backends.triton.call import Call, positive_scale
+from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.memory import empty_like_rows
+from longstride.kernels.patterns.base import Pattern
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.patterns.base import Part, Pattern
-from kernels.patterns.forms import Bound, Bounds, Fold, Order, constant, whole
-from kernels.plan import Side, View, edge_of, view
+from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Order, constant, whole
+from longstride.kernels.plan import Side, View, edge_of, view
 
 FOLD = ("period", "magic", "bits", "step", "stride", "shift")
 BOUND = ("step", "offset", "least", "most")

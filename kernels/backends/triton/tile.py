@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form
+from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -114,7 +114,7 @@ def _bound(whole, rest, fields):
 
 @triton.jit
 def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """The tiles of BLOCK columns of a row tile, counted from ``origin``: see ``kernels.plan.Tiles``."""
+    """The tiles of BLOCK columns of a row tile, counted from ``origin``: see ``longstride.kernels.plan.Tiles``."""
     origin, least_high = intervals(first_row, True, fields, data, FORM)
     most_low, end = intervals(last_row, True, fields, data, FORM)
     count = (tl.maximum(end - origin, 0) + BLOCK - 1) // BLOCK

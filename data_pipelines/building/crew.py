@@ -1,0 +1,139 @@
+"""The processes of one build: the ranks of an MPI job, or this process alone.
+
+mpi4py is imported only where an MPI launcher started this process: importing it starts MPI, which a laptop may lack.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+from longstride.data_pipelines.errors import DataError, os_errors_told
+
+# What launchers tell each process: how many there are (Open MPI; MPICH, Intel MPI; MVAPICH; a step of Slurm, which may
+# itself have started another launcher) ...
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANKS = ("PMIX_RANK", "PMI_RANK")  # ... or only which one it is
+_FIRST = 0
+
+T = TypeVar("T")
+
+
+class Crew:
+    """Processes that work together. What the first one finds wrong, or any one in a round, all of them raise."""
+
+    def __init__(self, communicator: Any = None) -> None:
+        """``communicator`` is an mpi4py communicator, or None for this process alone."""
+        self._communicator = communicator
+        self.rank: int = 0 if communicator is None else communicator.Get_rank()
+        self.size: int = 1 if communicator is None else communicator.Get_size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that plans, tells and finishes."""
+        return self.rank == _FIRST
+
+    def on_first(self, function: Callable[[], T]) -> T | None:
+        """What ``function`` returns, on the first rank, which alone calls it; None on the others.
+
+        Raises DataError on every rank where it does so on the first, or ends in an OSError there.
+        """
+        result, problem = None, None
+        if self.is_first:
+            result, problem = _attempted(function)
+        problem = self.broadcast(problem)
+        if problem is not None:
+            raise DataError(problem)
+        return result
+
+    def on_each(self, function: Callable[[], T]) -> list[T]:
+        """What ``function`` returns on every rank, in their order.
+
+        Raises DataError on every rank, the first rank's that has one, where it does so on any.
+        """
+        outcomes = [_attempted(function)]
+        if self._communicator is not None:
+            outcomes = self._communicator.allgather(outcomes[0])
+        for _, problem in outcomes:
+            if problem is not None:
+                raise DataError(problem)
+        return [result for result, _ in outcomes]  # type: ignore[misc]  # no problem, so there is a result
+
+    def broadcast(self, content: T) -> T:
+        """The first rank's content, on every rank."""
+        return content if self._communicator is None else self._communicator.bcast(content, root=_FIRST)
+
+    def deal(self, tasks: Iterator[T]) -> tuple[bool, T | None]:
+        """The next of the first rank's tasks for each rank in turn: (whether any is left, this rank's or None).
+
+        Sent one by one, so that the tasks of a round are never one message, and no rank needs the whole plan.
+        """
+        if not self.is_first:
+            return self._communicator.recv(source=_FIRST)
+        batch: list[T | None] = list(islice(tasks, self.size))
+        any_left = bool(batch)
+        batch += [None] * (self.size - len(batch))
+        for rank in range(1, self.size):
+            self._communicator.send((any_left, batch[rank]), dest=rank)
+        return any_left, batch[0]
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        if self._communicator is not None:
+            self._communicator.barrier()
+
+    @contextmanager
+    def bound_together(self) -> Iterator[None]:
+        """Ends the whole job where one rank fails in a way that the others do not know of, and would wait for it.
+
+        A DataError is no such failure: it is raised on all ranks or on none.
+        """
+        try:
+            yield
+        except DataError:
+            raise
+        except BaseException:
+            if self.size > 1:
+                traceback.print_exc()
+                self._communicator.Abort(1)
+            raise
+
+
+def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
+    """All processes that the MPI launcher started, or this one alone where none did.
+
+    Raises DataError where a launcher started several that MPI does not join: each would build everything.
+    """
+    name = next((name for name in _SIZES if environment.get(name, "").isdecimal()), None)
+    told = None if name is None else int(environment[name])
+    rank = next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdecimal()), None)
+    if told == 1 or (told is None and rank is None):
+        return Crew()
+    who = f"rank {rank} of an MPI launcher" if told is None else f"{name}={told}"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
+        cause = str(error).splitlines()[0]
+        raise DataError(
+            f"{who}: started as one of several processes, yet mpi4py cannot be imported ({cause}); "
+            "install mpi4py and an MPI library, or start one process without a launcher"
+        ) from error
+    size = MPI.COMM_WORLD.Get_size()
+    if size == 1 and (told is not None or rank):
+        library = MPI.Get_library_version().split(",")[0].strip()
+        raise DataError(
+            f"{who}: started as one of several processes, yet mpi4py sees one alone: it works with {library}; "
+            "start with the mpirun of that library"
+        )
+    return Crew(MPI.COMM_WORLD)
+
+
+def _attempted(function: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What it returns, or what is wrong in one line."""
+    try:
+        with os_errors_told():
+            return function(), None
+    except DataError as error:
+        return None, str(error)

@@ -1,0 +1,230 @@
+"""Contexts of a split: which bytes each of them holds, and reading them.
+
+N positions of a context. Documents are either *packed*, laid end to end with or without a separator and cut every N
+bytes, or have contexts of their own, which begin every ``hop`` bytes; the last one is shorter. One picture is one
+context, of exactly its size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import Modality, Properties
+from longstride.data_pipelines.order.lanes import shard_order
+from longstride.data_pipelines.shards.index import index_file, load_index
+from longstride.data_pipelines.shards.reading import OpenShard, SampleReader, Split, document_edges
+
+_KEPT_ORDERS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How documents become contexts."""
+
+    packing: bool | None = None  # documents laid end to end; None: as the modality has it
+    separator: int | None = None  # a byte behind each document, where they are packed
+    hop: int | None = None  # bytes between the beginnings of a document's contexts, where they are not; None: N
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A run of units within one shard."""
+
+    shard: int
+    start: int  # units of the shard before the run
+    end: int
+
+
+class Contexts(Protocol):
+    """The contexts of a split, numbered as lanes.py has it."""
+
+    split: Split
+    context: int  # N
+    total_units: int
+    context_units: int
+    identity: str  # of the cutting: what, beside the data set, decides what a context's number means
+
+    def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
+        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, N) uint8, and their lengths into (n,) int64.
+
+        In the order of ``seed``; None is the canonical order, of one epoch. What a row has beyond its length is 0.
+        Raises DataError, naming shard and sample, for any damage.
+        """
+
+    def place(self, unit: int, seed: int) -> str:
+        """The shard in which a unit lies, for messages."""
+
+
+def settle_cut(cut: Cut, context: int, modality: Modality, properties: Properties) -> Cut:
+    """The cut with everything said: packing, and the hop where documents are not packed.
+
+    Raises DataError where it does not fit the documents.
+    """
+    if context < 1:
+        raise DataError(f"context={context}: must be at least 1")
+    if modality.packing if cut.packing is None else cut.packing:
+        if cut.hop is not None:
+            raise DataError(f"hop={cut.hop}: packed documents are cut every {context} bytes; set packing=false")
+        if cut.separator is not None and not 0 <= cut.separator <= 255:
+            raise DataError(f"separator={cut.separator}: must be a byte, 0 to 255, or null")
+        return Cut(packing=True, separator=cut.separator)
+    if cut.separator is not None:
+        raise DataError(f"separator={cut.separator}: only packed documents meet in a context; set packing=true")
+    hop = context if cut.hop is None else cut.hop
+    if not 1 <= hop <= context:
+        raise DataError(f"hop={hop}: must be from 1 to the context {context}, or bytes would never be read")
+    size = modality.document_bytes(properties)
+    if size not in (None, context):
+        raise DataError(f"context={context}: must be {size}, the bytes of every {modality.name} of this set")
+    return Cut(packing=False, hop=hop)
+
+
+def cut_contexts(split: Split, context: int, cut: Cut) -> Contexts:
+    """The contexts of a split. Raises DataError where the cut does not fit the documents."""
+    settled = settle_cut(cut, context, split.modality, split.manifest.properties)
+    if settled.hop is None:
+        return PackedContexts(split, context, settled.separator)
+    return DocumentContexts(split, context, settled.hop)
+
+
+def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
+    """(documents,) int64 -> (documents,) int64: how many contexts cover a document of each length."""
+    return 1 + np.maximum(0, -(-(lengths - context) // hop))
+
+
+class _ShardOrder:
+    """Where the units of an endless sequence of epochs lie, in whose every one the shards are permuted anew."""
+
+    def __init__(self, units: np.ndarray) -> None:
+        self._units = units  # (shards,) int64
+        self.total = int(units.sum())
+        self._kept: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def visits(self, start: int, end: int, seed: int | None) -> Iterator[tuple[Visit, int | None]]:
+        """The runs that make up units ``[start, end)``, each with the shard that comes next."""
+        while start < end:
+            epoch, offset = divmod(start, self.total)
+            order, edges = self._order(seed, epoch)
+            place = int(np.searchsorted(edges, offset, side="right")) - 1
+            within = offset - int(edges[place])
+            size = min(end - start, int(edges[place + 1]) - offset)
+            following = int(order[place + 1]) if place + 1 < len(order) else None
+            yield Visit(int(order[place]), within, within + size), following
+            start += size
+
+    def _order(self, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards' order in an epoch, and the units before each of them and in all: (n,), (n + 1,) int64."""
+        if (seed, epoch) not in self._kept:
+            while len(self._kept) >= _KEPT_ORDERS:
+                del self._kept[next(iter(self._kept))]
+            count = len(self._units)
+            order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
+            self._kept[seed, epoch] = order, np.concatenate([[0], np.cumsum(self._units[order])])
+        return self._kept[seed, epoch]
+
+
+class _Cutting:
+    """What both ways of cutting have in common."""
+
+    split: Split
+    _order: _ShardOrder
+
+    def place(self, unit: int, seed: int) -> str:
+        """See Contexts."""
+        visit, _ = next(self._order.visits(unit, unit + 1, seed))
+        return self.split.path(visit.shard)
+
+
+class PackedContexts(_Cutting):
+    """Documents laid end to end; a unit is a byte."""
+
+    def __init__(self, split: Split, context: int, separator: int | None) -> None:
+        self.split, self.context, self._separator = split, context, separator
+        extra = 0 if separator is None else 1
+        units = np.array([shard.content_bytes + extra * shard.documents for shard in split.shards], dtype=np.int64)
+        self._order = _ShardOrder(units)
+        self.total_units = self._order.total
+        self.context_units = context
+        self.identity = f"packed/{context}/{separator}"
+
+    def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
+        """See Contexts."""
+        start, end = first * self.context, (first + len(rows)) * self.context
+        if seed is None:
+            end = min(end, self.total_units)
+        flat = rows.reshape(-1)
+        self.fill(reader, start, flat[: end - start], seed)
+        flat[end - start :] = 0
+        lengths[:] = np.clip(end - start - np.arange(len(rows)) * self.context, 0, self.context)
+
+    def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
+        """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises as ``read`` does."""
+        done = 0
+        for visit, following in self._order.visits(start, start + len(out), seed):
+            reader.expect(following)
+            size = visit.end - visit.start
+            reader.fill(visit.shard, visit.start, out[done : done + size], self._separator)
+            done += size
+
+
+class DocumentContexts(_Cutting):
+    """Contexts that hold bytes of one document alone; a unit is a context."""
+
+    def __init__(self, split: Split, context: int, hop: int) -> None:
+        self.split, self.context, self._hop = split, context, hop
+        self._order = _ShardOrder(self._contexts_of_shards())
+        self.total_units = self._order.total
+        self.context_units = 1
+        self.identity = f"documents/{context}/{hop}"
+
+    def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
+        """See Contexts."""
+        rows[:] = 0
+        done = 0
+        for visit, following in self._order.visits(first, first + len(rows), seed):
+            reader.expect(following)
+            starts, sizes = self._places(self.split.open(visit.shard), visit)
+            # Contexts of a shard lie one behind the other, and may overlap: each byte is read once.
+            content = np.empty(int((starts + sizes).max()) - int(starts[0]), dtype=np.uint8)
+            reader.fill(visit.shard, int(starts[0]), content)
+            for row, start, size in zip(rows[done:], (starts - starts[0]).tolist(), sizes.tolist(), strict=False):
+                row[:size] = content[start : start + size]
+            lengths[done : done + len(starts)] = sizes
+            done += len(starts)
+
+    def goes_on(self, number: int) -> bool:
+        """Whether context ``number`` of the canonical order begins within a document, another one before it."""
+        visit, _ = next(self._order.visits(number, number + 1, None))
+        before = self._before(self.split.open(visit.shard))
+        return int(before[np.searchsorted(before, visit.start)]) != visit.start
+
+    def _before(self, shard: OpenShard) -> np.ndarray:
+        """(documents + 1,) int64: contexts before each document of a shard, and in all."""
+        key = self.context, self._hop
+        if key not in shard.tables:
+            sizes = np.diff(shard.document_edges)
+            shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(sizes, self.context, self._hop))])
+        return shard.tables[key]
+
+    def _places(self, shard: OpenShard, visit: Visit) -> tuple[np.ndarray, np.ndarray]:
+        """Where the contexts of a visit begin in the shard's content, and their lengths: (n,), (n,) int64."""
+        edges, before = shard.document_edges, self._before(shard)
+        numbers = np.arange(visit.start, visit.end)
+        documents = np.searchsorted(before, numbers, side="right") - 1
+        starts = edges[documents] + (numbers - before[documents]) * self._hop
+        return starts, np.minimum(self.context, edges[documents + 1] - starts)
+
+    def _contexts_of_shards(self) -> np.ndarray:
+        """(shards,) int64. Documents of one size are counted by the manifest; others ask for every index."""
+        if self.split.modality.document_bytes(self.split.manifest.properties) is not None:
+            return np.array([shard.documents for shard in self.split.shards], dtype=np.int64)
+        key = self.context, self._hop
+        if key not in self.split.tables:
+            self.split.store.expect(index_file(shard) for shard in self.split.shards)
+            edges = (document_edges(load_index(self.split.store, shard)) for shard in self.split.shards)
+            counts = [int(contexts_in(np.diff(each), self.context, self._hop).sum()) for each in edges]
+            self.split.tables[key] = np.array(counts, dtype=np.int64)
+        return self.split.tables[key]

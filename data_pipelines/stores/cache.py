@@ -1,0 +1,226 @@
+"""A bounded folder of whole files that all processes of a machine share.
+
+    CACHE/.lock                                       held while room is made and while a partial file is begun
+    CACHE/0123456789abcdef/train-00000.tar            a whole, verified file of the data set of that fingerprint
+    CACHE/0123456789abcdef/train-00000.tar.SIZE-SHA.partial    one that is being fetched, or was when a process died
+
+Who fetches a file holds a lock (flock) on its partial file; the system lets go of it however the process ends. A
+partial file counts with the size it will have, so that fetches at the same time do not fill the disk together.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.stores.stores import StoredFile
+
+_SET_FOLDER = re.compile(r"[0-9a-f]{16}")
+_PARTIAL = re.compile(r".*\.(\d+)-[0-9a-f]+\.partial")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_POLL_SECONDS = 0.02  # at first; it grows while another process fetches
+_LONGEST_POLL_SECONDS = 0.5
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A partial file that this process alone may write."""
+
+    file: StoredFile
+    path: Path
+    handle: BinaryIO  # unbuffered, open for reading and writing
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: Path
+    bytes: int  # of a partial file: that it will have
+    used: float  # when it was last asked for
+    partial: bool
+
+
+class Cache:
+    """The files of one data set in the shared cache, as one process sees them.
+
+    Raises DataError for a folder that cannot be made or written.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int, fingerprint: str) -> None:
+        self._root, self._limit = root, limit_bytes
+        self._folder = root / fingerprint[:16]
+        assert _SET_FOLDER.fullmatch(self._folder.name), fingerprint
+        self._locked: set[BinaryIO] = set()
+        with self._usable():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (root / ".lock").touch()
+
+    def find(self, file: StoredFile) -> Path | None:
+        """The path of a whole file, marked as just used; None where it has to be fetched."""
+        path = self._folder / file.name
+        try:
+            if path.stat().st_size != file.size:
+                return None
+            now = time.time_ns()
+            os.utime(path, ns=(now, now))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unusable(error) from error
+        return path
+
+    def claim(self, file: StoredFile, stop: threading.Event) -> Partial | None:
+        """Room for a file and the right to write it; waits while others fetch it or fill the cache.
+
+        None where the file is whole by now, or the store is being closed. Raises DataError where it can never fit.
+        """
+        if not _FILE_NAME.fullmatch(file.name):
+            raise DataError(f"{file.name!r}: no name of a file of a data folder; build the folder again")
+        if file.size > self._limit:
+            raise DataError(
+                f"cache_bytes={self._limit}: {file.name} alone has {file.size} bytes; good: at least {file.size}"
+            )
+        path = self._folder / f"{file.name}.{file.size}-{file.sha256[:8]}.partial"
+        pause = _POLL_SECONDS
+        while not stop.is_set():
+            with self._usable(), self._cache_lock():
+                if self.find(file) is not None:
+                    return None
+                self._folder.mkdir(exist_ok=True)
+                handle = lock_file(path)
+                if handle is not None:
+                    if self._make_room(file.size, path):
+                        self._locked.add(handle)
+                        return Partial(file, path, handle)
+                    unlock_file(handle)
+            stop.wait(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return None
+
+    def commit(self, partial: Partial) -> Path:
+        """A verified partial file becomes a whole one, at once for every reader."""
+        target = self._folder / partial.file.name
+        with self._usable():
+            os.fsync(partial.handle.fileno())
+            partial.path.replace(target)
+        self._end(partial)
+        return target
+
+    def release(self, partial: Partial) -> None:
+        """Let go of a partial file that is not complete; what it holds stays for the next attempt."""
+        with suppress(OSError):
+            if not os.fstat(partial.handle.fileno()).st_size:
+                partial.path.unlink()
+        self._end(partial)
+
+    def remove(self, file: StoredFile) -> None:
+        """Remove the copy of a file, if there is one. It stays readable where it is open."""
+        with self._usable():
+            (self._folder / file.name).unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """In a forked child: close the parent's partial files, or their locks would outlive the parent in the child."""
+        while self._locked:
+            self._locked.pop().close()
+
+    def _end(self, partial: Partial) -> None:
+        self._locked.discard(partial.handle)
+        unlock_file(partial.handle)
+
+    def _make_room(self, size: int, own: Path) -> bool:
+        """Remove what was used least recently until ``size`` more bytes fit; False while others fetch too much."""
+        entries = sorted((entry for entry in self._entries() if entry.path != own), key=lambda entry: entry.used)
+        excess = sum(entry.bytes for entry in entries) + size - self._limit
+        for entry in entries:
+            if excess <= 0:
+                break
+            if entry.partial and not _is_abandoned(entry.path):
+                continue
+            entry.path.unlink(missing_ok=True)
+            excess -= entry.bytes
+            _log.info("%s: removed from the cache, %d bytes: it is bounded to %d", entry.path, entry.bytes, self._limit)
+            if entry.path.parent != self._folder:
+                with suppress(OSError):  # not empty
+                    entry.path.parent.rmdir()
+        return excess <= 0
+
+    def _entries(self) -> Iterator[_Entry]:
+        """Every file of every data set in the cache."""
+        for folder in list(self._root.iterdir()):
+            if not _SET_FOLDER.fullmatch(folder.name):
+                continue
+            with suppress(FileNotFoundError), os.scandir(folder) as files:
+                for found in files:
+                    with suppress(FileNotFoundError):  # renamed meanwhile
+                        status = found.stat()
+                        match = _PARTIAL.fullmatch(found.name)
+                        size = int(match[1]) if match else status.st_size
+                        yield _Entry(Path(found.path), size, status.st_mtime_ns, match is not None)
+
+    @contextmanager
+    def _cache_lock(self) -> Iterator[None]:
+        with (self._root / ".lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> DataError:
+        return DataError(
+            f"{error.filename or self._root}: the cache cannot be used ({error.strerror}); "
+            "name a folder for the cache that can be written, on a disk with room and file locks"
+        )
+
+
+def lock_file(path: Path) -> BinaryIO | None:
+    """Open a partial file, made if need be, and lock it; None where another holds it."""
+    while True:
+        handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle.fileno()).st_ino == path.stat().st_ino:
+                return handle
+        except BlockingIOError:
+            handle.close()
+            return None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            handle.close()
+            raise
+        handle.close()  # between open and lock it became a whole file or was removed
+
+
+def unlock_file(handle: BinaryIO) -> None:
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
+    handle.close()
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody is fetching into a partial file."""
+    try:
+        with path.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        pass
+    return True

@@ -1,0 +1,291 @@
+"""Bytes of remote files from any offset on, through fsspec, and what went wrong in words that give no secret away.
+
+Nothing here tries twice: one call is one attempt, bounded by the time-outs of the protocol's library.
+"""
+
+import inspect
+import re
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from longstride.data_pipelines.errors import DataError
+
+READ_BYTES = 2**20  # at most, of an HTTP body at once
+_URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<rest>.*)", re.DOTALL)
+_ANY_USER = re.compile(r"://[^/\s'\"]*@")
+_ANY_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\")]*")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_HTTP = ("http", "https")
+_LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs"}
+_TRANSIENT_STATUSES = (408, 425, 429)  # of the 4xx: time-out, too early, too many requests
+# Of libraries that may not be there, so by name: no second attempt would find another answer.
+_HOPELESS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
+
+
+class RefusedError(Exception):
+    """The server's answer is final (no such file, no access): one line that says so."""
+
+
+class DifferentFileError(Exception):
+    """The remote file cannot be the manifest's: one line that says why."""
+
+
+class HttpStatusError(OSError):
+    """An answer that may be another one next time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The URL of a remote folder. Only ``shown`` and what ``hide`` returns may go into messages."""
+
+    url: str
+
+    @property
+    def protocol(self) -> str:
+        """Such as ``https``."""
+        return self._parts()[0]
+
+    @property
+    def shown(self) -> str:
+        """The URL as a person wrote it, ``***`` in place of user, password and query."""
+        return self.hide(self.url)
+
+    def of(self, name: str) -> str:
+        """URL of a file of the folder, credentials included."""
+        protocol, user, path, query = self._parts()
+        return f"{protocol}://{user}{path.rstrip('/')}/{name}{query}"
+
+    def shown_of(self, name: str) -> str:
+        """URL of a file of the folder, for messages."""
+        return self.hide(self.of(name))
+
+    def hide(self, text: str) -> str:
+        """``text`` without this address's secrets, and without users and queries of any other URL in it."""
+        text = _ANY_QUERY.sub(r"\1?***", _ANY_USER.sub("://***@", text))
+        _, user, _, query = self._parts()
+        for secret in (user[:-1], user[:-1].partition(":")[2], query[1:]):
+            for form in {secret, unquote(secret)}:
+                if len(form) > 2:
+                    text = text.replace(form, "***")
+        return text
+
+    def _parts(self) -> tuple[str, str, str, str]:
+        """Protocol, ``user:password@`` or nothing, host and path, ``?query`` or nothing."""
+        match = _URL.fullmatch(self.url)
+        assert match is not None
+        rest, query = match["rest"], ""
+        if match["protocol"].lower() in _HTTP:
+            rest, mark, query = rest.partition("#")[0].partition("?")
+            query = mark + query
+        return match["protocol"].lower(), f"{match['user']}@" if match["user"] else "", rest, query
+
+
+def check_protocol(address: Address) -> None:
+    """Raises DataError, saying what to install, for a protocol that cannot be read here."""
+    if "::" in address.url:
+        raise DataError(f"{address.shown}: chained protocols (::) are not read; name the folder that holds the files")
+    protocol = address.protocol
+    try:
+        import fsspec
+
+        kind = fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        library = _LIBRARIES.get(protocol)
+        how = f"pip install {library}" if library else str(error)
+        raise DataError(f"{address.shown}: the library that reads {protocol}:// is not installed; {how}") from error
+    except ValueError as error:
+        raise DataError(
+            f"{address.shown}: {protocol}:// is no protocol that fsspec knows; good ones are https:// and s3://"
+        ) from error
+    asked = [
+        one.name
+        for one in list(inspect.signature(kind.__init__).parameters.values())[1:]
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if asked:  # such as ftp://
+        raise DataError(
+            f"{address.shown}: fsspec asks for more than a URL to read {protocol}:// ({', '.join(asked)}); "
+            "good ones are https:// and s3://"
+        )
+
+
+def mend_after_fork() -> None:
+    """In a forked child, before its first Transport: it may inherit the lock of fsspec's event loop held."""
+    from fsspec.asyn import reset_lock
+
+    reset_lock()
+
+
+class Transport:
+    """One process's connection to a remote folder; never to be used in another process."""
+
+    def __init__(self, address: Address, timeout_seconds: float) -> None:
+        import fsspec
+
+        self.address, self._timeout = address, timeout_seconds
+        try:
+            self._filesystem = fsspec.filesystem(
+                address.protocol, skip_instance_cache=True, **_options(address.protocol, timeout_seconds)
+            )
+        except Exception as error:  # of any library, and for any reason
+            raise DataError(
+                f"{address.shown}: {address.protocol}:// cannot be read here ({address.hide(_one_line(error))}); "
+                "good ones are https:// and s3://"
+            ) from error
+        if hasattr(self._filesystem, "retries"):
+            self._filesystem.retries = 1  # s3fs would try five times by itself for each of our attempts
+
+    def whole(self, name: str) -> bytes:
+        """A whole file, in one attempt. Raises RefusedError, or whatever the protocol's library raises."""
+        url = self.address.of(name)
+        with _final_answers(self.address):
+            if self.address.protocol in _HTTP:
+                return b"".join(self._http_body(url, 0, None))
+            return self._filesystem.cat_file(url)
+
+    def stream(self, name: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
+        """Bytes from ``offset`` on of a file that should have ``size``, in one attempt; they may end early.
+
+        Raises RefusedError, DifferentFileError, or whatever the protocol's library raises.
+        """
+        url = self.address.of(name)
+        with _final_answers(self.address):
+            if self.address.protocol in _HTTP:
+                yield from self._http_body(url, offset, size)
+            else:
+                yield from self._chunks(url, offset, size, chunk_bytes)
+
+    def reason(self, error: Exception) -> str:
+        """One line on an attempt that failed."""
+        text = " ".join(str(error).split())
+        kind = type(error).__name__
+        if isinstance(error, HttpStatusError):
+            return text
+        if isinstance(error, TimeoutError) or "Timeout" in kind:
+            return f"nothing came for {self._timeout:g} s ({kind})"
+        return self.address.hide(f"{kind}: {text}" if text else kind)
+
+    def _chunks(self, url: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
+        """What any filesystem of fsspec can do: a request a chunk, which is lost where it breaks off."""
+        while offset < size:
+            end = min(offset + chunk_bytes, size)
+            chunk = self._filesystem.cat_file(url, start=offset, end=end)
+            if len(chunk) > end - offset:  # the range was ignored
+                chunk = chunk[offset:end]
+            yield chunk
+            offset += len(chunk)
+            if offset < end:
+                remote_size = self._filesystem.size(url)
+                if remote_size is not None and remote_size != size:
+                    raise DifferentFileError(f"{remote_size} bytes, and it should have {size}")
+                return
+
+    def _http_body(self, url: str, offset: int, size: int | None) -> Iterator[bytes]:
+        """The body of one request, as it comes in: what has come before a connection breaks is not lost."""
+        from fsspec.asyn import sync
+
+        # A compressed body would have other offsets and another length; a manifest in a proxy may be an old one.
+        headers = {"Accept-Encoding": "identity"}
+        if size is None:
+            headers["Cache-Control"] = "no-cache"
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        loop = self._filesystem.loop
+        response = sync(loop, _request, self._filesystem, url, headers)
+        try:
+            _check_status(response, offset)
+            skip = _bytes_to_skip(response, offset, size)
+            while chunk := sync(loop, response.content.read, READ_BYTES):
+                dropped = min(skip, len(chunk))
+                skip -= dropped
+                if dropped < len(chunk):
+                    yield chunk[dropped:]
+        finally:
+            loop.call_soon_threadsafe(response.close)
+
+
+@contextmanager
+def _final_answers(address: Address) -> Iterator[None]:
+    """Turns errors that no second attempt would mend into RefusedError."""
+    try:
+        yield
+    except FileNotFoundError:
+        words = "no such file"
+    except PermissionError as error:
+        words = f"access denied ({_one_line(error)})"
+    except ssl.CertificateError as error:
+        words = f"the server's certificate is not trusted ({_one_line(error)})"
+    except (NotImplementedError, ValueError) as error:
+        words = _one_line(error)
+    except Exception as error:
+        if type(error).__name__ not in _HOPELESS:
+            raise
+        words = _one_line(error)
+    else:
+        return
+    raise RefusedError(address.hide(words))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _options(protocol: str, timeout_seconds: float) -> dict[str, Any]:
+    """Time-outs in the words of the protocol's library; one without such words keeps its own."""
+    if protocol in _HTTP:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=timeout_seconds, sock_connect=timeout_seconds, sock_read=timeout_seconds
+        )
+        # trust_env: proxies, and the credentials of ~/.netrc, as every other tool on the machine has them.
+        return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+    if _LIBRARIES.get(protocol) == "s3fs":
+        config = {
+            "connect_timeout": timeout_seconds,
+            "read_timeout": timeout_seconds,
+            "retries": {"max_attempts": 0},  # ours are counted, logged and continue a file where it broke off
+        }
+        return {"config_kwargs": config, "use_listings_cache": False}
+    return {}
+
+
+async def _request(filesystem: Any, url: str, headers: dict[str, str]) -> Any:
+    session = await filesystem.set_session()
+    return await session.get(filesystem.encode_url(url), headers=headers)
+
+
+def _check_status(response: Any, offset: int) -> None:
+    """Raises unless the answer is a body."""
+    status = response.status
+    words = f"HTTP {status} {response.reason}"
+    if status == 416:
+        raise DifferentFileError(f"it ends before byte {offset}")
+    if status in (404, 410):
+        raise FileNotFoundError(words)
+    if status in (401, 403):
+        raise PermissionError(words)
+    if 400 <= status < 500 and status not in _TRANSIENT_STATUSES:
+        raise RefusedError(f"the server answers {words}")
+    if status not in (200, 206):
+        raise HttpStatusError(f"the server answers {words}")
+
+
+def _bytes_to_skip(response: Any, offset: int, size: int | None) -> int:
+    """How many bytes of a body lie before ``offset``. Raises where it is no part of a file of ``size`` bytes."""
+    if response.status == 206:
+        found = _CONTENT_RANGE.match(response.headers.get("Content-Range", ""))
+        if found is None or int(found[1]) != offset:
+            raise HttpStatusError("the server sends another range than it was asked for")
+        if size is not None and found[2] not in ("*", str(size)):
+            raise DifferentFileError(f"{found[2]} bytes, and it should have {size}")
+        return 0
+    length = None if "Content-Encoding" in response.headers else response.content_length
+    # A shorter body may be one that a proxy cut: what is missing is asked for again.
+    if size is not None and length is not None and length > size:
+        raise DifferentFileError(f"{length} bytes, and it should have {size}")
+    return offset

@@ -1,0 +1,214 @@
+"""A part at one context as few batches of equal rectangles, for backends that work by batched matrix products.
+
+Letters: N queries, M keys of a part, R rows (queries) and W columns (keys) of a chunk. All in the part's own orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longstride.kernels.patterns.base import Part
+from longstride.kernels.patterns.forms import Fold
+from longstride.kernels.plan import View, view
+
+# The cost of a chunk in pairs of a query and a key, as measured: reading a row of keys and adding to its gradient costs
+# about as much as KEY_COST more queries would, and starting a batch of chunks as much as BATCH_COST pairs of one head.
+KEY_COST = 18
+CHUNK_COST = 100
+BATCH_COST = 6_000
+MAX_PAIRS = 1 << 22  # scores of a chunk that may be in memory at once, where chunks of the smallest size allow it
+SIZES = tuple(size for power in range(4, 14) for size in (1 << power, 3 << (power - 1)))  # 16, 24, 32, 48, … 12288
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Columns first … last-1 of a chunk, and what is added to their scores: 0 where allowed, else -inf."""
+
+    first: int
+    last: int
+    bias: Tensor  # (R, last - first) fp32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``count`` chunks of R x W: chunk i has rows ``row + i * row_step`` … and keys ``key + i * key_step`` …"""
+
+    count: int
+    rows: int
+    width: int
+    row: int
+    row_step: int
+    key: int
+    key_step: int
+    edges: tuple[Edge, ...]  # columns that not every row reads
+    has_blind_rows: bool  # some row reads no key
+
+    def num_pairs(self) -> int:
+        """Scores computed, masked ones included."""
+        return self.count * self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A part's orders and the batches that cover its pairs, each pair once."""
+
+    columns: Fold | None  # both orders, where chunks can be read and written in place: see ``_in_place``
+    query_order: Tensor | None  # (N,) int64; None is natural, or in place
+    query_inverse: Tensor | None  # (N,) int64, the row of each original position
+    key_order: Tensor | None  # (M,) int64
+    num_keys: int
+    batches: tuple[Batch, ...]
+    has_all_rows: bool  # every row is in a batch
+    has_all_keys_once: bool  # every key is in exactly one chunk
+
+    def num_pairs(self) -> int:
+        """Scores computed, masked ones included: what the work grows with."""
+        return sum(batch.num_pairs() for batch in self.batches)
+
+
+@lru_cache(maxsize=64)
+def chunked(part: Part, context: int) -> Chunks:
+    """The chunks of a part for N = ``context`` positions, of the size that is estimated to be fastest; cached."""
+    o = view(part, context, "queries")
+    start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
+    start, stop = _trimmed(o, start, stop)
+    low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
+    first, last = low[start], high[stop - 1]
+    batches = tuple(_batches(o, start, stop))
+    columns = o.row_order if isinstance(o.row_order, Fold) and _in_place(o, o.row_order, batches) else None
+    return Chunks(
+        columns=columns,
+        query_order=None if columns else o.row_positions,
+        query_inverse=None if columns or o.row_order is None else o.row_of_position,
+        key_order=None if columns else o.column_positions,
+        num_keys=o.num_columns,
+        batches=batches,
+        has_all_rows=int((stop - start).sum()) == context,
+        has_all_keys_once=bool((first[1:] == last[:-1]).all())
+        and len(first) > 0
+        and first[0] == 0
+        and last[-1] == o.num_columns,
+    )
+
+
+def _in_place(o: View, order: Fold, batches: tuple[Batch, ...]) -> bool:
+    """Whether all chunks lie each in one column, and at equal steps there: then they are views of what is unordered."""
+    rows = order.period
+    return (
+        o.column_order is order
+        and order.step == 1
+        and all(
+            first % rows + length <= rows and step % rows == 0
+            for batch in batches
+            for first, step, length in (
+                (batch.row, batch.row_step, batch.rows),
+                (batch.key, batch.key_step, batch.width),
+            )
+        )
+    )
+
+
+def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ways to cut the rows: (start, stop) of each chunk. Empty intervals are left in."""
+    low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
+    # Where a row shares no key with any before it, a chunk that begins there wastes nothing on them.
+    restart = np.flatnonzero((low[1:] >= high[:-1]) & (low[1:] > low[:-1])) + 1
+    begin = np.concatenate([[0], restart])
+    end = np.append(restart, o.num_rows)
+    for size in SIZES:
+        yield _cut(np.array([0]), np.array([o.num_rows]), size)
+        if len(restart):
+            yield _cut(begin, end, size)
+        if size >= o.num_rows:
+            return
+
+
+def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each run [begin, end) in pieces of ``size`` and a rest, or of equal size where there are several runs."""
+    length = end - begin
+    count = -(-length // size)
+    step = -(-length // count) if len(begin) > 1 else np.full_like(length, size)
+    count = -(-length // step)
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    start = np.repeat(begin, count) + within * np.repeat(step, count)
+    return start, np.minimum(start + np.repeat(step, count), np.repeat(end, count))
+
+
+def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
+    """Estimated time in pairs; infinite where a chunk is too large to hold and smaller ones would do."""
+    start, stop = _trimmed(o, start, stop)
+    rows = stop - start
+    width = o.intervals.high.numpy()[stop - 1] - o.intervals.low.numpy()[start]
+    if len(rows) and (rows * width).max() > MAX_PAIRS and rows.max() > SIZES[0]:
+        return np.inf
+    shapes = len(np.unique(rows * (o.num_columns + 1) + width))
+    return float((rows * width + KEY_COST * width).sum() + CHUNK_COST * len(rows) + BATCH_COST * shapes)
+
+
+def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chunks without rows at either end that read no key; those of such rows alone are left out."""
+    reads = (o.intervals.low < o.intervals.high).numpy()
+    before = np.concatenate([[0], np.cumsum(reads)])  # rows that read, before each row
+    reading = np.flatnonzero(reads)
+    kept = before[stop] > before[start]
+    start, stop = start[kept], stop[kept]
+    return reading[before[start]], reading[before[stop] - 1] + 1
+
+
+def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
+    """Chunks of the same relative intervals whose rows and keys lie at equal steps, together."""
+    low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
+    alike: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
+    for a, b in zip(start.tolist(), stop.tolist(), strict=True):
+        relative = (b - a, (low[a:b] - low[a]).tobytes() + (high[a:b] - low[a]).tobytes())
+        alike.setdefault(relative, []).append((a, int(low[a])))
+    biases: dict[tuple[int, int, bytes], Tensor] = {}
+    for (rows, _), places in alike.items():
+        a, key = places[0]
+        inside_low, inside_high = low[a : a + rows] - key, high[a : a + rows] - key
+        edges = tuple(_edges(inside_low, inside_high, biases))
+        blind = bool((inside_low >= inside_high).any())
+        for count, (row, key), (row_step, key_step) in _progressions(places):
+            yield Batch(count, rows, int(inside_high[-1]), row, row_step, key, key_step, edges, blind)
+
+
+def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Maximal runs of (row, key) at equal steps: their length, first place and step."""
+    first = 0
+    while first < len(places):
+        row, key = places[first]
+        last = first + 1
+        step = (0, 0)
+        if last < len(places):
+            step = (places[last][0] - row, places[last][1] - key)
+            while last < len(places) and places[last] == (
+                row + (last - first) * step[0],
+                key + (last - first) * step[1],
+            ):
+                last += 1
+        yield last - first, (row, key), step
+        first = last
+
+
+def _edges(low: np.ndarray, high: np.ndarray, biases: dict[tuple[int, int, bytes], Tensor]) -> Iterator[Edge]:
+    """The columns that not every row reads: a left and a right run, or all at once where those are most."""
+    width = int(high[-1])
+    left, right = min(int(low.max()), width), int(high.min())
+    if left + width - right > width // 2:
+        left, right = width, width
+    for first, last in ((0, left), (right, width)):
+        if first == last:
+            continue
+        inside = np.stack([np.clip(low - first, 0, last - first), np.clip(high - first, 0, last - first)])
+        name = (len(low), last - first, inside.tobytes())
+        if name not in biases:
+            column = np.arange(last - first)
+            allowed = (inside[0][:, None] <= column) & (column < inside[1][:, None])
+            biases[name] = torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
+        yield Edge(first, last, biases[name])

@@ -1,0 +1,207 @@
+"""What DeepSpeed saved, by parameter: fp32 weights, Adam's moments and the moving average, one tensor at a time.
+
+From any ZeRO stage, any number of ranks and every optimiser of DeepSpeed's that a run can have. A rank's file holds
+flat vectors, in which a parameter is an interval; files are mapped, so that only what is asked for is read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
+from longstride.launcher.checkpoints.unpickling import read_pickle
+from longstride.launcher.engine.weight_average import AVERAGE
+from longstride.launcher.models.fingerprint import MAPPED_BYTES
+
+MASTER = "fp32"
+KINDS = (MASTER, "exp_avg", "exp_avg_sq", AVERAGE)  # as DeepSpeed's universal form and the optimiser's state name them
+_SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scale has come to
+
+
+class _Piece(NamedTuple):
+    """An interval of one of a rank's flat vectors."""
+
+    rank: int
+    vector: int
+    start: int
+    stop: int
+
+
+class SavedState:
+    """A checkpoint's tensors by parameter name and kind, and the numbers beside them. The files are verified already.
+
+    Raises:
+        ConfigError: a file is missing, or holds what no run of ours writes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder = checkpoint.folder
+        self._manifest, self._trusted = checkpoint.manifest, checkpoint.trusted
+        self._model = self._read(self._model_file())
+        self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
+        self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
+        self.shapes: dict[str, torch.Size] = {}
+        self._pieces: dict[str, list[_Piece]] = {}
+        self.loss_scale: dict[str, float] | None = None  # of a dynamic one
+        self._read_whole() if self._manifest.zero_stage == 0 else self._read_shards()
+        wanted = {name for group in self._manifest.parameter_groups for name in group}
+        if wanted - self.shapes.keys():
+            raise self._broken(f"without the weights {', '.join(sorted(wanted - self.shapes.keys()))}")
+        self.kinds = tuple(kind for kind in KINDS if self._has(kind))
+        self.step = self._adam_step()
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The engine's counters."""
+        return {name: int(self._model[name]) for name in ("global_steps", "global_samples", "skipped_steps")}
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """How far the schedule of the learning rate is."""
+        return {name: self._model["lr_scheduler"][name] for name in ("last_epoch", "_step_count")}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's tensors that are no parameters."""
+        return {name: self._model["module"][name] for name in self._model["buffer_names"]}
+
+    def tensor(self, name: str, kind: str = MASTER) -> Tensor:
+        """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
+        parts = [self._vector(kind, piece)[piece.start : piece.stop] for piece in self._pieces[name]]
+        whole = torch.cat([part.float() for part in parts])  # a copy, which the file can be closed behind
+        shape = self.shapes[name]
+        return whole[: shape.numel()].reshape(shape)
+
+    def _vector(self, kind: str, piece: _Piece) -> Tensor:
+        if kind == MASTER:
+            return self._masters[piece.rank][piece.vector].detach().flatten()
+        return self._states[piece.rank][piece.vector][kind].flatten()
+
+    def _has(self, kind: str) -> bool:
+        """Whether every parameter has it; ConfigError if only some have."""
+        if kind == MASTER:
+            return True
+        used = {(piece.rank, piece.vector) for pieces in self._pieces.values() for piece in pieces}
+        found = {(rank, vector) for rank, vector in used if kind in self._states[rank].get(vector, {})}
+        if found and found != used:
+            raise self._broken(f"{kind} is there for a part of the parameters alone")
+        return bool(found)
+
+    def _adam_step(self) -> float | None:
+        """How many steps Adam has taken; None before the first."""
+        steps = {float(state["step"]) for states in self._states for state in states.values() if "step" in state}
+        if len(steps) > 1:
+            raise self._broken(f"Adam's steps differ: {sorted(steps)}")
+        return steps.pop() if steps else None
+
+    def _read_whole(self) -> None:
+        """ZeRO 0: one file; in half precision its master weights are nameless, in the order of the groups."""
+        optimizer = self._model["optimizer"]
+        names = [name for group in self._manifest.parameter_groups for name in group]
+        if self._manifest.precision == "fp32":
+            masters = [self._model["module"][name] for name in names]
+        else:
+            masters = [master for group in optimizer["fp32_groups"] for master in group]
+            if optimizer["dynamic_loss_scale"]:
+                self.loss_scale = {key: float(optimizer[key]) for key in _SCALE if key in optimizer}
+            optimizer = optimizer["optimizer_state_dict"]
+        self._masters, self._states = [masters], [optimizer["state"]]
+        for number, (name, master) in enumerate(zip(names, masters, strict=True)):
+            self.shapes[name] = master.shape
+            self._pieces[name] = [_Piece(0, number, 0, master.numel())]
+
+    def _read_shards(self) -> None:
+        ranks = {int(found[1]): name for name in self._manifest.files if (found := _SHARD.fullmatch(name))}
+        if sorted(ranks) != list(range(self._manifest.world_size)):
+            raise self._broken(f"optimiser's files of the ranks {sorted(ranks)}, not of {self._manifest.world_size}")
+        shards = [self._read(ranks[rank])["optimizer_state_dict"] for rank in range(len(ranks))]
+        scaler = shards[0].get("loss_scaler")
+        if scaler is not None and scaler.dynamic:
+            self.loss_scale = {key: float(getattr(scaler, key)) for key in _SCALE}
+        weights = self._manifest.zero_stage == 3
+        inner = "optimizer_state_dict" if weights else "base_optimizer_state"
+        for shard in shards:
+            content = shard[inner]
+            self._states.append(content["state"] if isinstance(content, dict) else dict(enumerate(content)))
+            self._masters.append(shard["fp32_flat_groups" if weights else "single_partition_of_fp32_groups"])
+        (self._lay_out_parameters if weights else self._lay_out_groups)(shards)
+
+    def _lay_out_groups(self, shards: list[dict[str, Any]]) -> None:
+        """ZeRO 1 and 2: a group of parameters is laid end to end, and that vector cut evenly over the ranks."""
+        first = shards[0]
+        stripped = "zero_stage" in first  # BF16_Optimizer, which has no such key, saves its padding too
+        gaps = first.get("param_alignment_paddings") or [None] * len(self._model["param_shapes"])
+        for group, (shapes, paddings) in enumerate(zip(self._model["param_shapes"], gaps, strict=True)):
+            size = self._masters[0][group].numel() + (first["group_paddings"][group] if stripped else 0)
+            offset = 0
+            for (name, shape), gap in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
+                self.shapes[name] = shape
+                self._pieces[name] = list(_cut(group, offset, offset + shape.numel(), size))
+                offset += shape.numel() + gap
+            held = sum(masters[group].numel() for masters in self._masters)
+            if held < offset:
+                raise self._broken(f"its shards hold {held:,} weights of a group of {offset:,}")
+
+    def _lay_out_parameters(self, shards: list[dict[str, Any]]) -> None:
+        """ZeRO 3: every parameter is cut evenly over the ranks; a rank lays its pieces end to end, in sub-groups."""
+        ends = list(accumulate(vector.numel() for vector in self._masters[0]))
+        vector, offset = 0, 0
+        for shapes in self._model["param_shapes"]:
+            for name, shape in shapes.items():
+                size = math.ceil(shape.numel() / len(shards))
+                while vector < len(ends) and offset >= ends[vector]:
+                    vector += 1
+                start = offset - (ends[vector - 1] if vector else 0)
+                if vector == len(ends) or offset + size > ends[vector]:
+                    raise self._broken(f"{name} does not lie within one of its sub-groups")
+                self.shapes[name] = shape
+                self._pieces[name] = [_Piece(rank, vector, start, start + size) for rank in range(len(shards))]
+                offset += size
+
+    def _read(self, name: str) -> dict[str, Any]:
+        return read_pickle(self._folder / name, mapped=True, trusted=self._trusted)
+
+    def _model_file(self) -> str:
+        found = [name for name in self._manifest.files if _MODEL.fullmatch(name)]
+        if len(found) != 1:
+            raise self._broken(f"{len(found)} files with the state of the model, not one")
+        return found[0]
+
+    def _broken(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._folder}: {what}")
+
+
+class StreamedState:
+    """A verified checkpoint's tensors for one way through them all: files are mapped anew now and then.
+
+    What has been read of a mapping counts as memory of the process until it is let go of.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._read = checkpoint, 0
+        self.state = SavedState(checkpoint)
+
+    def tensor(self, name: str, kind: str = MASTER) -> Tensor:
+        """As ``SavedState.tensor``."""
+        if self._read > MAPPED_BYTES and not self._checkpoint.trusted:  # what is trusted is run once
+            self.state, self._read = SavedState(self._checkpoint), 0
+        found = self.state.tensor(name, kind)
+        self._read += found.nbytes
+        return found
+
+
+def _cut(vector: int, begin: int, end: int, size: int) -> Iterator[_Piece]:
+    """The interval [begin, end) of a vector that is cut into one of ``size`` for each rank."""
+    for rank in range(begin // size, -(-end // size)):
+        low = rank * size
+        yield _Piece(rank, vector, max(begin, low) - low, min(end, low + size) - low)

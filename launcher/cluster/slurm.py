@@ -1,0 +1,187 @@
+"""`longstride slurm`: a batch script for SLURM, which saves before its time is up and queues itself again."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.launcher import train
+from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS
+from longstride.launcher.config.run_config import RunConfig, check_world_size, find_config, load_config
+from longstride.launcher.data.checks import check_data, check_output
+from longstride.launcher.output import exit_codes
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
+_NAME = re.compile(r"[\w.+-]+(?:,[\w.+-]+)*", re.ASCII)
+_OPTION = re.compile(r"[a-z][a-z-]*(?:=[^\s#]+)?", re.ASCII)
+_OURS = {
+    *("account", "chdir", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks", "ntasks-per-node"),
+    *("open-mode", "output", "partition", "requeue", "signal", "time"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    parser.add_argument("--config", required=True, metavar="X.json|NAME", help="the run, as for `longstride train`")
+    parser.add_argument("--nodes", required=True, type=int, metavar="N", help="hosts")
+    parser.add_argument("--processes-per-node", required=True, type=int, metavar="M", help="ranks on each host")
+    parser.add_argument("--time", required=True, metavar="[D-]HH:MM:SS", help="after which SLURM ends the job")
+    parser.add_argument("--partition", metavar="P")
+    parser.add_argument("--account", metavar="A")
+    parser.add_argument("--gpus", action="store_true", help="ask for a GPU for each process")
+    parser.add_argument(
+        "--cpus-per-process", type=int, metavar="C", help="cores for a rank and its loader workers (default: SLURM's)"
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="a line #SBATCH --OPTION more, such as qos=long or mem=0; may be repeated",
+    )
+    parser.add_argument("--job-name", metavar="NAME", help="of the job and the script (default: the run folder's name)")
+    parser.add_argument(
+        "--stop-seconds",
+        type=int,
+        default=120,
+        metavar="S",
+        help="save and stop so long before the time is up (default: 120)",
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="of script and logs (default: the run folder)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--submit", action="store_true", help="hand the script to sbatch")
+    what.add_argument("--print", action="store_true", dest="show", help="print the script, and write nothing")
+    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the script; submits or prints it where that is asked for.
+
+    Raises:
+        ConfigError: an option, the configuration or the run folder is wrong, or the script is there already.
+        DataError: the data folder is wrong.
+    """
+    config = load_config(arguments.config, arguments.overrides)
+    _check(arguments, config)
+    folder = (arguments.output_dir or Path(config.train.output)).absolute()
+    name = arguments.job_name or Path(config.train.output).absolute().name
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"--job-name={name}: must be letters, digits and ._+-; such as {_mended(name)}")
+    script = folder / f"{name}.sbatch"
+    text = script_text(arguments, name, script, str(folder / "slurm-%j.log"))
+    if arguments.show:
+        print(text, end="")
+        return 0
+    if arguments.submit and shutil.which("sbatch") is None:
+        raise ConfigError("--submit: sbatch is not on PATH; submit from a host of the cluster, or leave --submit out")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with script.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            f"{script}: is there already; submit it, or give another --job-name or --output-dir"
+        ) from None
+    script.chmod(0o755)
+    if arguments.submit:
+        return subprocess.run(["sbatch", str(script)], check=False).returncode
+    print(f"{script}: submit it with `sbatch {shlex.quote(str(script))}`")
+    return 0
+
+
+def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str) -> str:
+    """The batch script of checked options."""
+    directives = {
+        "job-name": name,
+        "nodes": arguments.nodes,
+        "ntasks-per-node": arguments.processes_per_node,
+        "time": arguments.time,
+        "partition": arguments.partition,
+        "account": arguments.account,
+        "cpus-per-task": arguments.cpus_per_process,
+        # Not one a task: each rank takes the GPU of its number on the host, and must see as many.
+        "gpus-per-node": arguments.processes_per_node if arguments.gpus else None,
+    }
+    lines = [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
+    lines += [f"#SBATCH --{option.removeprefix('--')}" for option in arguments.sbatch]
+    # Since 22.05, srun does not take this over from the job.
+    command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
+    command += [sys.executable, "-u", str(Path(train.__file__).resolve())]
+    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto", *arguments.overrides]
+    ranks = arguments.nodes * arguments.processes_per_node
+    values = {
+        "title": f"Trains {find_config(arguments.config).name} as {ranks} ranks on {arguments.nodes} hosts.",
+        "script": script.name,
+        "directives": "\n".join(lines),
+        "folder": str(Path.cwd()),
+        "log": log,
+        "stop_seconds": str(arguments.stop_seconds),
+        "requeue_code": str(exit_codes.REQUEUE),
+        "wait_seconds": str(SLURM_WAIT_SECONDS),
+        "command": shlex.join(command),
+    }
+    text = resources.files("longstride.launcher.cluster").joinpath("sbatch.sh").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], text)
+
+
+def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
+    """Whether the options and the run make sense; every wrong option in a line of its own."""
+    problems = [
+        Problem("", f"{option}={value}: must be at least 1")
+        for option, value in (
+            ("--nodes", arguments.nodes),
+            ("--processes-per-node", arguments.processes_per_node),
+            ("--cpus-per-process", arguments.cpus_per_process),
+            ("--stop-seconds", arguments.stop_seconds),
+        )
+        if value is not None and value < 1
+    ]
+    seconds = _seconds(arguments.time)
+    if seconds is None:
+        problems.append(Problem("", f"--time={arguments.time}: must be [days-]hours:minutes:seconds, such as 12:00:00"))
+    elif seconds <= arguments.stop_seconds + 60:  # SLURM may tell a minute earlier
+        rule = f"must be more than --stop-seconds {arguments.stop_seconds} and a minute, or the job stops as it starts"
+        problems.append(Problem("", f"--time={arguments.time}: {rule}; such as 12:00:00"))
+    for option, value in (("--partition", arguments.partition), ("--account", arguments.account)):
+        if value is not None and _NAME.fullmatch(value) is None:
+            shown = " ".join(value.split())
+            problems.append(Problem("", f"{option}={shown}: must be a name; such as {_mended(value)}"))
+    for option in arguments.sbatch:
+        if _OPTION.fullmatch(option.removeprefix("--")) is None:
+            shown = " ".join(option.split())
+            problems.append(Problem("", f"--sbatch={shown}: must be one option of sbatch; such as qos=long"))
+        elif option.removeprefix("--").partition("=")[0] in _OURS:
+            problems.append(Problem("", f"--sbatch={option}: is the script's own, or another option's; leave it out"))
+    # In a script's comments nothing can be quoted.
+    for option, path in (("--output-dir", arguments.output_dir or config.train.output), ("this folder", Path.cwd())):
+        if re.search(r"[\s\"'\\%]", str(Path(path).absolute())):
+            problems.append(Problem("", f"{option}={path}: must be a path without blanks, quotes and %, for SLURM"))
+    if problems:
+        raise ConfigError(*problems)
+    check_output(config.train.output, "auto")
+    check_world_size(config, arguments.nodes * arguments.processes_per_node)
+    check_data(config, elsewhere=True)
+
+
+def _seconds(time: str) -> int | None:
+    """A time of sbatch in seconds: minutes, minutes:seconds, hours:minutes:seconds, or from hours on behind days."""
+    match = _TIME.fullmatch(time)
+    if match is None:
+        return None
+    days, first, second, third = match.groups()
+    numbers = [int(number or 0) for number in (first, second, third)]
+    if days is None and third is None:
+        numbers = [0, *numbers[:2]]
+    hours, minutes, seconds = numbers
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _mended(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", name, flags=re.ASCII).strip("-") or "longstride"

@@ -1,0 +1,116 @@
+"""`longstride compress FILE` and `decompress`: lossless, by an exported model's probabilities. Need no deepspeed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import zlib
+from pathlib import Path
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.compression.arithmetic_coding import DamagedError
+from longstride.launcher.compression.coded_contexts import decode, encode, rows_for
+from longstride.launcher.compression.compressed_file import Compressed, NotReadableError, Surroundings, shortened
+from longstride.launcher.generation.likelihood import check_bytes
+from longstride.launcher.generation.plain_files import check_new, named, read_file, write_new
+from longstride.launcher.models.exported import computing_numbers, fingerprint, load_model, usable_device
+from longstride.launcher.output.byte_counter import ByteCounter
+from longstride.sparse_model import SparseTransformer
+
+
+def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `compress`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="of any kind")
+    _add_common(parser, "FILE.lsz")
+
+
+def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `decompress`."""
+    parser.add_argument("file", type=Path, metavar="FILE.lsz", help="written by `longstride compress`")
+    _add_common(parser, "FILE")
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="try it on another machine or version of torch than it was compressed on",
+    )
+
+
+def run_compress(arguments: argparse.Namespace) -> int:
+    """Runs `compress`; returns its exit code."""
+    usable_device(arguments.device)
+    check_new(arguments.output)
+    content = read_file(arguments.file, "FILE")
+    model = load_model(arguments.model, arguments.device)
+    with named(f"FILE={arguments.file}"):
+        check_bytes(content, model)
+    start = time.perf_counter()
+    rows = rows_for(model.config, len(content), model.embedding.start.dtype)
+    counter = ByteCounter(len(content))
+    with computing_numbers(arguments.model):
+        code, bits = encode(model, content, rows, counter.at)
+    counter.end()
+    compressed = Compressed(
+        shortened(fingerprint(arguments.model)), len(content), zlib.crc32(content), rows, _surroundings(model), code
+    )
+    whole = compressed.to_bytes()
+    write_new(arguments.output, whole)
+    told = f"{arguments.output}: {len(whole):,} bytes of {len(content):,}"
+    if content:
+        rate = f"{8 * len(whole) / len(content):.4f} bits per byte (the model's {bits / len(content):.4f})"
+        told += f", {rate}, in {time.perf_counter() - start:.1f} s"
+    print(told, file=sys.stderr)
+    return 0
+
+
+def run_decompress(arguments: argparse.Namespace) -> int:
+    """Runs `decompress`; returns its exit code. Nothing is written where the content is not the one compressed."""
+    usable_device(arguments.device)
+    check_new(arguments.output)
+    try:
+        compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))
+    except NotReadableError as error:
+        raise ConfigError(f"FILE={arguments.file}: {error}") from None
+    own = fingerprint(arguments.model)
+    if compressed.fingerprint != shortened(own):
+        needed = compressed.fingerprint.hex()
+        rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
+        raise ConfigError(f"FILE={arguments.file}: is {rule} {own[: len(needed)]}; name the model with --model")
+    model = load_model(arguments.model, arguments.device)
+    _check_surroundings(arguments, compressed, _surroundings(model))
+    counter = ByteCounter(compressed.size)
+    try:
+        content = decode(model, compressed.code, compressed.size, compressed.rows, counter.at)
+    except (DamagedError, FloatingPointError):
+        content = None
+    counter.end()
+    if content is None or zlib.crc32(content) != compressed.crc32:
+        rule = "the model computes other bits here than where it was compressed; decompress it there"
+        raise ConfigError(f"FILE={arguments.file}: {rule}")
+    write_new(arguments.output, content)
+    print(f"{arguments.output}: {len(content):,} bytes", file=sys.stderr)
+    return 0
+
+
+def _add_common(parser: argparse.ArgumentParser, output: str) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="written by `longstride export`")
+    parser.add_argument("--output", type=Path, required=True, metavar=output, help="file to make")
+    parser.add_argument("--device", default="cpu", help="the same both ways (default: cpu)")
+
+
+def _surroundings(model: SparseTransformer) -> Surroundings:
+    start = model.embedding.start
+    return Surroundings.here(start.device, start.dtype)
+
+
+def _check_surroundings(arguments: argparse.Namespace, compressed: Compressed, here: Surroundings) -> None:
+    """Raise ConfigError where the model is not likely to compute the same bits."""
+    made = compressed.surroundings
+    if made == here or arguments.elsewhere:
+        return
+    if made.torch_version != here.torch_version:
+        differs = f"with torch {made.torch_version}, and this is {here.torch_version}"
+    else:
+        differs = "on another processor, device or build of torch"
+    rule = "where the model's last bits may differ; decompress it there, or try it with --elsewhere"
+    raise ConfigError(f"FILE={arguments.file}: was compressed {differs}, {rule}")

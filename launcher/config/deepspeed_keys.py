@@ -1,0 +1,256 @@
+"""Which keys the `deepspeed` section may hold, and of what type. DeepSpeed itself passes over much in silence."""
+
+from __future__ import annotations
+
+import importlib.util
+import typing
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.sparse_model.strict import StrictModel, nearest
+
+# Keys whose meaning is said elsewhere: two places for one number would disagree one day.
+OWNED = {
+    "train_batch_size": "give train.global_batch instead",
+    "train_micro_batch_size_per_gpu": "give train.micro_batch instead",
+    "gradient_accumulation_steps": "follows from train.global_batch, train.micro_batch and the number of processes",
+    "optimizer": "give train.learning_rate, train.betas, train.eps and train.weight_decay instead",
+    "scheduler": "give train.schedule, train.warmup_steps and train.final_learning_rate instead",
+    "sparse_attention": "give model.attention instead; DeepSpeed has removed its own",
+    "zero_force_ds_cpu_optimizer": "is always false: the optimiser is torch's, offloaded or not",
+}
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+
+
+class _ActivationCheckpointing(StrictModel):
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: int | None = Field(default=None, gt=0)
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+    @model_validator(mode="after")
+    def _check_together(self) -> _ActivationCheckpointing:
+        if self.contiguous_memory_optimization and not self.partition_activations:
+            rule = "needs partition_activations; set that to true, or leave this out"
+            raise ConfigError.at("contiguous_memory_optimization", True, rule)
+        return self
+
+
+class _Aio(StrictModel):
+    block_size: int = Field(default=1, gt=0)
+    queue_depth: int = Field(default=1, gt=0)
+    intra_op_parallelism: int = Field(default=1, gt=0)
+    single_submit: bool = False
+    overlap_events: bool = False
+    use_gds: bool = False
+
+
+class _CommsLogger(StrictModel):
+    enabled: bool = False
+    prof_all: bool = False
+    prof_ops: list[str] = Field(default_factory=list)
+    verbose: bool = False
+    debug: bool = False
+
+
+class _DataTypes(StrictModel):
+    grad_accum_dtype: Dtype | None = None
+
+
+class _FlopsProfiler(StrictModel):
+    enabled: bool = False
+    recompute_fwd_factor: float = Field(default=0.0, ge=0)
+    profile_step: int = Field(default=1, gt=0)
+    module_depth: int = Field(default=-1, ge=-1)
+    top_modules: int = Field(default=1, gt=0)
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class _ThroughputTimer(StrictModel):
+    enabled: bool = True
+    synchronized: bool = True
+
+
+class _Timers(StrictModel):
+    throughput: _ThroughputTimer = _ThroughputTimer()
+
+
+class _Section(StrictModel):
+    """What the training loop works with. The defaults are never used; what is given goes to DeepSpeed as it is.
+
+    Absent on purpose: pipeline, curriculum, elasticity, autotuning, tensor and expert parallelism and inference, which
+    need another loop or model; managed_gradient_accumulation and torch_autocast, which would change what a step is.
+    The plain objects are checked by DeepSpeed's own classes, see engine.py.
+    """
+
+    activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()
+    aio: _Aio = _Aio()
+    bf16: dict[str, Any] = Field(default_factory=dict)
+    comet: dict[str, Any] = Field(default_factory=dict)
+    comms_logger: _CommsLogger = _CommsLogger()
+    communication_data_type: Dtype | None = None
+    compile: dict[str, Any] = Field(default_factory=dict)
+    csv_monitor: dict[str, Any] = Field(default_factory=dict)
+    data_types: _DataTypes = _DataTypes()
+    disable_allgather: bool = False
+    dump_state: bool = False
+    flops_profiler: _FlopsProfiler = _FlopsProfiler()
+    fp16: dict[str, Any] = Field(default_factory=dict)
+    gradient_clipping: float = Field(default=0.0, ge=0)
+    gradient_predivide_factor: float = Field(default=1.0, gt=0)
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
+    memory_breakdown: bool = False
+    prescale_gradients: bool = False
+    steps_per_print: int | None = Field(default=None, gt=0)
+    tensorboard: dict[str, Any] = Field(default_factory=dict)
+    timers: _Timers = _Timers()
+    wall_clock_breakdown: bool = False
+    wandb: dict[str, Any] = Field(default_factory=dict)
+    zero_allow_untested_optimizer: bool = False
+    zero_optimization: dict[str, Any] = Field(default_factory=dict)
+
+
+KNOWN = tuple(_Section.model_fields)
+_SWITCHED = ("bf16", "comet", "csv_monitor", "fp16", "tensorboard", "wandb")  # plain objects with a key `enabled`
+_OFFLOAD: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("device", ("none", "cpu"), "must be none or cpu"),
+    ("ratio", (1.0,), "must be 1: a part alone needs DeepSpeed's own optimiser"),
+    ("super_offload", (False,), "must be false: it needs DeepSpeed's own optimiser"),
+)
+_KINDS: tuple[tuple[type, tuple[type, ...], str], ...] = (
+    (bool, (bool,), "must be true or false"),
+    (int, (int, float), "must be a number"),
+    (float, (int, float), "must be a number"),
+)
+_PACKAGES = {"comet": "comet_ml", "tensorboard": "tensorboard", "wandb": "wandb"}  # that the monitors import
+
+
+def check_keys(section: dict[str, Any]) -> None:
+    """The rules of the `deepspeed` section that need no deepspeed to be told.
+
+    Raises:
+        ConfigError: every key that is owned elsewhere, unknown, of another type or contradictory; paths relative to
+            the section.
+    """
+    problems = []
+    for key in section:
+        if key in OWNED:
+            problems.append(Problem(key, OWNED[key]))
+        elif key not in KNOWN:
+            problems.append(Problem(key, f"unknown key; {nearest(key, KNOWN)}"))
+    try:
+        _Section.model_validate({key: value for key, value in section.items() if key in KNOWN})
+    except ConfigError as error:
+        problems += error.problems
+    for name in _SWITCHED:
+        part = section.get(name)
+        if isinstance(part, dict) and not isinstance(part.get("enabled", False), bool):
+            problems.append(Problem(f"{name}.enabled", "must be true or false", part["enabled"]))
+    if not problems:
+        problems = _precision_problems(section) + _stage_problems(section) + _offload_problems(section)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_packages(section: dict[str, Any]) -> list[Problem]:
+    """One problem for each monitor that is switched on and whose package is not installed here."""
+    return [
+        Problem(f"{name}.enabled", f"needs the package {package}, which is not installed: pip install {package}", True)
+        for name, package in _PACKAGES.items()
+        if enabled(section, name) and importlib.util.find_spec(package) is None
+    ]
+
+
+def type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -> list[Problem]:
+    """Values of another type than the model's field, which DeepSpeed's own classes would convert in silence.
+
+    Only true, false, text and numbers are told apart; whole numbers may be written as 5e8.
+    """
+    problems = []
+    fields = {name: field for own, field in model.model_fields.items() for name in (own, field.alias) if name}
+    for key, value in content.items():
+        if key not in fields:
+            continue  # said by the model itself
+        annotation = fields[key].annotation
+        kinds = typing.get_args(annotation) or (annotation,)
+        below = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if below is not None and isinstance(value, dict):
+            problems += type_problems(below, value, f"{path}.{key}")
+        for kind, accepted, rule in _KINDS:
+            if kind in kinds and value is not None and type(value) not in accepted:
+                problems.append(Problem(f"{path}.{key}", rule, value))
+    return problems
+
+
+def enabled(section: dict[str, Any], name: str) -> bool:
+    """Whether a part such as fp16 is switched on."""
+    return bool(section.get(name, {}).get("enabled", False))
+
+
+def zero_stage(section: dict[str, Any]) -> int:
+    """The ZeRO stage, 0 to 3."""
+    return int(section.get("zero_optimization", {}).get("stage", 0))
+
+
+def precision(section: dict[str, Any]) -> str:
+    """fp32, fp16 or bf16."""
+    return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
+
+
+def _precision_problems(section: dict[str, Any]) -> list[Problem]:
+    """Two half precisions at once, or master weights that would not be fp32, which resume and export rely on."""
+    problems = []
+    if enabled(section, "fp16") and enabled(section, "bf16"):
+        problems.append(Problem("fp16.enabled", "fp16 and bf16 cannot both be on", True))
+    for name in ("fp16", "bf16"):
+        key = f"{name}_master_weights_and_grads"
+        if section.get(name, {}).get(key, False) is not False:
+            problems.append(Problem(f"{name}.{key}", "must be false: master weights are fp32", section[name][key]))
+    return problems + _blind_problems(section)
+
+
+def _blind_problems(section: dict[str, Any]) -> list[Problem]:
+    """Keys that would have gradients that are no finite numbers spoil the weights in silence."""
+    rule = "must be true: without it nobody sees gradients that are no finite numbers"
+    keys = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
+    return [
+        Problem(f"{part}.{key}", rule, section[part][key])
+        for part, key in keys
+        if section.get(part, {}).get(key) is False
+    ]
+
+
+def _stage_problems(section: dict[str, Any]) -> list[Problem]:
+    """A stage that does not exist, or one that cannot gather gradients in the type that is asked for."""
+    path = "zero_optimization.stage"
+    stage = section.get("zero_optimization", {}).get("stage", 0)
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        return [Problem(path, "must be 0, 1, 2 or 3", stage)]
+    gathered_as = section.get("data_types", {}).get("grad_accum_dtype")
+    own = "fp16" if enabled(section, "fp16") else "bf16" if enabled(section, "bf16") else "fp32"
+    if stage == 0 and gathered_as not in (None, own):
+        rule = f"ZeRO 0 gathers gradients in the model's own {own}; take stage 1, 2 or 3"
+        return [Problem("data_types.grad_accum_dtype", rule, gathered_as)]
+    return []
+
+
+def _offload_problems(section: dict[str, Any]) -> list[Problem]:
+    """States moved to where a checkpoint would not find them, or kinds of offloading that need DeepSpeed's own Adam."""
+    problems = []
+    zero = section.get("zero_optimization", {})
+    if zero.get("zenflow") is not None:
+        problems.append(Problem("zero_optimization.zenflow", "needs DeepSpeed's own optimiser; leave it out"))
+    for name in ("offload_optimizer", "offload_param"):
+        part = zero.get(name)
+        if not isinstance(part, dict):
+            continue  # none, or refused by DeepSpeed's class
+        for key, accepted, rule in _OFFLOAD:
+            if key in part and part[key] not in accepted:
+                problems.append(Problem(f"zero_optimization.{name}.{key}", rule, part[key]))
+    return problems

@@ -1,0 +1,305 @@
+"""RunConfig: one JSON file with model, data, train and deepspeed, checked whole before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from longstride.data_pipelines import SHUFFLE_BYTES, RemoteSettings
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.launcher.config.deepspeed_keys import check_keys
+from longstride.launcher.config.json_file import load_json_object, parse_override, put
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.strict import StrictModel, nearest
+
+DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
+
+_NAME_OR_OBJECT = {
+    "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
+    "description": "a DeepSpeed configuration, or the name of one",
+}
+
+
+_REMOTE = RemoteSettings()
+_URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<query>\?.*)?")
+
+
+class RemoteConfig(StrictModel):
+    """How remote shards are fetched. Credentials come from the environment of the store's library, never from here."""
+
+    cache: str | None = Field(default=None, min_length=1, description="folder; null: longstride in the user's cache")
+    cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
+    attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
+    timeout_seconds: float = Field(default=_REMOTE.timeout_seconds, gt=0, description="of one that stalls")
+    parallel: int = Field(default=_REMOTE.parallel, gt=0, description="files fetched ahead at once")
+
+
+class DataConfig(StrictModel):
+    """Where the bytes come from."""
+
+    path: str = Field(min_length=1, description="folder of `longstride data build`, or its http(s):// or s3:// URL")
+    train_split: str = Field(default="train", min_length=1)
+    validation_split: str = Field(default="validation", min_length=1)
+    order: Literal["exact", "streaming"] = Field(
+        default="exact", description="streaming: plain WebDataset shards without an index, inexact on resume"
+    )
+    modality: str | None = Field(default=None, description="of plain shards; a built folder knows its own")
+    extension: str | None = Field(default=None, description="of the member that holds a plain sample's content")
+    seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
+    shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
+    packing: bool | None = Field(
+        default=None, description="documents laid end to end; null: text yes, pictures and sounds no"
+    )
+    separator: int | None = Field(default=None, ge=0, le=255, description="a byte behind each packed document")
+    hop: int | None = Field(
+        default=None, gt=0, description="bytes between the contexts of a document that is not packed; null: the context"
+    )
+    on_damage: Literal["abort", "substitute"] = Field(
+        default="abort", description="what becomes of a context that cannot be read"
+    )
+    workers: int = Field(default=0, ge=0, description="processes a rank that read ahead")
+    prefetch: int = Field(default=2, gt=0, description="steps that each worker reads ahead")
+    remote: RemoteConfig = RemoteConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> DataConfig:
+        problems = []
+        url = _URL.fullmatch(self.path)
+        if url and (url["user"] or url["query"]):
+            rule = (
+                "has a user or a query, which would be saved with the run: leave them out, and give credentials by "
+                "the environment (~/.netrc, AWS_PROFILE)"
+            )
+            problems.append(Problem("path", rule, f"{url['protocol']}***{url['path']}"))
+        if self.train_split == self.validation_split:
+            rule = (
+                "must be another split than train_split, or the score would be of what was learned; such as validation"
+            )
+            problems.append(Problem("validation_split", rule, self.validation_split))
+        if self.order == "exact":
+            for name in ("modality", "extension"):
+                if getattr(self, name) is not None:
+                    rule = "is asked of plain shards alone; leave it out, or set order to streaming"
+                    problems.append(Problem(name, rule, getattr(self, name)))
+        elif self.on_damage != "abort":
+            rule = "plain shards have no index to tell what is damaged; must be abort where order is streaming"
+            problems.append(Problem("on_damage", rule, self.on_damage))
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+
+GuardPolicy = Literal["skip", "rewind", "stop"]
+
+
+class SpikeConfig(StrictModel):
+    """From when on a loss counts as a spike: above the mean of the last ones by so many standard deviations."""
+
+    deviations: float = Field(default=6.0, gt=0, description="above the mean, in standard deviations")
+    window: int = Field(
+        default=100, ge=2, description="steps that mean and deviation are taken of; none is judged before"
+    )
+    policy: GuardPolicy = "skip"
+
+
+class GuardsConfig(StrictModel):
+    """What becomes of a step that would spoil the weights."""
+
+    non_finite: GuardPolicy = Field(
+        default="stop", description="where the loss, or in bf16 and fp32 a gradient, is no finite number"
+    )
+    loss_scale_floor: GuardPolicy = Field(default="stop", description="where fp16 overflows at its lowest loss scale")
+    spike: SpikeConfig | None = Field(default=None, description="null: no loss is too high")
+    max_skips_in_a_row: int = Field(default=10, gt=0, description="that end the run: it would skip for ever")
+    max_rewinds: int = Field(default=3, gt=0, description="that do not get beyond the place; the next stops")
+
+
+class TrainConfig(StrictModel):
+    """How long, how fast, and what is written when."""
+
+    output: str = Field(min_length=1, description="run folder")
+    steps: int | None = Field(default=None, gt=0, description="optimiser steps, skipped ones included; or give epochs")
+    epochs: float | None = Field(default=None, gt=0, description="passes over the train split, in place of steps")
+    global_batch: int = Field(gt=0, description="contexts a step, over all processes")
+    micro_batch: int = Field(gt=0, description="contexts a process runs at once")
+    learning_rate: float = Field(gt=0, description="at the end of the warm-up")
+    warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step of a cosine schedule")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.999), strict=False
+    )
+    eps: float = Field(default=1e-8, gt=0)
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="of a moving average of the weights, such as 0.999; null: none is kept"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
+    activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
+    log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
+    evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
+    evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
+    checkpoint_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
+    checkpoint_in_background: bool = Field(
+        default=False, description="copy to the host's memory, and write from there while training goes on"
+    )
+    keep_last: int | None = Field(default=None, gt=0, description="checkpoints that stay; null: all")
+    keep_every: int | None = Field(default=None, gt=0, description="steps whose checkpoints stay for ever")
+    probe: bool = Field(
+        default=True, description="save the loss on one context with every checkpoint, and hold a loaded model to it"
+    )
+    timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
+    )
+    max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
+    guards: GuardsConfig = GuardsConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> TrainConfig:
+        problems = []
+        if self.steps is None and self.epochs is None:
+            problems.append(Problem("steps", "required, and missing; or give epochs"))
+        elif self.steps is not None and self.epochs is not None:
+            problems.append(Problem("epochs", f"must be left out where steps {self.steps} says the same", self.epochs))
+        elif self.steps is not None and self.warmup_steps > self.steps:
+            problems.append(Problem("warmup_steps", f"must be at most steps {self.steps}", self.warmup_steps))
+        if self.final_learning_rate > self.learning_rate:
+            rule = f"must be at most learning_rate {self.learning_rate}"
+            problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
+        if self.keep_every is not None and self.keep_last is None:
+            rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
+            problems.append(Problem("keep_every", rule, self.keep_every))
+        if self.global_batch % self.micro_batch:
+            problems.append(
+                _batch_problem("global_batch", self.global_batch, self.micro_batch, f"micro_batch {self.micro_batch}")
+            )
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    @property
+    def last_step(self) -> int:
+        """Optimiser steps of the run, which must be known: see ``longstride.launcher.data.steps``."""
+        assert self.steps is not None, "epochs are steps only once the data is known"
+        return self.steps
+
+
+class RunConfig(StrictModel):
+    """A whole run. ``deepspeed`` is given inline or by name; here it is always the object itself."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    deepspeed: Annotated[dict[str, Any], WithJsonSchema(_NAME_OR_OBJECT)]
+    notes: str = Field(default="", description="free text")
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _check_deepspeed(cls, section: dict[str, Any]) -> dict[str, Any]:
+        check_keys(section)
+        return section
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RunConfig:
+        if self.train.epochs is not None and self.data.order == "streaming":
+            rule = "plain shards have no size that is known before they are read; give train.steps instead"
+            raise ConfigError.at("train.epochs", self.train.epochs, rule)
+        recomputing = self.deepspeed.get("activation_checkpointing", {})
+        count = recomputing.get("number_checkpoints")
+        if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
+            rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
+            raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
+        return self.model_dump(mode="json")
+
+
+def find_config(text: str | Path) -> Path:
+    """The file that a person means by a path, or by the bare name of one of ds_configs/experiments.
+
+    Raises:
+        ConfigError: a bare name that is neither; what looks like a path is left to whoever reads it.
+    """
+    path = Path(text)
+    known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
+    if path.is_file() or len(path.parts) != 1 or path.suffix:
+        return path
+    if path.name not in known:
+        raise ConfigError(
+            f"{text}: no such file, and none of that name in ds_configs/experiments; {nearest(str(text), known)}"
+        )
+    return EXPERIMENTS / f"{path.name}.json"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a file (see ``find_config``), with ``path.to.key=value`` overrides applied in order.
+
+    Raises:
+        ConfigError: every wrong field, one line each.
+    """
+    content = load_json_object(find_config(path))
+    parsed = [parse_override(text) for text in overrides]
+    _drop_other_length(content, {".".join(parts): value for parts, value in parsed})
+    for parts, value in parsed:
+        # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
+        if parts[0] == "deepspeed" and len(parts) > 1:
+            _resolve_deepspeed(content)
+        put(content, parts, value)
+    _resolve_deepspeed(content)
+    return RunConfig.model_validate(content)
+
+
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Whether the batch divides over so many processes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    unit = config.train.micro_batch * world_size
+    if config.train.global_batch % unit:
+        divisor = f"micro_batch {config.train.micro_batch} × {world_size} processes"
+        problem = _batch_problem("train.global_batch", config.train.global_batch, unit, divisor)
+        # A run that goes on cannot take another batch, but other processes can share the one it has.
+        shares = config.train.global_batch // config.train.micro_batch
+        fitting = [count for count in range(1, shares + 1) if shares % count == 0]
+        below = max(count for count in fitting if count < world_size)
+        good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
+        raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
+
+
+def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
+    """The rule that a batch is a multiple, with the nearest that are."""
+    below = value // unit * unit
+    good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+    return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
+
+
+def _drop_other_length(content: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Steps on the command line take the place of a file's epochs, and epochs that of its steps, in place.
+
+    A null says that there is no such length, and takes the place of nothing.
+    """
+    train = content.get("train")
+    for own, other in (("steps", "epochs"), ("epochs", "steps")):
+        given = overrides.get(f"train.{own}") is not None and f"train.{other}" not in overrides
+        if isinstance(train, dict) and given:
+            train.pop(other, None)
+
+
+def _resolve_deepspeed(content: dict[str, Any]) -> None:
+    """Replaces the name of a DeepSpeed configuration by what it stands for, in place."""
+    name = content.get("deepspeed")
+    if not isinstance(name, str):
+        return
+    known = sorted(path.stem for path in DEEPSPEED_CONFIGS.glob("*.json"))
+    if name not in known:
+        raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, known)}")
+    content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")

@@ -1,0 +1,237 @@
+"""`longstride data build|verify`: shards from files, and whether a data folder is as it was built."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from longstride.data_pipelines import DATASETS, MODALITIES, DataError, Manifest, build_dataset, open_store
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.building.crew import Crew, join_crew
+from longstride.data_pipelines.building.unfinished import kept_folder
+from longstride.data_pipelines.modalities.image import MAX_PIXELS
+from longstride.data_pipelines.shards.verify import verify
+from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.launcher.output.reporting import is_wrong_input, report
+
+_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+_SETTINGS = {  # of `build`, by the names that they have here
+    "validation_fraction": "--validation-fraction",
+    "shard_bytes": "--shard-bytes",
+    "exclude": "--exclude",
+    "suffixes": "--suffix",
+    "dataset": "--dataset",
+}
+_OPTIONS = {"image": "image_size", "audio": "rate"}  # of one modality alone
+# Of files alone: a dataset has its own. None where they were not given, so that what is given in vain is told.
+_DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
+
+
+def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data build`."""
+    parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
+    parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
+    parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
+    parser.add_argument("--image-size", metavar="HxW", help="crop and resize pictures (default: all have one size)")
+    parser.add_argument("--rate", metavar="HZ", help="bring all sounds to it (default: all have one rate)")
+    parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
+    parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
+    parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
+    parser.add_argument("--shard-bytes", type=int, default=None)
+    parser.add_argument("--seed", type=int, help="of the split by file, and of the order of documents (default: 0)")
+    parser.add_argument("--dataset", metavar="NAME", help=f"a published one instead: {', '.join(sorted(DATASETS))}")
+    parser.add_argument("--input", metavar="PATH", help="the dataset as it is distributed: its archive or its folder")
+    parser.add_argument("--download", action="store_true", help="fetch the dataset where it is missing")
+    parser.add_argument("--unpublished", action="store_true", help="take other content in the dataset's form")
+
+
+def run_build(arguments: argparse.Namespace) -> int:
+    """Runs `data build`, on every rank of an MPI job; the first one speaks for all.
+
+    Raises:
+        DataError: the processes of a launcher do not find each other.
+        KeyboardInterrupt: with where the finished shards are kept, if there are any.
+    """
+    crew = join_crew()
+    try:
+        manifest = _build(arguments, crew)
+    except (DataError, OSError) as error:
+        if not is_wrong_input(error):
+            raise
+        code = report(_by_option(error)) if crew.is_first else WRONG_INPUT
+        crew.meet()  # the launcher ends all ranks once one has failed: not before it is told why
+        return code
+    except KeyboardInterrupt:
+        kept = kept_folder(Path(arguments.output))
+        if kept is None:
+            raise
+        raise KeyboardInterrupt(f"what is finished is kept in {kept}: the same command goes on from there") from None
+    if crew.is_first:
+        print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
+    return 0
+
+
+def _build(arguments: argparse.Namespace, crew: Crew) -> Manifest:
+    _check_kind(arguments)
+    for given in arguments.inputs:
+        _check_on_this_machine("PATH", given, "a file or folder on this machine, such as texts; fetch it first")
+    if arguments.input is not None:
+        rule = "a file or folder on this machine, such as downloads; let --download fetch what is not here"
+        _check_on_this_machine("--input", arguments.input, rule)
+    rule = "a folder on this machine, such as data/mine; build, then upload"
+    _check_on_this_machine("--output", arguments.output, rule)
+    sizes = {} if arguments.shard_bytes is None else {"shard_bytes": arguments.shard_bytes}
+    with _progress(silent=not crew.is_first) as show:
+        if arguments.dataset is not None:
+            return build_dataset(
+                arguments.dataset,
+                None if arguments.input is None else Path(arguments.input),
+                Path(arguments.output),
+                unpublished=arguments.unpublished,
+                download=arguments.download,
+                progress=show,
+                crew=crew,
+                **sizes,
+            )
+        return build(
+            [Path(given) for given in arguments.inputs],
+            Path(arguments.output),
+            modality=arguments.modality,
+            properties=asked_properties(arguments),
+            suffixes=arguments.suffix,
+            exclude=arguments.exclude,
+            validation_fraction=arguments.validation_fraction,
+            seed=arguments.seed,
+            progress=show,
+            crew=crew,
+            **sizes,
+        )
+
+
+def _check_kind(arguments: argparse.Namespace) -> None:
+    """Files or a dataset: fills in what files have where it was not given.
+
+    Raises DataError for neither, for both, and for an option that belongs to the other one.
+    """
+    if arguments.dataset is None:
+        for name in ("input", "download", "unpublished"):
+            if getattr(arguments, name):
+                raise DataError(f"--{name}: goes with --dataset; name one of {', '.join(sorted(DATASETS))}")
+        if not arguments.inputs:
+            raise DataError("PATH: none given; name files or folders, such as texts, or a --dataset")
+        for name, default in _DEFAULTS.items():
+            if getattr(arguments, name) is None:
+                setattr(arguments, name, default)
+        return
+    if arguments.inputs:
+        raise DataError(
+            f"PATH={arguments.inputs[0]}: goes without --dataset; name the dataset's archive or folder by --input"
+        )
+    for name in (*_DEFAULTS, *_OPTIONS.values()):
+        value = getattr(arguments, name)
+        if value is not None:
+            option = f"--{name.replace('_', '-')}={value[0] if isinstance(value, list) else value}"
+            raise DataError(f"{option}: goes without --dataset, which has its own; leave it out")
+
+
+@contextmanager
+def _progress(silent: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar over bytes, and what moves it."""
+    # A launcher's ranks have no terminal: lines far apart then, and none for what is done at once.
+    apart = 0.1 if sys.stderr.isatty() else _PLAIN_SECONDS
+    with tqdm(unit="B", unit_scale=True, mininterval=apart, maxinterval=apart, delay=apart, disable=silent) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _check_on_this_machine(option: str, value: str, rule: str) -> None:
+    if not value or "://" in value:
+        raise DataError(f"{option}={value!r}: must be {rule}")
+
+
+def _by_option(error: DataError | OSError) -> Exception:
+    """The same about a setting of a build by the option's name, which a person wrote."""
+    setting, equals, rest = str(error).partition("=")
+    return DataError(f"{_SETTINGS[setting]}={rest}") if equals and setting in _SETTINGS else error
+
+
+def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
+    """What the options ask of all documents.
+
+    Raises:
+        DataError: an option of another modality, or a value that cannot be read.
+    """
+    for modality, name in _OPTIONS.items():
+        value = getattr(arguments, name)
+        if value is not None and modality != arguments.modality:
+            option = f"--{name.replace('_', '-')}={value}"
+            raise DataError(f"{option}: goes with --modality {modality}, and this is {arguments.modality}")
+    if arguments.image_size is not None:
+        height, cross, width = arguments.image_size.partition("x")
+        rule = "must be height x width in pixels, or one number for both; such as 32x32"
+        size = {
+            "height": _whole_number("--image-size", arguments.image_size, height, rule),
+            "width": _whole_number("--image-size", arguments.image_size, width if cross else height, rule),
+        }
+        if size["height"] * size["width"] > MAX_PIXELS:
+            rule = f"must be at most {MAX_PIXELS:,} pixels in all, such as 64x64"
+            raise DataError(f"--image-size={arguments.image_size}: {rule}")
+        return size
+    if arguments.rate is not None:
+        return {"rate": _whole_number("--rate", arguments.rate, arguments.rate, "must be in Hz; such as 12000")}
+    return {}
+
+
+def _whole_number(option: str, value: str, part: str, rule: str) -> int:
+    if not part.isascii() or not part.isdecimal() or len(part) > 9 or int(part) == 0:
+        raise DataError(f"{option}={value}: {rule}")
+    return int(part)
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data verify`."""
+    parser.add_argument("location", metavar="DIR|URL", help="data folder")
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Runs `data verify`: exit code 1 where damage is found, a line for each.
+
+    Raises:
+        DataError: there is no data folder.
+    """
+    check_location(arguments.location)
+    with _progress() as show:
+        findings = verify(arguments.location, show)
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print(
+            f"{open_store(arguments.location).location}: whole", file=sys.stderr
+        )  # which hides what a URL has of secrets
+    return 1 if findings else 0
+
+
+def check_location(location: str) -> None:
+    """Raises DataError for an empty name, which would be the folder that a person is in."""
+    if not location:
+        raise DataError("DIR|URL='': must be a data folder, such as data/mine")
+
+
+def _summary(manifest: Manifest) -> str:
+    """What was made, and what was left out of it."""
+    made = [
+        f"{name} {split.content_bytes:,} bytes of {split.documents:,} documents"
+        for name, split in manifest.splits.items()
+    ]
+    left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in manifest.made["left_out"].items() if count]
+    return "; ".join([", ".join(made), *([f"left out {', '.join(left_out)}"] if left_out else [])])

@@ -1,0 +1,273 @@
+"""A run's batches: the stream and the evaluation that its configuration asks for, taken by all ranks together.
+
+Letters: G contexts a global batch, W ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from longstride.data_pipelines import (
+    Batch,
+    ByteStream,
+    Cut,
+    DataError,
+    DataFolder,
+    EvaluationBatch,
+    PlainStream,
+    RemoteSettings,
+    StreamState,
+    Substitution,
+    check_split,
+    evaluation_contexts,
+    plain_context,
+    plain_contexts,
+    read_context,
+)
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.run_config import DataConfig, RemoteConfig, RunConfig
+from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.ranks.processes import Ranks, gather_int64, gather_objects
+from longstride.launcher.stops.stopping import StopAskedError, StopFlag
+
+_PLACES = {
+    "context": "model.context",
+    "global_batch": "train.global_batch",
+    "batch_size": "train.micro_batch",
+    "min_context": "--min-context",
+    "context_number": "--context-number",
+    **{name: f"data.{name}" for name in DataConfig.model_fields},
+    **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
+}
+_HAS_ONE, _AT_THE_END = 1, 2  # what a rank tells the others of its next batch; 0 is a problem
+SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Generic[SomeBatch]):
+    """A batch that every rank has its part of."""
+
+    batch: SomeBatch
+    num_bytes: int  # over all ranks, without padding: what the loss is normalised by
+    sample_ids: tuple[int, ...]  # of all ranks, in rank order
+    sample_ids_crc32: int  # of the same as little-endian int64
+    substitutions: tuple[Substitution, ...]  # of all ranks: what stands in for damaged contexts
+
+
+def together(
+    open_batches: Callable[[], Iterator[SomeBatch]],
+    rows: int,
+    ranks: Ranks,
+    device: torch.device,
+    stop: StopFlag | None = None,
+) -> Generator[Taken[SomeBatch]]:
+    """The ranks' batches, of so many rows each, once all ranks have theirs.
+
+    One small collective a step tells it before anything is computed, so that no rank waits for one that has nothing,
+    be it at the end of its batches, or for a mistake. All ranks must call.
+
+    Raises:
+        AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
+        StopAskedError: on every rank, where any rank has been asked to stop.
+    """
+    batches: Iterator[SomeBatch] | None = None
+    while True:
+        batch, problem = None, None
+        try:
+            if batches is None:
+                batches = open_batches()
+            batch = next(batches)
+        except StopIteration:
+            pass
+        except Exception as error:
+            problem = told(error, ranks)
+        substitutions = batch.substitutions if isinstance(batch, Batch) else ()
+        asked = int(stop is not None and stop.asked())
+        own = torch.zeros(4 + rows, dtype=torch.int64)
+        own[3] = asked
+        if batch is not None:
+            counts = torch.tensor([_HAS_ONE, int(batch.lengths.sum()), len(substitutions), asked])
+            own = torch.cat([counts, batch.sample_ids])
+        elif problem is None:
+            own[0] = _AT_THE_END
+        everyone = gather_int64(own, ranks, device)  # (W, 4 + rows)
+        if bool((everyone[:, 0] == _AT_THE_END).all()):
+            return
+        if batch is None or not bool((everyone[:, 0] == _HAS_ONE).all()):
+            problems = [text for text in gather_objects(problem, ranks) if text] or [_unequal(everyone[:, 0])]
+            raise AgreedError("\n".join(dict.fromkeys(problems)))
+        if bool(everyone[:, 3].any()):
+            reasons = [text for text in gather_objects(stop and stop.reason, ranks) if text]
+            raise StopAskedError(", ".join(dict.fromkeys(reasons)))
+        if int(everyone[:, 2].sum()):
+            substitutions = tuple(each for theirs in gather_objects(substitutions, ranks) for each in theirs)
+        ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
+        crc32 = zlib.crc32(ids.tobytes())
+        yield Taken(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
+
+
+def _unequal(states: Tensor) -> str:
+    """What is wrong where some ranks have a further batch and others none: only other data can make it so."""
+    ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
+    return f"data.path: rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
+
+
+@contextmanager
+def placed() -> Iterator[None]:
+    """Names the key of the configuration where data is found not to fit one: the data room does not know its path."""
+    try:
+        yield
+    except DataError as error:
+        name, _, rest = str(error).partition("=")
+        if name in _PLACES:
+            raise DataError(f"{_PLACES[name]}={rest}") from None
+        raise
+
+
+def told(error: Exception, ranks: Ranks) -> str:
+    """A line for the other ranks; what is no mistake of a person keeps its traceback here."""
+    if isinstance(error, DataError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"rank {ranks.rank} cannot take its batch: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+class RunData:
+    """The data of a run, opened once in a process: what is trained on and scored belongs to one manifest.
+
+    Raises DataError where there is no data folder.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
+        self._config, self._ranks = config, ranks
+        self._location = location or config.data.path
+        self._folder: DataFolder | None = None  # of plain shards there is none
+        if config.data.order == "exact":
+            with placed():
+                self._folder = DataFolder(self._location, make_remote(config))
+
+    @property
+    def modality(self) -> str:
+        """The kind of data, by its name."""
+        return plain_members(self._config)["modality"] if self._folder is None else self._folder.manifest.modality
+
+    def stream(self, state: StreamState | None = None) -> ByteStream | PlainStream:
+        """This rank's training batches from a state on; None is the beginning.
+
+        Raises:
+            DataError: the split or state does not fit the run.
+        """
+        data = self._config.data
+        asked: dict[str, Any] = {
+            "context": self._config.model.context,
+            "global_batch": self._config.train.global_batch,
+            "seed": data.seed,
+            "rank": self._ranks.rank,
+            "world_size": self._ranks.world_size,
+            "cut": make_cut(self._config),
+            "shuffle_bytes": data.shuffle_bytes,
+            "workers": data.workers,
+            "prefetch": data.prefetch,
+            "state": state,
+        }
+        with placed():
+            if self._folder is None:
+                return PlainStream(self._location, data.train_split, **asked, **plain_members(self._config))
+            return ByteStream(self._folder, data.train_split, **asked, on_damage=data.on_damage)
+
+    def evaluation(
+        self,
+        *,
+        split: str | None = None,
+        batch_size: int | None = None,
+        limit: int | None = None,
+        min_context: int = 0,
+    ) -> Iterator[EvaluationBatch]:
+        """This rank's contexts of a split, by default the run's validation split in its micro-batches.
+
+        Raises:
+            DataError: the split does not fit the run.
+        """
+        asked: dict[str, Any] = {
+            "context": self._config.model.context,
+            "batch_size": batch_size or self._config.train.micro_batch,
+            "rank": self._ranks.rank,
+            "world_size": self._ranks.world_size,
+            "cut": make_cut(self._config),
+            "limit": limit,
+            "min_context": min_context,
+        }
+        name = split or self._config.data.validation_split
+        with placed():
+            if self._folder is None:
+                return plain_contexts(self._location, name, **asked, **plain_members(self._config))
+            return evaluation_contexts(self._folder, name, **asked)
+
+    def context(self, number: int, split: str | None = None) -> Tensor:
+        """Context ``number`` of a split, by default the validation split: (n,) uint8, n from 1 to the model's context.
+
+        Raises:
+            DataError: the split does not fit the run, has no such context, or is damaged there.
+        """
+        name = split or self._config.data.validation_split
+        asked: dict[str, Any] = {"context": self._config.model.context, "cut": make_cut(self._config)}
+        with placed():
+            if self._folder is None:
+                return plain_context(self._location, name, number, **asked, **plain_members(self._config))
+            return read_context(self._folder, name, number, **asked)
+
+    def check(self) -> None:
+        """Whether a run can be trained and evaluated, as far as can be told before reading what it will read.
+
+        Raises:
+            DataError: a split or shard is missing, damaged or too small.
+        """
+        stream = self.stream()
+        self.evaluation()
+        check_pictures(self._config, stream.properties)
+        data = self._config.data
+        if self._folder is not None:  # nothing tells what plain shards should hold
+            check_split(self._folder, data.validation_split)
+            if data.on_damage == "abort":
+                check_split(self._folder, data.train_split)
+
+
+def check_pictures(config: RunConfig, properties: Mapping[str, int]) -> None:
+    """Whether the model's positions are those of the data's pictures.
+
+    Raises:
+        ConfigError: they are as many, and otherwise arranged.
+    """
+    names = ("height", "width", "channels")
+    embedding = config.model.embedding
+    asked, has = ([getattr(embedding, name, None) for name in names], [properties.get(name) for name in names])
+    if None in has or asked == has:
+        return
+    shape = " x ".join(map(str, has))
+    good = json.dumps({"type": "image", **dict(zip(names, has, strict=True))})
+    rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
+    raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
+
+
+def make_remote(config: RunConfig) -> RemoteSettings:
+    """How the run's remote files are fetched."""
+    return RemoteSettings(**config.data.remote.model_dump())
+
+
+def make_cut(config: RunConfig) -> Cut:
+    """How the run's documents become contexts."""
+    return Cut(packing=config.data.packing, separator=config.data.separator, hop=config.data.hop)
+
+
+def plain_members(config: RunConfig) -> dict[str, Any]:
+    """What is to be known of plain shards, which say nothing of themselves."""
+    return {"modality": config.data.modality or "text", "extension": config.data.extension}

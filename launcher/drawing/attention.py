@@ -1,0 +1,225 @@
+"""`longstride show attention RUN`: what a trained model attends to, layer by layer (Child et al. 2019, figure 2).
+
+Letters: N positions of the context, P queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.checkpoints.checkpoint import open_checkpoint
+from longstride.launcher.checkpoints.manifest import read_checkpoint_config
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.data.run_data import RunData
+from longstride.launcher.drawing.attention_rows import attention_rows
+from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, grid_of, window
+from longstride.launcher.engine.weight_average import TRAINED
+from longstride.launcher.exports.export import master_weights
+from longstride.launcher.pictures import plt
+from longstride.launcher.ranks.processes import Ranks
+from longstride.sparse_model import SparseTransformer
+
+MOST_QUERIES = 6  # one below the other
+DEFAULT_QUERIES = 4
+MOST_LAYERS = 6  # side by side, of views
+MOST_MATRICES = 8
+MATRIX_CELLS = 256  # along an edge of a matrix
+_SCALE = "colour: {} root of the weight, from 0 to the largest of each panel"
+
+
+def draw_attention(
+    run: Path,
+    step: int | None,
+    context_number: int,
+    head: int | None,
+    queries: Sequence[int] | None,
+    weights: str = TRAINED,
+    *,
+    trusted: bool = False,
+) -> Any:
+    """The figure of a run's checkpoint on one context of its validation split.
+
+    Pictures, and other data where ``queries`` are given: each query's view, over the layers. Other data without: a
+    matrix of queries and keys for each layer.
+
+    Raises:
+        ConfigError: no such checkpoint, head or query, or a damaged one.
+        DataError: no such context, or data that cannot be read.
+    """
+    checkpoint = open_checkpoint(run, step, trusted=trusted)
+    config = read_checkpoint_config(checkpoint.folder)
+    check_head(head, config.model.heads)
+    tokens = RunData(config, Ranks()).context(context_number)
+    check_queries(queries, len(tokens))
+    # On the CPU, whatever trained it: rows are computed here, and of the model only its queries and keys are taken.
+    model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
+    model.load_state_dict(master_weights(checkpoint, weights))
+    name = f"{run.resolve().name}, step {checkpoint.manifest.step}, {config.data.validation_split}"
+    who = "mean of all heads" if head is None else f"head {head}"
+    who += "" if weights == TRAINED else "; moving average of the weights"
+    title = f"{name}: context {context_number}, {len(tokens):,} bytes; {who}"
+    if config.model.embedding.type == "image" or queries:
+        grid = grid_of(config.model)
+        places = list(queries or [query for query in default_queries(grid) if query < len(tokens)] or [len(tokens) - 1])
+        return draw_views(model.eval(), tokens, places, head, grid, title)
+    return draw_matrices(model.eval(), tokens, head, title, config)
+
+
+def check_head(head: int | None, heads: int) -> None:
+    """Raise ConfigError where the model has no such head."""
+    if head is not None and not 0 <= head < heads:
+        near = min(max(head, 0), heads - 1)
+        raise ConfigError(f"--head={head}: must be from 0 to {heads - 1}, a head of the model; nearest {near}")
+
+
+def check_queries(queries: Sequence[int] | None, length: int) -> None:
+    """Raise ConfigError where a query is no position of the context, or there are too many to be told apart."""
+    for query in queries or ():
+        if not 0 <= query < length:
+            near = min(max(query, 0), length - 1)
+            raise ConfigError(f"--query={query}: must be from 0 to {length - 1}, a byte of the context; nearest {near}")
+    if queries and len(queries) > MOST_QUERIES:
+        raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
+
+
+def spread(length: int, count: int) -> list[int]:
+    """At most ``count`` positions that lie evenly apart, none at an end."""
+    return sorted({length * (2 * place + 1) // (2 * count) for place in range(count)})
+
+
+def chosen_layers(layers: int, most: int) -> list[int]:
+    """At most ``most`` layers, evenly spread from the first to the last."""
+    if layers <= most:
+        return list(range(layers))
+    return [round(place * (layers - 1) / (most - 1)) for place in range(most)]
+
+
+def draw_views(
+    model: SparseTransformer, tokens: Tensor, queries: Sequence[int], head: int | None, grid: Grid, title: str
+) -> Any:
+    """A row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
+    layers = chosen_layers(len(model.blocks), MOST_LAYERS)
+    rows = attention_rows(
+        model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid)
+    )  # a layer: (P, rows x columns)
+    shape = min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS)
+    behind = backdrop(tokens, grid)
+    pictures = int(grid.name == "pixel")  # the picture itself comes first in a row
+    columns = pictures + len(layers)
+    width = 2.4 if columns > 2 else 3.6
+    figure, axes = plt.subplots(
+        len(queries),
+        columns,
+        figsize=(max(6.0, width * columns), 0.6 + (0.35 + width * max(shape, 0.2)) * len(queries)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for line, query in enumerate(queries):
+        cell = query // grid.channels
+        if pictures:
+            draw_cells(axes[line, 0], faded(behind, cell), cell, grid)
+            axes[line, 0].set_title(f"the picture, query {query:,}", fontsize=7)
+        for axis, layer in zip(axes[line, pictures:], layers, strict=True):
+            draw_cells(axis, overlay(behind, rows[layer][line], cell), cell, grid)
+            axis.set_title(f"layer {layer}, query {query:,}", fontsize=7)
+    what = "framed: the query; faded: what it has not seen"
+    figure.suptitle(f"{title}{of_layers(layers, model)}\n{what}; {_SCALE.format('square')}", fontsize=8)
+    return figure
+
+
+def default_queries(grid: Grid) -> list[int]:
+    """Queries in rows that lie evenly apart, and in different columns."""
+    cells = [
+        grid.rows * (2 * place + 1) // (2 * DEFAULT_QUERIES) * grid.columns + grid.columns * (3 + 5 * place % 8) // 12
+        for place in range(DEFAULT_QUERIES)
+    ]
+    return [cell * grid.channels for cell in dict.fromkeys(cells)]
+
+
+def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
+    """(P, N) weights to (P, cells): a pixel's are the sum over its channels; cells behind the context have 0."""
+    whole = np.zeros((len(weights), grid.rows * grid.columns * grid.channels))
+    whole[:, : weights.shape[1]] = weights
+    return whole.reshape(len(weights), -1, grid.channels).sum(-1)
+
+
+def backdrop(tokens: Tensor, grid: Grid) -> np.ndarray:
+    """(cells, 3) from 0 to 1: the colours of the picture, or the bytes in grey; what has no three channels is grey."""
+    whole = np.zeros(grid.rows * grid.columns * grid.channels)
+    whole[: len(tokens)] = tokens.numpy() / 255
+    cells = whole.reshape(-1, grid.channels)
+    return cells if grid.channels == 3 else cells.mean(-1, keepdims=True).repeat(3, axis=1)
+
+
+def faded(colours: np.ndarray, cell: int) -> np.ndarray:
+    """(cells, 3): with what comes after a cell nearly white."""
+    shown = colours.copy()
+    shown[cell + 1 :] = 0.88 + 0.12 * shown[cell + 1 :]
+    return shown
+
+
+def overlay(colours: np.ndarray, weights: np.ndarray, cell: int) -> np.ndarray:
+    """(cells, 3): the weights (cells,) of a query in colour over what is behind in grey, stretched to the middle."""
+    grey = colours.mean(-1, keepdims=True)
+    spread_out = 0.3 + 0.4 * (grey - grey.min()) / max(float(np.ptp(grey)), 1e-9)
+    shown = faded(spread_out.repeat(3, axis=1), cell)
+    strength = np.sqrt(weights / max(float(weights.max()), 1e-300))[:, None]
+    opacity = np.where(weights[:, None] > 0, 0.25 + 0.75 * strength, 0.0)
+    heat = plt.get_cmap("inferno")(0.3 + 0.65 * strength[:, 0])[:, :3]
+    return (1 - opacity) * shown + opacity * heat
+
+
+def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
+    """(cells, 3) colours around a query's cell, which is framed."""
+    row, column = divmod(cell, grid.columns)
+    rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
+    columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
+    extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
+    part = colours.reshape(grid.rows, grid.columns, 3)[np.ix_(rows, columns)]
+    axis.imshow(part, interpolation="nearest", extent=extent)
+    axis.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="#19b8ff", linewidth=1.2))
+    axis.tick_params(labelsize=5)
+
+
+def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, config: RunConfig) -> Any:
+    """A matrix for each layer: rows are queries that lie evenly apart, columns the sum over runs of keys."""
+    length = len(tokens)
+    layers = chosen_layers(len(model.blocks), MOST_MATRICES)
+    cells = min(length, MATRIX_CELLS)
+    queries = spread(length, cells)
+    bounds = np.arange(cells) * length // cells
+    rows = attention_rows(
+        model, tokens, queries, layers=layers, head=head, keep=lambda weights: np.add.reduceat(weights, bounds, axis=1)
+    )
+    columns = min(4, len(layers))
+    lines = -(-len(layers) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(max(6.0, 3.4 * columns), 0.9 + 3.5 * lines), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    patterns = config.model.layer_patterns()
+    for axis, layer in zip(axes.flat, layers, strict=False):
+        axis.set_axis_on()
+        strength = np.cbrt(rows[layer] / max(float(rows[layer].max()), 1e-300))
+        axis.imshow(strength, cmap="magma", vmin=0, vmax=1, interpolation="nearest", extent=(0, length, length, 0))
+        kinds = dict.fromkeys(type(pattern).__name__ for pattern in patterns[layer])
+        axis.set_title(f"layer {layer}: {', '.join(kinds)}", fontsize=8)
+        axis.set_xlabel("key position", fontsize=7)
+        axis.set_ylabel("query position", fontsize=7)
+        axis.tick_params(labelsize=6)
+    pooled = f"{cells} queries; keys summed by {length / cells:.4g}; " if length > cells else ""
+    figure.suptitle(f"{title}{of_layers(layers, model)}\n{pooled}{_SCALE.format('cube')}", fontsize=8)
+    return figure
+
+
+def of_layers(layers: Sequence[int], model: SparseTransformer) -> str:
+    """Which layers are shown, where it is not all of them."""
+    count = len(model.blocks)
+    return "" if len(layers) == count else f"; layers {', '.join(map(str, layers))} of {count}"

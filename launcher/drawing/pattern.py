@@ -1,0 +1,220 @@
+"""`longstride show pattern CONFIG`: what reads what (Child et al. 2019, figure 3), for any context in seconds.
+
+For each distinct pattern of a configuration, above: one query's view on the picture, or on the sequence folded to rows;
+below: the matrix of queries and keys over a few strides.
+
+Letters: N positions of the context.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
+
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns.base import Pattern
+from longstride.launcher.config.json_file import load_json_object
+from longstride.launcher.config.run_config import find_config
+from longstride.launcher.pictures import plt
+from longstride.sparse_model import ModelConfig
+from longstride.sparse_model.config import ImageEmbedding
+
+SHOWN_PATTERNS = 8
+COLUMNS = 4  # of panels
+SHOWN_STRIDES = 4  # that a matrix covers
+LEAST_POSITIONS, MOST_POSITIONS = 192, 4096  # of a matrix
+MATRIX_CELLS = 192  # along an edge; more would not be told apart
+VIEW_ROWS, VIEW_COLUMNS = 64, 128  # of a view, around its query
+NOTHING, FIRST, LATER, SELF, FUTURE = range(5)  # what a cell shows
+COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57", "#dddddd"])
+LEGEND = "framed: the query, dark where it reads itself; blue: first part; orange: later parts; grey: still to come"
+
+
+class Grid(NamedTuple):
+    """The positions as cells in rows: the pixels of a picture, or the sequence folded."""
+
+    rows: int
+    columns: int
+    channels: int  # positions of a cell
+    name: str  # of a cell
+
+
+def load_model_config(source: Path) -> ModelConfig:
+    """The model of a configuration: a path, or the bare name of a file in ds_configs/experiments.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no model that fits.
+    """
+    path = find_config(source)
+    content = load_json_object(path)
+    if "model" not in content:
+        raise ConfigError(f"{path}: has no model")
+    try:
+        return ModelConfig.model_validate(content["model"])
+    except ConfigError as error:
+        raise error.under("model") from None
+
+
+def draw_pattern(source: Path, query: int | None = None) -> Any:
+    """The figure of a configuration; ``query`` is the position whose view is shown, by default one in the middle.
+
+    Raises:
+        ConfigError: the configuration cannot be read, or has no such position.
+    """
+    config = load_model_config(source)
+    if query is not None and not 0 <= query < config.context:
+        near = min(max(query, 0), config.context - 1)
+        raise ConfigError(f"--query={query}: must be from 0 to {config.context - 1}, a position; nearest {near}")
+    users = pattern_users(config)
+    shown = list(users.items())[:SHOWN_PATTERNS]
+    size = matrix_size([pattern for pattern, _ in shown], config.context)
+    grid = grid_of(config)
+    position = default_query(grid, config.context) if query is None else query
+    columns = min(COLUMNS, len(shown))
+    bands = -(-len(shown) // columns)
+    figure, axes = plt.subplots(
+        2 * bands,
+        columns,
+        figsize=(max(5.6, 3.6 * columns), 0.8 + (view_height(grid) + 4.0) * bands),
+        height_ratios=[view_height(grid), 4.0] * bands,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for number, (pattern, places) in enumerate(shown):
+        band, column = divmod(number, columns)
+        draw_view(axes[2 * band, column], pattern, position, grid, config.context)
+        axes[2 * band, column].set_title(f"{textwrap.fill(str(pattern), 36)}\n{_places(places)}", fontsize=8)
+        draw_matrix(axes[2 * band + 1, column], pattern, size)
+    left = len(users) - len(shown)
+    more = f"; {left} more patterns are not shown" if left else ""
+    name = f"{source.stem}: {config.context:,} positions, query {position:,}{more}"
+    figure.suptitle("\n".join([name, *textwrap.wrap(LEGEND, 34 * max(columns, 2))]), fontsize=9)
+    return figure
+
+
+def pattern_users(config: ModelConfig) -> dict[Pattern, list[str]]:
+    """Each distinct pattern with the layer.head that use it, in the order of the layers."""
+    users: dict[Pattern, list[str]] = {}
+    for layer, heads in enumerate(config.layer_patterns()):
+        for head, pattern in enumerate(heads):
+            users.setdefault(pattern, []).append(f"{layer}.{head}")
+    return users
+
+
+def grid_of(config: ModelConfig) -> Grid:
+    """The picture's pixels, or the sequence folded as the embedding has it."""
+    embedding = config.embedding
+    if isinstance(embedding, ImageEmbedding):
+        return Grid(embedding.height, embedding.width, embedding.channels, "pixel")
+    return Grid(-(-config.context // embedding.row_width), embedding.row_width, 1, "position")
+
+
+def default_query(grid: Grid, context: int) -> int:
+    """A cell below the middle; of rows too long to be shown whole, near their end, where summaries are."""
+    row = min(grid.rows - 1, grid.rows * 5 // 8)
+    column = grid.columns - min(grid.columns, VIEW_COLUMNS) + min(grid.columns, VIEW_COLUMNS) * 9 // 16
+    return min((row * grid.columns + column) * grid.channels, context - 1)
+
+
+def view_height(grid: Grid) -> float:
+    """Inches of a view that is 3.4 inches wide, its title included."""
+    return 0.7 + min(3.4 * min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS), 3.6)
+
+
+def draw_view(axis: Any, pattern: Pattern, query: int, grid: Grid, context: int) -> None:
+    """One query's view: which cells it reads, as far as they are shown."""
+    cell = query // grid.channels
+    row, column = divmod(cell, grid.columns)
+    rows, columns = (
+        window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8),
+        window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2),
+    )
+    axis.set_axis_on()
+    extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
+    picture = view(pattern, cell, grid, rows, columns, context)
+    axis.imshow(picture, cmap=COLOURS, vmin=NOTHING, vmax=FUTURE, interpolation="nearest", extent=extent)
+    axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="#c4262e", linewidth=1.2))
+    axis.set_xlabel(f"column of {grid.columns:,}", fontsize=7)
+    axis.set_ylabel(f"row of {grid.rows:,}", fontsize=7)
+    axis.tick_params(labelsize=6)
+
+
+def window(place: int, size: int, shown: int, before: int) -> range:
+    """At most ``shown`` of ``size`` places around one, ``before`` of them in front of it where there are so many."""
+    shown = min(size, shown)
+    start = min(max(place - min(before, shown - 1), 0), size - shown)
+    return range(start, start + shown)
+
+
+def view(pattern: Pattern, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
+    """(rows, columns): what the query's cell reads of each; a pixel reads another where any of its channels does."""
+    row, column = np.meshgrid(np.array(rows), np.array(columns), indexing="ij")
+    first = torch.from_numpy((row * grid.columns + column) * grid.channels)  # of each cell
+    picture = np.full(first.shape, NOTHING)
+    channel = torch.arange(grid.channels)
+    queries = cell * grid.channels + channel
+    keys = (first[..., None] + channel)[..., None, :]  # (rows, columns, 1, channels)
+    for number, part in reversed(list(enumerate(pattern.parts()))):
+        read = part.mask(queries[:, None], keys) & (keys < context)
+        picture[read.flatten(2).any(-1).numpy()] = FIRST if number == 0 else LATER
+    picture[(first > cell * grid.channels).numpy()] = FUTURE
+    own = (first == cell * grid.channels).numpy()
+    picture[own & (picture != NOTHING)] = SELF
+    return picture
+
+
+def matrix_size(patterns: list[Pattern], context: int) -> int:
+    """Positions of a matrix that shows a few of the longest stride, and no more than are drawn at once."""
+    sizes = [getattr(pattern, "stride", getattr(pattern, "window", 0)) for pattern in patterns]
+    return min(context, MOST_POSITIONS, max(LEAST_POSITIONS, SHOWN_STRIDES * max(sizes)))
+
+
+def draw_matrix(axis: Any, pattern: Pattern, size: int) -> None:
+    """The connectivity of the first ``size`` positions."""
+    axis.set_axis_on()
+    cell = -(-size // MATRIX_CELLS)
+    picture = pooled_connectivity(pattern, size, cell)
+    edge = len(picture) * cell - 0.5
+    extent = (-0.5, edge, edge, -0.5)
+    axis.imshow(picture, cmap=COLOURS, vmin=NOTHING, vmax=FUTURE, interpolation="nearest", extent=extent)
+    axis.set_title(f"the first {size:,} positions" + (f", {cell} x {cell} a cell" if cell > 1 else ""), fontsize=7)
+    axis.set_xlabel("key position", fontsize=7)
+    axis.set_ylabel("query position", fontsize=7)
+    axis.tick_params(labelsize=6)
+
+
+def pooled_connectivity(pattern: Pattern, size: int, cell: int) -> np.ndarray:
+    """``connectivity`` by squares of ``cell`` positions, each showing the most that is in it: (cells, cells).
+
+    So a column or a summary narrower than a cell is still seen. Rows are computed a cell at a time.
+    """
+    count = -(-size // cell)
+    picture = np.zeros((count, count), dtype=np.int64)
+    for row in range(count):
+        found = connectivity(pattern, size, range(row * cell, min((row + 1) * cell, size)))
+        picture[row] = np.maximum.reduceat(found.max(0), np.arange(count) * cell)
+    return picture
+
+
+def connectivity(pattern: Pattern, size: int, rows: range | None = None) -> np.ndarray:
+    """(rows, size): 0 where query (row) does not read key (column), 1 first part, 2 later parts, 3 self."""
+    rows = range(size) if rows is None else rows
+    query, key = torch.tensor(rows)[:, None], torch.arange(size)
+    picture = torch.zeros(len(rows), size, dtype=torch.int64)
+    for number, part in enumerate(pattern.parts()):
+        picture[part.mask(query, key)] = min(number + 1, LATER)
+    picture[(query == key) & (picture > 0)] = SELF
+    return picture.numpy()
+
+
+def _places(places: list[str]) -> str:
+    """Which layer.head use a pattern, shortened."""
+    return "layer.head " + (", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})")

@@ -1,0 +1,151 @@
+"""`longstride show pattern CONFIG|attention RUN|loss RUN --output PNG`: what attends to what, and how a run went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.trust import TRUST_OPTION, add_trust_argument
+from longstride.launcher.engine.weight_average import WEIGHTS_KINDS
+from longstride.launcher.output.folders import METRICS
+from longstride.launcher.pictures import check_output, plt, write_picture
+
+MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
+_ASKED_OF = {  # the options that not every picture has
+    "query": ("pattern", "attention"),
+    "step": ("attention",),
+    "context_number": ("attention",),
+    "head": ("attention",),
+    "weights": ("attention",),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    parser.add_argument("what", choices=("pattern", "attention", "loss"))
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="CONFIG|RUN",
+        help="pattern: a run's JSON, or the name of one of ds_configs/experiments; attention, loss: a run folder",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to make")
+    parser.add_argument(
+        "--query",
+        type=int,
+        action="append",
+        metavar="P",
+        help="position whose view is shown; for attention repeatable (default: some that lie apart)",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="attention: checkpoint (default: the newest)")
+    parser.add_argument(
+        "--context-number", type=int, metavar="K", help="attention: of the validation split (default: 0)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS_KINDS,
+        help="attention: as trained, or their moving average (default: trained)",
+    )
+    parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")
+    add_trust_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb; returns its exit code."""
+    check_output(arguments.output)
+    check_options(arguments)
+    write_picture(_draw(arguments), arguments.output)
+    return 0
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where an option is given that the picture does not have."""
+    for name, pictures in _ASKED_OF.items():
+        value = getattr(arguments, name)
+        if value is not None and arguments.what not in pictures:
+            given = value[0] if isinstance(value, list) else value
+            option = f"--{name.replace('_', '-')}={given}"
+            raise ConfigError(f"{option}: is asked of `show {'` and `show '.join(pictures)}` alone; leave it out")
+    if arguments.trust_checkpoint and arguments.what != "attention":
+        raise ConfigError(f"{TRUST_OPTION}: is asked of `show attention` alone; leave it out")
+    if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
+        raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")
+
+
+def _draw(arguments: argparse.Namespace) -> Any:
+    if arguments.what == "loss":
+        return draw_loss(arguments.source)
+    if arguments.what == "pattern":
+        from longstride.launcher.drawing.pattern import draw_pattern
+
+        return draw_pattern(arguments.source, arguments.query[0] if arguments.query else None)
+    from longstride.launcher.drawing.attention import draw_attention
+
+    number, kind = arguments.context_number or 0, arguments.weights or "trained"
+    return draw_attention(
+        arguments.source,
+        arguments.step,
+        number,
+        arguments.head,
+        arguments.query,
+        kind,
+        trusted=arguments.trust_checkpoint,
+    )
+
+
+def draw_loss(run_folder: Path) -> Any:
+    """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
+    lines = read_metrics(run_folder / METRICS)
+    figure, axis = plt.subplots(figsize=(7, 4.2))
+    for split in dict.fromkeys(line["split"] for line in lines):
+        # A step whose loss was no number has none.
+        own = [line for line in lines if line["split"] == split and line["bits_per_byte"] is not None]
+        steps, bits = [line["step"] for line in own], [line["bits_per_byte"] for line in own]
+        if split == "train":  # every step is a small batch: the curve is its mean, the batches stand behind it
+            axis.plot(steps, bits, linewidth=0.6, alpha=0.3, color="C0")
+            axis.plot(steps, running_mean(bits, len(bits) // MEAN_SHARE), color="C0", label="train, running mean")
+        else:
+            axis.plot(steps, bits, marker="o", markersize=4, color="C1", label=split)
+    axis.set_xlabel("step")
+    axis.set_ylabel("bits per byte")
+    axis.set_title(f"{run_folder.name}: loss", fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    return figure
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last one that a killed run left torn is passed over.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no line yet, or one that is no measurement.
+    """
+    try:
+        texts = path.read_text(errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    whole = [text for text in texts if text.endswith("\n")]
+    lines = []
+    for number, text in enumerate(whole, start=1):
+        try:
+            line = json.loads(text)
+            lines.append({key: line[key] for key in ("step", "split", "bits_per_byte")})
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}: line {number}: must be an object with step, split, bits_per_byte") from None
+    if not lines:
+        raise ConfigError(f"{path}: holds no line yet; wait for the first step")
+    return lines
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """The mean of each value and up to ``window - 1`` before it."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    last = np.arange(1, len(values) + 1)
+    first = np.maximum(0, last - max(1, window))
+    return ((total[last] - total[first]) / (last - first)).tolist()

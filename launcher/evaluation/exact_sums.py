@@ -1,0 +1,73 @@
+"""Sums of fp32 numbers without any rounding, so that neither the order nor the ranks that add them up matter.
+
+A number is an integer of 24 bits times a power of two. Integers of one power add up in 64 bits without loss, and there
+are only so many powers: a sum takes 2 KiB however many numbers it has.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from longstride.launcher.ranks.processes import Ranks, sum_int64
+
+_MANTISSA_BITS = 24
+_LEAST = -148  # of the exponents that frexp gives for fp32, subnormal numbers included
+_POWERS = 128 - _LEAST + 1
+_COUNT, _UNBOUNDED = _POWERS, _POWERS + 1  # the columns behind them: how many numbers, and how many that are not finite
+_MOST_AT_ONCE = 2**29  # whose integers bincount adds in float64 without loss; a power holds 2**39 numbers in all
+
+
+class ExactSums:
+    """One sum for each of ``num_bins`` bins."""
+
+    def __init__(self, num_bins: int = 1) -> None:
+        self._table = np.zeros((num_bins, _POWERS + 2), dtype=np.int64)
+
+    def add(self, values: np.ndarray, bins: np.ndarray | None = None) -> None:
+        """Add (n,) float32 numbers, each to its bin, (n,) integers; all to the first one where there are no bins."""
+        assert values.dtype == np.float32 and values.size < _MOST_AT_ONCE
+        rows = np.zeros(values.size, dtype=np.int64) if bins is None else bins.astype(np.int64)
+        finite = np.isfinite(values)
+        mantissas, exponents = np.frexp(np.where(finite, values, np.float32(0)))
+        width = self._table.shape[1]
+        powers = rows * width + (exponents - _LEAST)
+        # A weight is an integer below 2**24 in float64, and so is every sum of fewer than 2**29 of them below 2**53.
+        sums = np.bincount(powers, np.ldexp(mantissas.astype(np.float64), _MANTISSA_BITS), self._table.size)
+        table = sums.astype(np.int64).reshape(self._table.shape)
+        table[:, _COUNT] = np.bincount(rows, minlength=len(table))
+        table[:, _UNBOUNDED] = np.bincount(rows[~finite], minlength=len(table))
+        self._table += table
+
+    def gather(self, ranks: Ranks, device: torch.device) -> None:
+        """Make these the sums over all ranks. All ranks must call."""
+        self._table = sum_int64(torch.from_numpy(self._table), ranks, device).numpy()
+
+    @property
+    def count(self) -> int:
+        """How many numbers there are, in all bins."""
+        return int(self._table[:, _COUNT].sum())
+
+    def mean(self) -> float:
+        """The sum over all bins, rounded once, over the count; NaN where a number was not finite or there is none."""
+        return _mean(self._table.sum(0))
+
+    def counts(self, edges: np.ndarray | None = None) -> list[int]:
+        """The count of each bin, or of each run of bins between ``edges``."""
+        return self._joined(edges)[:, _COUNT].tolist()
+
+    def means(self, edges: np.ndarray | None = None) -> list[float]:
+        """The mean of each bin, or of each run of bins between ``edges``, as ``mean`` has it."""
+        return [_mean(row) for row in self._joined(edges)]
+
+    def _joined(self, edges: np.ndarray | None) -> np.ndarray:
+        return self._table if edges is None else np.add.reduceat(self._table, edges[:-1])
+
+
+def _mean(row: np.ndarray) -> float:
+    if row[_UNBOUNDED] or not row[_COUNT]:
+        return float("nan")
+    total = sum(int(integer) << power for power, integer in enumerate(row[:_POWERS]) if integer)
+    return float(Fraction(total, 1 << (_MANTISSA_BITS - _LEAST))) / int(row[_COUNT])

@@ -1,0 +1,108 @@
+"""An export's weights: one safetensors file, or several below a size with an index, written tensor by tensor.
+
+Memory holds one tensor, whatever the size of the model and of its files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.checkpoints.manifest import write_json
+from longstride.launcher.checkpoints.tensor_file import ALIGNMENT, write_tensors
+from longstride.launcher.models.fingerprint import TensorHash
+from longstride.launcher.output.folders import WEIGHTS, WEIGHTS_INDEX
+
+Shapes = Mapping[str, Sequence[int]]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB, 500MB or 2GiB; a number alone is bytes.
+
+    Raises:
+        ConfigError: it is none, or none at all.
+    """
+    found = _SIZE.fullmatch(text.strip().upper())
+    unit = found[2].removesuffix("B") + "B" if found and found[2] not in ("", "B") else ""
+    size = int(float(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
+    if size < 1:
+        raise ConfigError(f"--shard-size={text}: must be a size above 0 such as 5GB, 500MB or 2GiB")
+    return size
+
+
+def write_weights(
+    folder: Path, shapes: Shapes, tensor: Callable[[str], Tensor], dtype: torch.dtype, limit: int
+) -> dict[str, TensorHash]:
+    """Writes the tensors of these names into a folder; returns what of them a fingerprint holds.
+
+    Args:
+        folder: that exists.
+        shapes: by name, in the model's order: neighbours come to lie in one file.
+        tensor: the fp32 tensor of a name.
+        dtype: what they are stored in.
+        limit: bytes of tensors a file; one tensor that is larger has a file of its own.
+
+    Raises:
+        ConfigError: a value is too large for the type.
+    """
+    parts = _parts(shapes, dtype, limit)
+    hashes: dict[str, TensorHash] = {}
+    places: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        own = {name: shapes[name] for name in _aligned_first(names, shapes, dtype)}
+        write_tensors(folder / file, own, _converted(own, tensor, dtype, hashes), dtype)
+        places.update(dict.fromkeys(own, file))
+    if len(parts) > 1:
+        total = sum(_size(shape, dtype) for shape in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_json(folder / WEIGHTS_INDEX, index)
+    return hashes
+
+
+def _converted(
+    names: Shapes, tensor: Callable[[str], Tensor], dtype: torch.dtype, hashes: dict[str, TensorHash]
+) -> Iterator[Tensor]:
+    """The tensors as they are stored, each noted in ``hashes``."""
+    for name in names:
+        found = tensor(name)
+        stored = found.to(dtype)
+        lost = found.isfinite() & ~stored.isfinite() if dtype != torch.float32 else None
+        if lost is not None and bool(lost.any()):
+            value = float(found[lost].flatten()[0])
+            most, text = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+            rule = f"is beyond {text}, which ends at {most:.5g}; take --dtype fp32"
+            raise ConfigError(f"{name}={value:.6g}: {rule}")
+        hashes[name] = TensorHash.of(stored)
+        yield stored
+
+
+def _parts(shapes: Shapes, dtype: torch.dtype, limit: int) -> list[list[str]]:
+    """The names of each file."""
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        size = _size(shape, dtype)
+        if parts[-1] and held + size > limit:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    return parts
+
+
+def _aligned_first(names: list[str], shapes: Shapes, dtype: torch.dtype) -> list[str]:
+    """Those that leave the next one aligned, then the others: the format has no gaps between tensors."""
+    return sorted(names, key=lambda name: _size(shapes[name], dtype) % ALIGNMENT != 0)
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return dtype.itemsize * math.prod(shape)

@@ -1,0 +1,91 @@
+"""Bits per byte of any bytes under an exported model: the score of `longstride evaluate`. Needs no deepspeed.
+
+Letters: B contexts at once, N positions a context.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.evaluation.exact_sums import ExactSums
+from longstride.sparse_model import SparseTransformer
+
+_MOST_POSITIONS = 1 << 16  # computed at once, unless told otherwise
+
+
+def likelihood(
+    model: SparseTransformer, content: bytes, *, min_context: int = 0, batch_size: int | None = None
+) -> dict[str, Any]:
+    """Each byte scored once, in contexts cut as an evaluation cuts packed documents; as a line to be printed.
+
+    Args:
+        model: in evaluation mode.
+        content: of symbols below the model's vocabulary.
+        min_context: earlier bytes that each byte sees, where there are so many; contexts overlap by them.
+        batch_size: contexts at once.
+
+    Raises:
+        ConfigError: there are no bytes, some that the model does not know, or an option is out of range.
+        FloatingPointError: the model's logits are no numbers.
+    """
+    context = model.config.context
+    if not content:
+        raise ConfigError("holds no bytes: there is nothing to score")
+    check_bytes(content, model)
+    if not 0 <= min_context < context:
+        raise ConfigError(f"--min-context={min_context}: must be from 0 to {context - 1}, less than the context")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"--batch={batch_size}: must be at least 1")
+    start = time.perf_counter()
+    sums = ExactSums()
+    device = model.embedding.start.device
+    for tokens, scored in _batches(content, context, min_context, batch_size):
+        with torch.no_grad():
+            nats = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
+        sums.add(nats[scored])
+    nats_of_byte = sums.mean()
+    if not math.isfinite(nats_of_byte):
+        raise FloatingPointError("logits that are no numbers")
+    bits = nats_of_byte / math.log(2)
+    # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
+    dimension = {"bits_per_dimension": bits} if model.config.embedding.type == "image" else {}
+    return {
+        "loss_nats": nats_of_byte,
+        "bits_per_byte": bits,
+        **dimension,
+        "tokens": sums.count,
+        "min_context": min_context,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def check_bytes(content: bytes, model: SparseTransformer) -> None:
+    """Raise ConfigError for bytes that are no tokens of the model."""
+    vocabulary = model.config.vocabulary
+    if content and max(content) >= vocabulary:
+        raise ConfigError(f"holds byte {max(content)}, and the model knows 0 to {vocabulary - 1}")
+
+
+def _batches(
+    content: bytes, context: int, min_context: int, batch_size: int | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens (B, N) uint8, 0 beyond the content, and which of them are scored, (B, N) bool."""
+    stream, hop = np.frombuffer(content, dtype=np.uint8), context - min_context
+    count = 1 + max(0, -(-(len(stream) - context) // hop))
+    # Batches of a score have one shape; a small file is not made larger than it is.
+    rows = batch_size or max(1, min(count, _MOST_POSITIONS // context))
+    width = min(context, len(stream)) if batch_size is None else context
+    for first in range(0, count, rows):
+        tokens, scored = np.zeros((rows, width), dtype=np.uint8), np.zeros((rows, width), dtype=bool)
+        for row, number in enumerate(range(first, min(first + rows, count))):
+            piece = stream[number * hop : number * hop + context]
+            tokens[row, : len(piece)] = piece
+            scored[row, min_context if number else 0 : len(piece)] = True
+        yield tokens, scored

@@ -1,0 +1,284 @@
+"""metrics.jsonl, the progress bar, and the monitors that DeepSpeed's configuration switches on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from deepspeed import DeepSpeedEngine
+from tqdm import tqdm
+
+from longstride.launcher.output.folders import METRICS
+
+_PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
+_MOST_WAITING = 100_000  # lines of some 500 bytes
+
+
+def bits_per_byte(nats: float) -> float:
+    """Nats a byte in bits a byte."""
+    return nats / math.log(2)
+
+
+def device_seconds(device: torch.device) -> float:
+    """The clock once the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Recorder:
+    """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is told, and ends nothing."""
+
+    def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
+        self._run, self._engine = run, engine
+        self._is_first = is_first
+        self._monitors_fail = False
+        if is_first:
+            self._lines = LineFile(run / METRICS, self.say)
+            self._progress = make_progress(steps, engine.global_steps, sys.stderr)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Appends one line and hands its numbers to DeepSpeed's monitors."""
+        if not self._is_first:
+            return
+        self._lines.append(json.dumps(line), f"step {line['step']}")
+        self._monitor(line)
+
+    def _monitor(self, line: dict[str, Any]) -> None:
+        if self._engine.monitor.enabled:
+            numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+            try:
+                self._engine.monitor.write_events(
+                    [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
+                )
+            except OSError as error:
+                if not self._monitors_fail:
+                    self.say(f"step {line['step']}: a monitor of DeepSpeed's could not write: {error}; the run goes on")
+                self._monitors_fail = True
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the bar to a step."""
+        if self._is_first:
+            with contextlib.suppress(OSError):  # a log on a disk that is full
+                self._progress.advance(step, text)
+
+    def say(self, text: str) -> None:
+        """A line of its own above the bar."""
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                self._progress.say(text)
+
+    def rewind(self, step: int, line: dict[str, Any]) -> Path | None:
+        """Goes back to a step from that of a line; returns the copy that keeps this and all others after the step.
+
+        Raises:
+            OSError: there is no room for it; nothing has changed, and lines that wait still do.
+        """
+        if not self._is_first:
+            return None
+        self._lines.settle()
+        copy = cut_metrics(self._run, step, "rewind", f"{json.dumps(line)}\n")
+        self._lines.close()
+        self._lines = LineFile(self._run / METRICS, self.say)
+        self._monitor(line)
+        return copy
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._is_first:
+            self._lines.close()
+            with contextlib.suppress(OSError):
+                self._progress.close()
+
+
+class LineFile:
+    """A file that whole lines are appended to; what cannot be written waits for the next try."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._file = path.open("ab", buffering=0)
+        self._waiting: list[bytes] = []
+        self._first = ""  # what the oldest waiting line is about
+        self._dropped = 0
+
+    def append(self, text: str, about: str) -> None:
+        """Writes a line, behind those that wait; ``about`` names it where it cannot be written."""
+        waited = len(self._waiting)
+        self._waiting.append(f"{text}\n".encode())
+        if waited == _MOST_WAITING:
+            self._waiting.pop(0)
+            self._dropped += 1
+        reason = self._write()
+        if reason is not None and not waited:
+            self._first = about
+            self._say(f"{self._path}: {reason}; lines from {about} on wait in memory until there is room")
+        elif reason is None and waited:
+            self._tell_made_up(waited)
+
+    def _tell_made_up(self, waited: int) -> None:
+        lost = f"; {self._dropped} more are lost" if self._dropped else ""
+        self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
+        self._dropped = 0
+
+    def settle(self) -> None:
+        """Writes what waits. OSError where it cannot, and then it waits on."""
+        waited = len(self._waiting)
+        reason = self._write() if waited else None
+        if reason is not None:
+            raise OSError(errno.ENOSPC, f"{reason}, and lines from {self._first} on wait", str(self._path))
+        if waited:
+            self._tell_made_up(waited)
+
+    def close(self) -> None:
+        """Tries once more, and tells what is lost."""
+        if self._waiting and self._write() is not None:
+            count = len(self._waiting) + self._dropped
+            self._say(f"{self._path}: {count} line{'s' if count > 1 else ''} from {self._first} on are lost")
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _write(self) -> str | None:
+        """Writes all that waits; why not, where it cannot, and then no part of it stays in the file."""
+        text = b"".join(self._waiting)
+        try:
+            before = self._file.seek(0, os.SEEK_END)
+            try:
+                if self._file.write(text) == len(text):
+                    self._waiting.clear()
+                    return None
+                reason = os.strerror(errno.ENOSPC)  # a part had room
+            except OSError as error:
+                reason = error.strerror or str(error)
+            self._file.truncate(before)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        return reason
+
+
+class BarProgress:
+    """A tqdm bar, for a terminal."""
+
+    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
+        self._bar = tqdm(total=steps, initial=done, file=stream, unit="step", dynamic_ncols=True)
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves to a step, with the newest figures behind the bar."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+        self._bar.close()
+
+
+class LineProgress:
+    """A line now and then, for logs."""
+
+    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
+        self._steps, self._first, self._stream = steps, done, stream
+        self._start = time.monotonic()
+        self._last = -math.inf
+
+    def advance(self, step: int, text: str) -> None:
+        """A line for the first and last step, and one every few seconds between."""
+        now = time.monotonic()
+        if step < self._steps and now - self._last < _PLAIN_SECONDS:
+            return
+        self._last = now
+        left = (now - self._start) / max(1, step - self._first) * (self._steps - step)
+        self.say(f"step {step}/{self._steps} · {text} · {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        """A line at once."""
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LineProgress:
+    """A bar on a terminal, lines elsewhere."""
+    return BarProgress(steps, done, stream) if stream.isatty() else LineProgress(steps, done, stream)
+
+
+def cut_metrics(run: Path, step: int, before: str = "resume", last: str = "") -> Path | None:
+    """Takes the lines after a step out of metrics.jsonl, so that no step will stand there twice.
+
+    ``before``: a word for the name of the copy. ``last``: a line that the copy is to end with.
+
+    Returns the copy that keeps them; None where there was nothing to take out. A line that was cut off in writing, or
+    is damaged, counts as one to take out.
+
+    Raises:
+        OSError: there is no room; metrics.jsonl is as it was, and no copy is left.
+    """
+    path = run / METRICS
+    if not path.exists():
+        return None
+    lines = _read_lines(path)
+    kept = [line for line in lines if _is_until(line, step)]
+    if kept == lines and not last:
+        return None
+    number = 1
+    while (copy := run / f"metrics.before-{before}-{number}.jsonl").exists():
+        number += 1
+    partial = run / f".{METRICS}.partial"
+    try:
+        shutil.copy2(path, copy)
+        with copy.open("a", encoding="utf-8") as file:
+            file.write(last)
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        for each in (copy, partial):
+            each.unlink(missing_ok=True)
+        raise
+    return copy
+
+
+def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
+    """A split's whole lines of metrics.jsonl by their step."""
+    path = run / METRICS
+    found = [_parsed(line) for line in _read_lines(path)] if path.exists() else []
+    return {line["step"]: line for line in found if line.get("split") == split and isinstance(line.get("step"), int)}
+
+
+def holds_line(run: Path, step: int, split: str) -> bool:
+    """Whether metrics.jsonl has a split's line of a step."""
+    return step in find_lines(run, split)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Lines with their ends; what is no UTF-8 becomes U+FFFD, which no line of ours holds."""
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """What a whole line holds; nothing for one that is torn or damaged."""
+    try:
+        content = json.loads(line) if line.endswith("\n") and "\ufffd" not in line else None
+    except (json.JSONDecodeError, RecursionError):
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def _is_until(line: str, step: int) -> bool:
+    own = _parsed(line).get("step")
+    return isinstance(own, int) and own <= step

@@ -1,0 +1,226 @@
+"""What a process of a run holds in memory: the optimiser's states by formula, activations by a rehearsal without data.
+
+Letters: P parameters, W processes.
+
+A step of two and of three layers runs on tensors that have shapes and no content; whatever the model's own code creates
+and keeps is counted, a storage at a time, until it would be freed. Layers are alike, so that the rest of a deep network
+is a straight line. Nothing here can drift from the model, and nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from longstride.launcher.config.deepspeed_keys import precision
+from longstride.launcher.config.run_config import RunConfig
+from longstride.sparse_model import ModelConfig, SparseTransformer
+
+REHEARSED_LAYERS = (2, 3)
+STAGES = (0, 1, 2, 3)
+_BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes beside weights and gradients, in a forward and backward pass over one micro-batch."""
+
+    kept: int  # when the loss is known, for the backward pass
+    peak: int  # at the worst moment
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes that a process holds whatever it computes, under one ZeRO stage."""
+
+    weights: int
+    gradients: int
+    masters: int  # fp32 copies of the weights
+    adam: int  # two fp32 moments
+    average: int  # the fp32 moving average of the weights
+    buffers: int  # in which DeepSpeed gathers weights and gradients
+    at_step: int  # fp32 gradients, which exist in the optimiser's step alone
+
+    def resident(self) -> int:
+        """All but what exists in the optimiser's step alone."""
+        return self.weights + self.gradients + self.masters + self.adam + self.average + self.buffers
+
+    def peak(self, activations: Activations) -> int:
+        """At the worst moment of a step: in the backward pass, or in the optimiser's."""
+        return self.resident() + max(activations.peak, self.at_step)
+
+
+def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -> States:
+    """What weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
+
+    Stage 1 shares out masters, moments and average, stage 2 gradients too, stage 3 weights too; what is offloaded to
+    the CPU is counted all the same.
+    """
+    section = config.deepspeed
+    half = precision(section) != "fp32"
+    copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
+    gradient_bytes = _gradient_bytes(section, stage)
+
+    def share(numel: int, from_stage: int) -> int:
+        return -(-numel // processes) if stage >= from_stage else numel
+
+    return States(
+        weights=(2 if half else 4) * share(num_parameters, 3),
+        gradients=gradient_bytes * share(num_parameters, 2),
+        masters=4 * share(num_parameters, 1) if copied else 0,
+        adam=8 * share(num_parameters, 1),
+        average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
+        buffers=_buffer_bytes(num_parameters, section, stage, gradient_bytes),
+        at_step=4 * share(num_parameters, 1) if copied else 0,
+    )
+
+
+def activations(config: RunConfig, checkpointing: bool) -> Activations:
+    """Of a micro-batch, in the run's precision, as a GPU keeps them; where ``model.backend`` is cpu, as a CPU does.
+
+    What an attention kernel allocates and frees within a call is not seen.
+    """
+    dtype = _DTYPES[precision(config.deepspeed)]
+    batch, on_gpu = config.train.micro_batch, config.model.backend != "cpu"
+    few, more = REHEARSED_LAYERS
+    if config.model.layers <= more:
+        return rehearse(config.model, batch, dtype, checkpointing, on_gpu)
+    first, second = (
+        rehearse(config.model.model_copy(update={"layers": layers}), batch, dtype, checkpointing, on_gpu)
+        for layers in REHEARSED_LAYERS
+    )
+    beyond = (config.model.layers - few) // (more - few)
+    return Activations(
+        kept=first.kept + beyond * (second.kept - first.kept),
+        peak=first.peak + beyond * (second.peak - first.peak),
+    )
+
+
+def rehearse(
+    model_config: ModelConfig, batch: int, dtype: torch.dtype, checkpointing: bool, on_gpu: bool
+) -> Activations:
+    """A forward and backward pass on tensors without content, counted."""
+    with ExitStack() as modes:
+        modes.enter_context(FakeTensorMode())
+        # The op of every backend has the same shapes; that of the CPU takes the tensors that can be had everywhere.
+        model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
+        for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
+            parameter.data = parameter.data.to(dtype)
+        tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
+        if on_gpu:
+            modes.enter_context(_FusedDropout())
+        if checkpointing:
+            model.activation_checkpoint = _recomputed
+        return count(model, tokens)
+
+
+def count(model: SparseTransformer, tokens: Tensor) -> Activations:
+    """What a forward and backward pass over tokens (B, N) creates beside the parameters and their gradients.
+
+    Tensors may have content or not. Gradients are dropped as soon as they are whole: ``states`` counts them.
+    """
+    hooks = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in model.parameters()]
+    try:
+        with LiveBytes([*model.parameters(), tokens]) as live:
+            loss = model(tokens, return_nats=True).sum()
+            kept = live.now
+            loss.backward()
+        return Activations(kept, live.peak)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes, for as long as it lives; some are left out."""
+
+    def __init__(self, without: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in without}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation, and looks at what it returns."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, storage.nbytes())
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= num_bytes
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as GPUs compute it, which keep a mask of bytes; a CPU keeps one of the activations' own type."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.dropout:
+            return func(*args, **kwargs)
+        h, share, training = _dropout_arguments(*args, **kwargs)
+        return torch.native_dropout(h, share, training)[0] if training and share else h
+
+
+def _dropout_arguments(h: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return h, p, training
+
+
+def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """As DeepSpeed's checkpointing, which keeps a block's input and runs the block again in the backward pass."""
+    return checkpoint(function, *args, use_reentrant=True)
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    assert isinstance(parameter, nn.Parameter)
+    parameter.grad = None
+
+
+def _gradient_bytes(section: dict[str, Any], stage: int) -> int:
+    """Of one accumulated gradient."""
+    own = precision(section)
+    gathered_as = section.get("data_types", {}).get("grad_accum_dtype") or own
+    return 4 if (own if stage == 0 else gathered_as) == "fp32" else 2
+
+
+def _buffer_bytes(num_parameters: int, section: dict[str, Any], stage: int, gradient_bytes: int) -> int:
+    """The buckets in which stages 1 to 3 reduce gradients, and what stage 3 may hold of other processes' weights."""
+    zero = section.get("zero_optimization", {})
+    if stage == 0:
+        return 0
+    # Stage 2 reduces in the weights' own precision, whatever it adds up in.
+    one = gradient_bytes if stage != 2 or precision(section) == "fp32" else 2
+    bucket = one * int(zero.get("reduce_bucket_size", _BUCKET))
+    if not zero.get("contiguous_gradients", True):
+        bucket = 0
+    if stage < 3:
+        return bucket * (2 if zero.get("overlap_comm") else 1)
+    live = min(num_parameters, int(zero.get("stage3_max_live_parameters", 2 * _BUCKET)))
+    return bucket + live * (4 if precision(section) == "fp32" else 2)

@@ -1,0 +1,264 @@
+"""What a rank does when another one answers no longer: writes the stacks of its host, and ends with a code of its own.
+
+Every collective ends by its time-out, or as soon as a connection breaks (processes.py). What it raises ends the process
+here; so does what a thread finds that watches the main one: a wait that no time-out has ended, or one in a run whose
+launcher is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from longstride.launcher.output.exit_codes import HUNG
+from longstride.launcher.output.folders import STACKS
+from longstride.launcher.ranks.stacks import Address, Neighbour, Reading, Sheet
+
+_LOOK_SECONDS = 0.5
+_SURE_SECONDS = 2.0  # after which a frame is held, as another one may get its place in memory
+_LATE_SECONDS = 3.0  # behind its time-out a collective has not ended by itself
+_ASKED_SECONDS = 3.0  # within which a process that runs at all has written its stacks
+_LOST_SECONDS = 2.0  # a launcher looks once a second: it is to see the code of the rank that was lost first
+_MARKED_SECONDS = 5.0  # of a process that a neighbour asked for its stacks: it is to be there while they are read
+_TELL_SECONDS = 12.0  # for writing it all down, which a file system that hangs must not hold up
+# Where the main thread is while it waits for others, by the end of the file's name.
+_WAITING = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/rendezvous.py",
+    "/launcher/ranks/processes.py",
+)
+# Of what gloo, torch's store and NCCL raise, that which says that others did not answer. Other errors of theirs, such
+# as sizes that differ between ranks, are mistakes of ours.
+_TIMED_OUT = re.compile(r"timed? ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
+_LOST = re.compile(
+    r"closed by peer|Socket closed|Connection (reset|refused|closed|was likely closed)|Broken pipe|No route to host"
+    r"|Network is unreachable|(Read|Write) error|connectFullMesh failed|failed to connect"
+    r"|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+_GLOO = re.compile(r"gloo/.*\.(cc|h):\d+\]|^Gloo |monitoredBarrier", re.IGNORECASE)
+
+
+class Found(NamedTuple):
+    """Why a run cannot go on."""
+
+    reason: str
+    lost: bool  # another process is gone, rather than late
+
+
+def found_in(error: BaseException) -> Found | None:
+    """Whether an error says that other processes did not answer; None for all other errors."""
+    lines = str(error).splitlines() or [""]
+    family = isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and _GLOO.search(lines[0]) is not None
+    )
+    if not family:
+        return None
+    told = " ".join(re.sub(r"^\[.*?\] |This is typically.*", "", lines[0]).split())
+    if _TIMED_OUT.search(str(error)):
+        return Found(told, lost=False)
+    return Found(told, lost=True) if _LOST.search(str(error)) else None
+
+
+class Watch:
+    """Knows where this rank is, and ends it where the others do not answer."""
+
+    def __init__(
+        self,
+        run: Path | None,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        orphaned: Callable[[], bool] | None = None,
+    ) -> None:
+        """``run`` is the folder for stacks, which go to standard error where there is none.
+
+        ``orphaned`` says whether the launcher is gone; by default, whether the process that started this one is.
+        """
+        self._run, self._rank, self._world_size, self._timeout = run, rank, world_size, timeout_seconds
+        parent = os.getppid()
+        launched = "RANK" in os.environ  # a process started by hand may well outlive its shell
+        self._orphaned = orphaned or (lambda: launched and os.getppid() != parent)
+        self._sheet = Sheet(rank)
+        self._neighbours: list[Neighbour] = []
+        self._name = _stamp()
+        met_by = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        self._meeting_place = ":".join(met_by) if all(met_by) else f"process {os.getpid()}"  # alone
+        self._met = False
+        self._main = threading.get_ident()
+        self._over, self._ends = threading.Event(), threading.Lock()
+        self.at(f"waiting for {world_size} processes at {self._meeting_place}")
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[Address, str]:
+        """What the other ranks are to know: see ``meet``."""
+        return self._sheet.address, self._name
+
+    def meet(self, everyone: Sequence[tuple[Address, str]]) -> None:
+        """Takes the addresses of all ranks, in rank order."""
+        self._name = everyone[0][1]  # the same for all ranks of an attempt
+        own = self._sheet.address
+        self._neighbours = [Neighbour(each) for each, _ in everyone if each.host == own.host and each != own]
+        self._met = True
+
+    def at(self, place: str) -> None:
+        """Says where the run is from now on: a step, an evaluation, a save."""
+        self._sheet.at(place)
+
+    def close(self) -> None:
+        """The end of watching."""
+        self._over.set()
+        self._thread.join()
+        self._sheet.close()
+
+    def end(self, found: Found, raised: BaseException | None = None) -> NoReturn:
+        """Tells what was found, with the stacks of the processes of this host, and leaves."""
+        if not self._ends.acquire(blocking=False):
+            time.sleep(2 * _TELL_SECONDS)  # the other thread leaves for both
+        last = threading.Timer(_TELL_SECONDS, os._exit, (HUNG,))
+        last.daemon = True
+        last.start()
+        if self._sheet.marked:  # a neighbour has told it, and reads this rank's stacks
+            time.sleep(_MARKED_SECONDS)
+        else:
+            place = self._sheet.read()
+            self._sheet.write_stacks()
+            text = "" if raised is None else "".join(traceback.format_exception(raised))
+            with self._first_here() as is_first:
+                written = [self._write(self._rank, found, self._sheet.read(), text)]
+                if is_first:
+                    written += self._neighbours_stacks(found)
+                    self._tell(found, place, [path for path in written if path is not None])
+                if found.lost:
+                    time.sleep(_LOST_SECONDS)
+        leave_at_once()
+
+    def _look(self) -> None:
+        """What the watching thread does, twice a second."""
+        still = marked = 0.0
+        before: tuple[int, int] | None = None
+        held: FrameType | None = None
+        last = time.monotonic()
+        while not self._over.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            # A process that was stopped, or a machine that slept, has not waited in that time.
+            passed, last = min(now - last, 2 * _LOOK_SECONDS), now
+            marked = marked + passed if self._sheet.marked else 0.0
+            if marked > _MARKED_SECONDS and self._ends.acquire(blocking=False):
+                leave_at_once()
+            frame = sys._current_frames().get(self._main)
+            place = None if frame is None else (id(frame), frame.f_lasti)
+            same = place == before and (held is None or held is frame)
+            still, before = still + passed if same else 0.0, place
+            waits = still > _SURE_SECONDS and _waits(frame)
+            orphaned = still > _SURE_SECONDS and self._orphaned()
+            # What a frame holds lives as long as the frame is held: only of one that seems to stand still.
+            held = frame if waits or orphaned else None
+            del frame
+            if waits and still > self._timeout + _LATE_SECONDS:
+                self.end(Found(f"nothing came for {still:.0f} s, and no time-out ended it", lost=False))
+            if orphaned and still > self._timeout:
+                self.end(Found(f"the launcher is gone, and nothing moved for {still:.0f} s", lost=False))
+
+    @contextlib.contextmanager
+    def _first_here(self) -> Iterator[bool]:
+        """Whether this is the first rank of the host that tells; it is for as long as the block runs."""
+        with socket.socket(socket.AF_UNIX) as taken:
+            try:
+                taken.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
+                is_first = True
+            except OSError:
+                is_first = False
+            yield is_first
+
+    def _neighbours_stacks(self, found: Found) -> list[Path | None]:
+        """The files of the other ranks on this host that have not written their own."""
+        for neighbour in self._neighbours:
+            neighbour.ask()
+        end = time.monotonic() + _ASKED_SECONDS
+        waiting = list(self._neighbours)
+        while waiting and time.monotonic() < end:
+            time.sleep(0.05)
+            readings = [(each, each.read()) for each in waiting]
+            waiting = [each for each, reading in readings if reading is not None and not reading.stacks]
+        time.sleep(0.1)  # the handler writes line by line
+        files = []
+        for neighbour in self._neighbours:
+            reading = neighbour.read()
+            if reading is not None:
+                files.append(self._write(neighbour.address.rank, found, reading, ""))
+        return files
+
+    def _write(self, rank: int, found: Found, reading: Reading, raised: str) -> Path | None:
+        """A rank's file; None where it has one already, or there is no run folder to write to."""
+        by = "" if rank == self._rank else f", written by rank {self._rank}"
+        lines = [
+            f"rank {rank} of {self._world_size} on {socket.gethostname()}, {_stamp()}{by}",
+            f"{reading.place}, for {reading.seconds:.1f} s; time-out {self._timeout:g} s",
+            f"rank {self._rank}: {found.reason}",
+            "",
+            *([raised] if raised else []),
+            reading.stacks or "It could not write its stacks.",
+        ]
+        try:
+            if self._run is None or not self._run.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "no run folder")
+            path = self._run / STACKS / f"{self._name}-rank-{rank:05d}.txt"
+            path.parent.mkdir(exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write("\n".join(lines))
+        except FileExistsError:
+            return None
+        except OSError as error:
+            if self._met:  # who came and who did not is told in the line
+                print("\n".join([f"longstride: stacks: {error.strerror}", *lines]), file=sys.stderr, flush=True)
+            return None
+        return path
+
+    def _tell(self, found: Found, reading: Reading, written: Sequence[Path]) -> None:
+        """One line on standard error."""
+        what = "lost another process" if found.lost else "heard nothing of another process in time"
+        place = f"{reading.place}, after {reading.seconds:.0f} s"
+        files = f"; stacks: {written[0].parent}/{self._name}-rank-*.txt" if written else ""
+        line = f"longstride: rank {self._rank} on {socket.gethostname()} {what} ({place}): {found.reason}{files}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def leave_at_once() -> NoReturn:
+    """Ends the process, without what waits for others: the process group, or a library's last words."""
+    for child in multiprocessing.active_children():  # loader workers, which ignore what would ask them to end
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(HUNG)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Whether a thread is in a collective, or meets the others."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_WAITING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _stamp() -> str:
+    return datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")

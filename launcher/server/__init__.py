@@ -1,1 +1,0 @@
-"""The service behind `longstride serve`: requests, one thread that samples, and HTTP around them."""

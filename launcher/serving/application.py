@@ -1,0 +1,173 @@
+"""The routes: a page, what is served, and samples that are streamed. See docs/serving.md."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from aiohttp import web
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.serving.guards import (
+    add_headers,
+    answer,
+    own_names_only,
+    own_origin_only,
+    refusal,
+    told_in_json,
+)
+from longstride.launcher.serving.request import MalformedError, SampleRequest, largest_body, parse_request
+from longstride.launcher.serving.sampler import Busy, End, Job, Sampler
+from longstride.sparse_model import ModelConfig
+
+Events = asyncio.Queue[bytes | End]
+_PAGES = {
+    "/": ("serve.html", "text/html"),
+    "/serve.css": ("serve.css", "text/css"),
+    "/serve.js": ("serve.js", "text/javascript"),
+}
+_LAST_WORD_SECONDS = 1.0  # for a client to take the line that says it was too late
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may take."""
+
+    max_bytes: int  # sampled
+    waiting: int  # requests, beside the one that is sampled
+    seconds: float  # from its arrival to its last byte
+
+
+class Service:
+    """The handlers of all routes."""
+
+    def __init__(self, config: ModelConfig, about: dict[str, Any], sampler: Sampler, limits: Limits) -> None:
+        self._config, self._about, self._sampler, self._limits = config, about, sampler, limits
+
+    def application(self, loopback: bool) -> web.Application:
+        """All routes; on loopback, for names of this machine alone."""
+        guards = [told_in_json, *([own_names_only] if loopback else []), own_origin_only]
+        application = web.Application(client_max_size=largest_body(self._config), middlewares=guards)
+        for path in _PAGES:
+            application.router.add_get(path, self.page)
+        application.router.add_get("/health", self.health)
+        application.router.add_get("/model", self.model)
+        application.router.add_post("/sample", self.sample)
+        application.on_response_prepare.append(add_headers)
+        return application
+
+    async def page(self, request: web.Request) -> web.Response:
+        """The page, its style and its script."""
+        file, kind = _PAGES[request.path]
+        text = resources.files("longstride.launcher.serving").joinpath(file).read_text(encoding="utf-8")
+        return web.Response(text=text, content_type=kind, charset="utf-8")
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Whether it lives, and how much it has to do."""
+        return answer({"status": "ok", "sampling": self._sampler.sampling, "waiting": self._sampler.waiting})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """What is served."""
+        return answer(self._about)
+
+    async def sample(self, request: web.Request) -> web.StreamResponse:
+        """Samples, and streams bytes as they come."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.seconds
+        read = await self._read(request)
+        if isinstance(read, web.Response):
+            return read
+        events: Events = asyncio.Queue()
+        job = Job(read, lambda event: _hand_over(loop, events, event))
+        try:
+            self._sampler.submit(job)
+        except Busy as busy:
+            return refusal(503, str(busy), retry=busy.seconds)
+        try:
+            return await self._stream(request, job, events, deadline)
+        finally:  # also where the client left, which cancels the handler
+            self._sampler.drop(job)
+
+    async def _read(self, request: web.Request) -> SampleRequest | web.Response:
+        """What is asked for, or a refusal."""
+        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+            # A page of another origin cannot send this type unasked.
+            return refusal(415, "the body must be JSON, not compressed: send Content-Type: application/json")
+        try:
+            body = await asyncio.wait_for(request.read(), self._limits.seconds)
+            return parse_request(body, self._config, self._limits.max_bytes)
+        except asyncio.TimeoutError:
+            return refusal(408, f"the body did not come within {self._limits.seconds:g} s")
+        except MalformedError as error:
+            return refusal(400, str(error))
+        except ConfigError as error:
+            problems = [{"field": problem.path, "rule": problem.rule} for problem in error.problems]
+            return refusal(422, "; ".join(map(str, error.problems)), problems=problems)
+
+    async def _stream(self, request: web.Request, job: Job, events: Events, deadline: float) -> web.StreamResponse:
+        """The answer from a sample's first byte to its last, or to the deadline."""
+        loop = asyncio.get_running_loop()
+        late = f"took longer than {self._limits.seconds:g} s"
+        try:
+            first = await asyncio.wait_for(events.get(), deadline - loop.time())
+        except asyncio.TimeoutError:
+            return refusal(503, f"{late} to begin", retry=1)
+        if isinstance(first, End) and first.problem:
+            return refusal(503 if self._sampler.closed else 500, first.problem)
+        lines = _Lines(request, web.StreamResponse(headers={"Content-Type": "application/x-ndjson"}))
+        try:
+            await asyncio.wait_for(lines.send(job, first, events), deadline - loop.time())
+        except asyncio.TimeoutError:
+            job.stop()
+            await lines.write_at_last({"error": late, "sampled": lines.sampled})
+        except ConnectionError:  # the client left, and a byte was faster than the cancellation
+            pass
+        return lines.response
+
+
+class _Lines:
+    """A streamed answer, a JSON object a line."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
+        self.request, self.response = request, response
+        self.sampled = 0  # bytes written
+
+    async def send(self, job: Job, first: bytes | End, events: Events) -> None:
+        """All lines of a sample; each has the bytes that came since the one before."""
+        await self.response.prepare(self.request)
+        await self.write({"seed": job.asked.seed, "bytes": job.asked.count})
+        taken = [first]
+        while True:
+            while not events.empty():
+                taken.append(events.get_nowait())
+            found = b"".join(each for each in taken if isinstance(each, bytes))
+            if found:
+                self.sampled += len(found)
+                await self.write({"base64": base64.b64encode(found).decode()})
+            end = next((each for each in taken if isinstance(each, End)), None)
+            if end is not None:
+                ending = {"error": end.problem} if end.problem else {"done": True}
+                return await self.write(ending | {"sampled": self.sampled})
+            taken = [await events.get()]
+
+    async def write_at_last(self, content: dict[str, Any]) -> None:
+        """A last line, for a client that may not read any more: the connection is then broken off."""
+        try:
+            await asyncio.wait_for(self.write(content), _LAST_WORD_SECONDS)
+        except (asyncio.TimeoutError, ConnectionError):
+            if self.request.transport is not None:
+                self.request.transport.abort()
+
+    async def write(self, content: dict[str, Any]) -> None:
+        """One line."""
+        await self.response.write(json.dumps(content).encode() + b"\n")
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, events: Events, event: bytes | End) -> None:
+    """From the sampling thread into the loop's. One that is closed needs nothing any more."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(events.put_nowait, event)

@@ -1,0 +1,144 @@
+"""What a request asks to be sampled, read from its JSON and held against model and limits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from longstride.kernels.errors import ConfigError, Problem
+from longstride.sparse_model import ModelConfig
+from longstride.sparse_model.generation import is_whole, wrong_settings
+
+DEFAULT_TEXT_BYTES = 256
+_LARGEST_SEED = 2**63 - 1
+_DRAWN_SEED_BITS = 32  # of a seed that nobody chose: a browser's numbers hold it exactly
+_SHOWN = 5  # unknown fields, of many
+_FIELDS = ("prompt", "prompt_base64", "bytes", "temperature", "top_k", "top_p", "seed")
+
+
+class MalformedError(ValueError):
+    """A body that is no JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Everything that a sample follows from, but for the model."""
+
+    prompt: bytes
+    count: int  # bytes to sample
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+
+def largest_body(config: ModelConfig) -> int:
+    """Bytes of a body that may hold any prompt: each byte of it as \\u00xx, and room for the other fields."""
+    return 6 * config.context + 4096
+
+
+def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleRequest:
+    """A request from its JSON body.
+
+    Args:
+        body: as it came.
+        config: of the model; at most 256 tokens.
+        max_bytes: that one request may have sampled.
+
+    Raises:
+        MalformedError: no JSON object.
+        ConfigError: a problem for each wrong field.
+    """
+    content = _load(body)
+    unknown = [name for name in content if name not in _FIELDS][:_SHOWN]
+    problems = [Problem(name[:80], f"no such field; take {', '.join(_FIELDS)}") for name in unknown]
+    try:
+        prompt = _prompt(content, config)
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems, *_setting_problems(content)) from None
+    problems += _setting_problems(content)
+    fitting = min(max_bytes, config.context - len(prompt))
+    count = content.get("bytes", min(fitting, DEFAULT_TEXT_BYTES) if config.embedding.type == "text" else fitting)
+    if not is_whole(count) or not 1 <= count <= fitting:
+        rule = f"must be a whole number from 1 to {fitting}"
+        if fitting < max_bytes:
+            rule += f": prompt and sample fit in the context of {config.context}"
+        problems.append(Problem("bytes", rule, count))
+    if problems:
+        raise ConfigError(*problems)
+    seed = content.get("seed")
+    return SampleRequest(
+        prompt=prompt,
+        count=count,
+        temperature=float(content.get("temperature", 1.0)),
+        top_k=content.get("top_k"),
+        top_p=content.get("top_p"),
+        seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
+    )
+
+
+def _load(body: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"the body must be UTF-8; byte {error.start} is not") from None
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise MalformedError("the body is nested too deep") from None
+    except ValueError as error:  # a constant, a key that stands twice, a number of thousands of digits
+        raise MalformedError(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise MalformedError('the body must be a JSON object, such as {"prompt": "Once"}')
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _prompt(content: dict[str, Any], config: ModelConfig) -> bytes:
+    """The prompt's bytes; ConfigError where they are none, too many, or not the model's."""
+    if "prompt" in content and "prompt_base64" in content:
+        raise ConfigError(Problem("prompt_base64", "stands beside prompt; give one of them"))
+    name = "prompt_base64" if "prompt_base64" in content else "prompt"
+    given = content.get(name, "")
+    if not isinstance(given, str):
+        raise ConfigError.at(name, given, "must be a string")
+    try:
+        prompt = given.encode() if name == "prompt" else base64.b64decode(given, validate=True)
+    except UnicodeEncodeError:
+        raise ConfigError(Problem(name, "holds half a character (a surrogate); give bytes as prompt_base64")) from None
+    except (binascii.Error, ValueError):
+        raise ConfigError(Problem(name, "must be base64, with its padding")) from None
+    if len(prompt) >= config.context:
+        rule = f"has {len(prompt)} bytes; give at most {config.context - 1}, as the context has {config.context}"
+        raise ConfigError(Problem(name, rule))
+    if prompt and max(prompt) >= config.vocabulary:
+        rule = f"has a byte of {max(prompt)}; this model knows 0 to {config.vocabulary - 1}"
+        raise ConfigError(Problem(name, rule))
+    return prompt
+
+
+def _setting_problems(content: dict[str, Any]) -> list[Problem]:
+    """Of temperature, top_k, top_p and seed. null leaves out the last three."""
+    return [Problem(name, rule, content[name]) for name, rule in _broken_rules(content)]
+
+
+def _broken_rules(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
+    yield from wrong_settings(content.get("temperature", 1.0), top_k, top_p)
+    if seed is not None and (not is_whole(seed) or not 0 <= seed <= _LARGEST_SEED):
+        yield "seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"

@@ -1,0 +1,151 @@
+"""One thread that samples, request after request, and a bounded row of those that wait for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from longstride.launcher.serving.request import SampleRequest
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.generation import generate
+
+
+class Busy(Exception):  # noqa: N818 - a state, not a mistake
+    """As many requests wait as may; ``seconds`` is when to ask again."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"asked for too much at once; try again in {seconds:.0f} s")
+        self.seconds = seconds
+
+
+class Job:
+    """One request on its way: ``deliver`` is called from the sampling thread with each byte, then with an End."""
+
+    def __init__(self, asked: SampleRequest, deliver: Callable[[bytes | End], None]) -> None:
+        self.asked, self.deliver = asked, deliver
+        self._stopped = threading.Event()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nobody wants the rest."""
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """Sampling ends before its next byte."""
+        self._stopped.set()
+
+
+class End:
+    """After the last byte; ``problem`` is told where it is not the end of the sample."""
+
+    def __init__(self, problem: str | None = None) -> None:
+        self.problem = problem
+
+
+class Sampler:
+    """Samples in a thread of its own. A thread, as torch lets others run while it computes."""
+
+    def __init__(self, model: SparseTransformer, device: str, waiting: int) -> None:
+        """Not yet started.
+
+        Args:
+            model: in evaluation mode, on the device.
+            device: where random numbers are drawn too.
+            waiting: requests that may wait while one is sampled.
+        """
+        self._model, self._device, self._most = model, device, waiting
+        self._changed = threading.Condition()
+        self._row: deque[Job] = deque()
+        self._current: Job | None = None
+        self._closed = False
+        self._last_seconds = 1.0  # that a sample took
+        self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
+
+    def start(self) -> None:
+        """From now on requests are answered."""
+        self._thread.start()
+
+    def close(self, seconds: float) -> bool:
+        """Ends what is under way, and whatever waits; whether the thread ended within that time."""
+        with self._changed:
+            self._closed = True
+            jobs = [*self._row, *([self._current] if self._current else [])]
+            self._row.clear()
+            self._changed.notify_all()
+        for job in jobs:
+            job.stop()
+            job.deliver(End("the server is stopping"))
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it ends."""
+        return self._closed
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the row."""
+        return len(self._row)
+
+    @property
+    def sampling(self) -> bool:
+        """Whether a request is being sampled."""
+        return self._current is not None
+
+    def submit(self, job: Job) -> None:
+        """Puts a request in the row. Raises Busy where it is full."""
+        with self._changed:
+            ahead = len(self._row) + (self._current is not None)
+            if self._closed or ahead > self._most:
+                raise Busy(min(60.0, max(1.0, self._last_seconds * ahead)))
+            self._row.append(job)
+            self._changed.notify_all()
+
+    def drop(self, job: Job) -> None:
+        """Takes a request that nobody waits for any more out of the row, and stops it where it is sampled."""
+        job.stop()
+        with self._changed:
+            if job in self._row:
+                self._row.remove(job)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._current = None
+                self._changed.wait_for(lambda: self._row or self._closed)
+                if self._closed:
+                    return
+                job = self._current = self._row.popleft()
+            begun = time.monotonic()
+            try:
+                self._sample(job)
+            except FloatingPointError as error:
+                job.deliver(End(f"the model computes {error}"))
+            except Exception as error:  # out of memory, a card that is lost: the next request may go well
+                traceback.print_exc(file=sys.stderr)
+                job.deliver(End(f"sampling failed: {type(error).__name__}"))
+            self._last_seconds = time.monotonic() - begun
+
+    def _sample(self, job: Job) -> None:
+        asked = job.asked
+        sampled = generate(
+            self._model,
+            torch.tensor([list(asked.prompt)], dtype=torch.int64, device=self._device),
+            asked.count,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            generator=torch.Generator(self._device).manual_seed(asked.seed),
+        )
+        for token in sampled:
+            if job.stopped:
+                return
+            job.deliver(bytes([int(token)]))
+        job.deliver(End())

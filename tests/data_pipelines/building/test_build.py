@@ -1,0 +1,487 @@
+"""Building: the same bytes for the same input, whole or not at all, nothing written over."""
+
+import errno
+import hashlib
+import importlib
+import logging
+import os
+import random
+import resource
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import webdataset as wds
+
+from longstride.data_pipelines import DataError, modality_named, open_store
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.documents.documents import FileDocument
+from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES, pack
+from longstride.data_pipelines.errors import os_errors_told
+from longstride.data_pipelines.shards.index import load_index
+from longstride.data_pipelines.shards.verify import verify
+from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, write_files
+
+UNFINISHED = ".data.unfinished"
+
+
+def test_build_takes_every_document_once(corpus):
+    sources = sorted(path.read_bytes() for path in corpus.source.rglob("*.py"))
+    assert sorted(payloads_of(corpus.folder, "train") + payloads_of(corpus.folder, "validation")) == sources
+    assert [split.documents for split in corpus.manifest.splits.values()] == [
+        len(payloads_of(corpus.folder, split)) for split in ("train", "validation")
+    ]
+
+
+def test_build_is_byte_identical(corpus, tmp_path):
+    manifest = build([corpus.source], tmp_path / "again", validation_fraction=0.1, shard_bytes=2500)
+    assert manifest == corpus.manifest
+    assert folder_bytes(tmp_path / "again") == folder_bytes(corpus.folder)
+
+
+def test_build_bytes_are_pinned(tmp_path):
+    """Over Python, numpy and webdataset versions: a data set rebuilt elsewhere must resume the same run."""
+    source = write_files(tmp_path / "source", numbered_files(12))
+    build([source], tmp_path / "data", validation_fraction=0.3, shard_bytes=500)
+    digest = hashlib.sha256()
+    for name, content in sorted(folder_bytes(tmp_path / "data").items()):
+        digest.update(name.encode() + b"\0" + content)
+    assert digest.hexdigest() == "5e2dc836b02ea24413a823940c3e76c02c15477c946386dff3e76dc548cb1846"
+
+
+def test_build_is_read_by_plain_webdataset(corpus):
+    for shard in corpus.manifest.splits["train"].shards:
+        with (corpus.folder / shard.name).open("rb") as file:
+            source = [{"url": shard.name, "stream": file}]
+            samples = list(wds.tariterators.group_by_keys(wds.tariterators.tar_file_expander(source)))
+        assert [sample["__key__"] for sample in samples] == [shard.key(number) for number in range(shard.samples)]
+        assert sum(len(sample["txt"]) for sample in samples) == shard.content_bytes
+
+
+def check_index(folder: Path, shard, ends: list[int]) -> None:
+    """Hold an index against the tar file as the standard library reads it."""
+    index = load_index(open_store(folder), shard)
+    assert index.dtype.itemsize == 25
+    assert index["ends"].tolist() == ends
+    content = (folder / shard.name).read_bytes()
+    with tarfile.open(folder / shard.name, "r:") as archive:
+        members = archive.getmembers()
+    for row, member in zip(index.tolist(), members, strict=True):
+        end = member.offset_data + -(-member.size // 512) * 512
+        crc32 = zlib.crc32(content[member.offset : end])
+        assert row[:-1] == (member.offset, member.offset_data, member.size, crc32)
+        assert (member.mtime, member.uid, member.gid, member.uname, member.gname) == (0, 0, 0, "", "")
+    assert content[end:].strip(b"\0") == b""  # of the last member: nothing but the end of the archive follows
+
+
+def test_build_index_describes_tar(corpus):
+    for shard in corpus.manifest.splits["train"].shards:
+        check_index(corpus.folder, shard, ends=[1] * shard.samples)
+
+
+def test_build_index_tells_where_documents_end(tmp_path):
+    """Members of every size against the blocks of the tar stream, whole documents and parts of them."""
+    sizes = [1, 511, 512, 513, 9728, 9729, 10240, 20480, SAMPLE_BYTES, SAMPLE_BYTES + 1, 2 * SAMPLE_BYTES + 512]
+    generator = random.Random(0)
+    write_files(tmp_path / "source", {f"{size}.txt": generator.randbytes(size) for size in sizes})
+    manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0)
+    (shard,) = manifest.splits["train"].shards
+    order = [len(payload) for payload in payloads_of(tmp_path / "data", "train")]
+    ends = load_index(open_store(tmp_path / "data"), shard)["ends"].tolist()
+    whole, parts = [], 0
+    for size, end in zip(order, ends, strict=True):
+        parts += size
+        if end:
+            whole.append(parts)
+            parts = 0
+    assert sorted(whole) == sizes and parts == 0
+    check_index(tmp_path / "data", shard, ends)
+
+
+def documents_of(*sizes: int) -> list[FileDocument]:
+    return [FileDocument("folder", b"%d" % number, 0, size, size, 0) for number, size in enumerate(sizes)]
+
+
+def packed(sizes: list[int], shard_bytes: int, divisible: bool = True) -> list[list[tuple[int, int, int]]]:
+    """Each shard's pieces as (document, offset, size)."""
+    modality = modality_named("text")
+    if not divisible:
+        modality = type("Whole", (), {"divisible": False})()
+    return [
+        [(int(piece.document.relative), piece.offset, piece.size) for piece in pieces]
+        for pieces in pack(documents_of(*sizes), shard_bytes, modality)
+    ]
+
+
+def test_pack_moves_document_that_does_not_fit_the_rest():
+    assert packed([60, 40, 1, 99, 2], 100) == [[(0, 0, 60), (1, 0, 40)], [(2, 0, 1), (3, 0, 99)], [(4, 0, 2)]]
+    assert packed([50, 60, 30], 100) == [[(0, 0, 50)], [(1, 0, 60), (2, 0, 30)]]
+
+
+def test_pack_moves_document_of_several_pieces_whole():
+    """It fits a shard, so it is not cut by the end of the present one, though its first piece would still fit there."""
+    long = SAMPLE_BYTES + 10
+    shards = packed([SAMPLE_BYTES // 2, long], 2 * SAMPLE_BYTES - SAMPLE_BYTES // 2)
+    assert shards == [[(0, 0, SAMPLE_BYTES // 2)], [(1, 0, SAMPLE_BYTES), (1, SAMPLE_BYTES, 10)]]
+
+
+def test_pack_cuts_document_longer_than_a_shard():
+    """It begins in the rest of the present shard where a piece of it fits there, and its end shares a shard."""
+    shard_bytes = 2 * SAMPLE_BYTES + 100
+    long = 4 * SAMPLE_BYTES + 7
+    shards = packed([100, long, 50], shard_bytes)
+    steps = [(1, number * SAMPLE_BYTES, SAMPLE_BYTES) for number in range(4)]
+    assert shards == [[(0, 0, 100), *steps[:2]], [*steps[2:], (1, 4 * SAMPLE_BYTES, 7), (2, 0, 50)]]
+    assert packed([3, 7, 3], 5) == [[(0, 0, 3)], [(1, 0, 7)], [(2, 0, 3)]]  # a piece is never smaller than it must be
+
+
+def test_pack_keeps_documents_whole_that_cannot_be_divided():
+    long = 3 * SAMPLE_BYTES
+    assert packed([10, long, 10], SAMPLE_BYTES, divisible=False) == [[(0, 0, 10)], [(1, 0, long)], [(2, 0, 10)]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pack_keeps_its_rule(seed):
+    """Every byte once and in order; a shard ends only where the next document, or piece, would not have fitted."""
+    generator = random.Random(seed)
+    sizes = [generator.choice((generator.randrange(1, 4000), generator.randrange(1, 4 * 2**20))) for _ in range(60)]
+    shard_bytes = 3 * 2**20
+    shards = packed(sizes, shard_bytes)
+    assert [piece for pieces in shards for piece in pieces] == [
+        (number, offset, min(SAMPLE_BYTES, size - offset))
+        for number, size in enumerate(sizes)
+        for offset in range(0, size, SAMPLE_BYTES)
+    ]
+    for pieces, following in zip(shards, [*shards[1:], None], strict=True):
+        filled = sum(size for _, _, size in pieces)
+        assert 0 < filled <= shard_bytes
+        if following is not None:
+            number, offset, size = following[0]
+            assert offset == 0 or sizes[number] > shard_bytes
+            together = sizes[number] if offset == 0 and sizes[number] <= shard_bytes else size
+            assert filled + together > shard_bytes
+
+
+def test_build_keeps_shards_within_size(corpus):
+    shards = corpus.manifest.splits["train"].shards
+    assert len(shards) > 10
+    assert all(shard.content_bytes <= 2500 for shard in shards)
+
+
+def test_build_cuts_long_file_into_samples(tmp_path):
+    content = random.Random(1).randbytes(2 * 2**20 + 5)
+    source = write_files(tmp_path / "source", {"long.py": content})
+    manifest = build([source], tmp_path / "data", validation_fraction=0)
+    train = manifest.splits["train"]
+    assert (train.documents, train.samples, train.content_bytes) == (1, 33, len(content))
+    assert b"".join(payloads_of(tmp_path / "data", "train")) == content
+    assert list(manifest.splits) == ["train"]
+
+
+def test_build_split_is_stable_when_files_are_added(tmp_path):
+    few = write_files(tmp_path / "few", numbered_files(60))
+    more = write_files(tmp_path / "more", numbered_files(90))
+    for name, source in (("a", few), ("b", more)):
+        build([source], tmp_path / name, validation_fraction=0.3)
+    for split in ("train", "validation"):
+        assert set(payloads_of(tmp_path / "a", split)) < set(payloads_of(tmp_path / "b", split))
+
+
+def test_build_split_follows_seed_and_fraction(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(400))
+    seen = set()
+    for seed in (0, 1):
+        build([source], tmp_path / str(seed), validation_fraction=0.25, seed=seed)
+        validation = payloads_of(tmp_path / str(seed), "validation")
+        assert 60 < len(validation) < 140
+        seen.add(frozenset(validation))
+    assert len(seen) == 2
+
+
+def test_build_few_files_fill_both_splits(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(2))
+    for fraction in (0.0001, 0.9999):
+        manifest = build([source], tmp_path / str(fraction), validation_fraction=fraction)
+        assert [split.documents for split in manifest.splits.values()] == [1, 1]
+
+
+def test_build_same_path_in_two_inputs_stays_in_one_split(tmp_path):
+    inputs = [write_files(tmp_path / name, numbered_files(40)) for name in ("one", "two")]
+    build(inputs, tmp_path / "data", validation_fraction=0.3)
+    train, validation = (payloads_of(tmp_path / "data", split) for split in ("train", "validation"))
+    assert len(train) + len(validation) == 80
+    assert not set(train) & set(validation)
+
+
+def test_build_leaves_out_what_it_should(tmp_path):
+    source = write_files(
+        tmp_path / "source",
+        {
+            "a.py": b"a",
+            "b.txt": b"b",
+            "sub/c.py": b"c",
+            "sub/d.bin": b"d",
+            ".hidden.py": b"e",
+            ".git/f.py": b"f",
+            "__pycache__/g.py": b"g",
+            "vendor/h.py": b"h",
+            "empty.py": b"",
+        },
+    )
+    (source / "link.py").symlink_to(source / "a.py")
+    (source / "linked").symlink_to(source / "sub")
+    manifest = build([source], tmp_path / "all", exclude=("vendor",), validation_fraction=0)
+    assert sorted(payloads_of(tmp_path / "all", "train")) == [b"a", b"b", b"c"]
+    assert manifest.made["left_out"] == {"empty_files": 1, "symlinks": 2}
+    build([source], tmp_path / "py", exclude=("vendor",), suffixes=(".py",), validation_fraction=0)
+    assert sorted(payloads_of(tmp_path / "py", "train")) == [b"a", b"c"]
+    build([source / "sub" / "d.bin"], tmp_path / "file", validation_fraction=0)
+    assert payloads_of(tmp_path / "file", "train") == [b"d"]
+
+
+def test_build_names_with_odd_bytes(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (b"caf\xc3\xa9.py", b"\xff\xfe.py", b"with space.py"):
+        Path(str(source) + "/" + name.decode("utf-8", "surrogateescape")).write_bytes(name)
+    build([source], tmp_path / "data", validation_fraction=0)
+    assert len(payloads_of(tmp_path / "data", "train")) == 3
+
+
+def test_build_again_leaves_identical_folder(corpus, tmp_path, caplog):
+    output = tmp_path / "data"
+    build([corpus.source], output, validation_fraction=0.1, shard_bytes=2500)
+    before = {path.name: path.stat().st_mtime_ns for path in output.iterdir()}
+    with caplog.at_level(logging.INFO):
+        build([corpus.source], output, validation_fraction=0.1, shard_bytes=2500)
+    assert "already there" in caplog.text
+    assert {path.name: path.stat().st_mtime_ns for path in output.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_build_into_empty_folder(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(4))
+    (tmp_path / "data").mkdir()
+    build([source], tmp_path / "data")
+    assert verify(tmp_path / "data") == []
+
+
+def test_build_reports_progress(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(20))
+    calls = []
+    build([source], tmp_path / "data", progress=lambda done, total: calls.append((done, total)))
+    total = sum(path.stat().st_size for path in source.rglob("*.py"))
+    assert len(calls) == 20 and calls == sorted(calls) and calls[-1] == (total, total)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files", "rule"),
+    [
+        ({}, {"notes/readme": b"no data folder"}, "no data folder; nothing is overwritten"),
+        ({"seed": 1}, None, "other settings; nothing is overwritten"),
+        ({"suffixes": (".py",)}, None, "other settings; nothing is overwritten"),
+    ],
+    ids=["strange folder", "other seed", "other suffixes"],
+)
+def test_build_never_writes_over(tmp_path, arguments, files, rule):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    output = tmp_path / "data"
+    if files is None:
+        build([source], output)
+    else:
+        write_files(output, files)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(DataError, match=rule):
+        build([source], output, **arguments)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
+
+
+def test_build_never_writes_over_other_files_or_damage(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    build([source], tmp_path / "data")
+    shard = tmp_path / "data" / "train-00000.tar"
+    content = bytearray(shard.read_bytes())
+    content[600] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"train-00000.*SHA-256.*nothing is overwritten"):
+        build([source], tmp_path / "data")
+    write_files(source, {"new.py": b"new"})
+    with pytest.raises(DataError, match="other files; nothing is overwritten"):
+        build([source], tmp_path / "data")
+    assert shard.read_bytes() == content
+    (source / "new.py").unlink()
+    (source / "0" / "f0.py").write_bytes((source / "0" / "f0.py").read_bytes().replace(b"0", b"1"))
+    with pytest.raises(DataError, match="other files; nothing is overwritten"):
+        build([source], tmp_path / "data")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
+
+
+def test_build_that_is_interrupted_keeps_what_is_finished(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(30))
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build([source], tmp_path / "data", shard_bytes=500, progress=stop)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [UNFINISHED, "source"]
+    assert len(list((tmp_path / UNFINISHED / "records").iterdir())) >= 3
+    assert list((tmp_path / UNFINISHED / "partial").iterdir()) == []
+    calls: list[int] = []
+    build([source], tmp_path / "data", shard_bytes=500, progress=lambda done, total: calls.append(done))
+    build([source], tmp_path / "again", shard_bytes=500)
+    assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "again")
+    assert sum(path.stat().st_size for path in source.rglob("*.py")) // 3 < calls[0] < calls[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "data", "source"]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda path: path.unlink(), r"f\d+\.py: cannot be read \(No such file or directory\)"),
+        (lambda path: path.write_bytes(b"longer" * 99), r"f\d+\.py: changed since the build began"),
+        (lambda path: path.write_bytes(b""), r"f\d+\.py: changed since the build began"),
+        (lambda path: os.utime(path, ns=(1, 1)), r"f\d+\.py: changed since the build began"),
+    ],
+    ids=["vanishes", "grows", "shrinks", "is written again"],
+)
+def test_build_reports_file_that_changes(tmp_path, monkeypatch, change: Callable[[Path], object], rule):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    module = importlib.import_module("longstride.data_pipelines.documents.planning")
+    find = module.find_documents
+
+    def find_then_change(*arguments):
+        found = find(*arguments)
+        change(found[0][3].path)
+        return found
+
+    monkeypatch.setattr(module, "find_documents", find_then_change)
+    with pytest.raises(DataError, match=rule + "; finished shards are kept in .* remove .* first$") as caught:
+        build([source], tmp_path / "data")
+    assert "\n" not in str(caught.value) and str(tmp_path / UNFINISHED) in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [UNFINISHED, "source"]
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """The system refuses to write a file beyond so many bytes, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_build_that_cannot_write_says_where_and_goes_on(tmp_path):
+    """Also where it is the last of a shard that the disk has no room for: buffers are flushed when a file is closed."""
+    source = write_files(tmp_path / "source", numbered_files(30))
+    build([source], tmp_path / "whole", shard_bytes=1500)
+    for limit in (3000, 10239):
+        with files_limited_to(limit), pytest.raises(DataError) as caught:
+            build([source], tmp_path / "data", shard_bytes=1500)
+        assert str(caught.value) == f"{tmp_path / UNFINISHED}/data/train-00000.tar: File too large"
+        assert list((tmp_path / UNFINISHED / "partial").iterdir()) == []
+    build([source], tmp_path / "data", shard_bytes=1500)
+    assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "whole")
+
+
+def test_build_names_the_path_where_the_system_names_none(tmp_path):
+    full = pytest.raises(DataError, match=rf"^{tmp_path}/shard: No space left on device$")
+    with full, os_errors_told(tmp_path / "shard"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_build_under_a_file_is_refused(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "deep" / "data"
+    rule = f"^{output}: cannot be made \\({tmp_path}/file is no folder\\); name an output where you may write, such as "
+    with pytest.raises(DataError, match=rule):
+        build([source], output)
+
+
+def test_build_into_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/data: cannot be made \({tmp_path} cannot be written to\); name"):
+        build([tmp_path / "is not looked for"], tmp_path / "data")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder in which nobody can make one")
+def test_build_where_no_folder_can_be_made_names_the_output(tmp_path, monkeypatch):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    with pytest.raises(DataError, match=r"^/proc/data: cannot be made \(.+\); name an output where you may write"):
+        build([source], Path("/proc/data"))
+
+
+def test_build_names_what_lies_in_a_closed_folder(tmp_path, monkeypatch):
+    stat = Path.stat
+
+    def refuse(path, **options):
+        if "closed" in path.parent.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    closed = tmp_path / "closed"
+    with pytest.raises(DataError, match=rf"^{closed}/data: cannot be made \(Permission denied\); name an output where"):
+        build([tmp_path / "is not looked for"], closed / "data")
+    with pytest.raises(DataError, match=rf"^{closed}/texts: cannot be looked at \(Permission denied\); allow reading"):
+        build([closed / "texts"], tmp_path / "data")
+
+
+def test_build_into_link_that_leads_in_a_circle_is_refused(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    (tmp_path / "data").symlink_to(tmp_path / "data")
+    with pytest.raises(DataError, match="there already, and no data folder"):
+        build([source], tmp_path / "data")
+
+
+def test_build_into_linked_folder_lies_where_the_link_leads(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(10))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk" / "data")
+    build([source], tmp_path / "data")
+    assert verify(tmp_path / "disk" / "data") == [] and (tmp_path / "data").is_symlink()
+
+
+def test_build_into_whole_file_system_is_refused_at_once(tmp_path):
+    for output in (Path("/"), Path("/dev")):
+        with pytest.raises(DataError, match=r"a whole file system.*name a folder in it"):
+            build([tmp_path / "is not looked for"], output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"inputs": []}, "none given"),
+        ({"inputs": ["missing"]}, "missing: no such file or folder"),
+        ({"suffixes": (".rs",)}, r"no file to take \(suffixes: \.rs"),
+        ({"validation_fraction": 1.0}, r"validation_fraction=1\.0"),
+        ({"validation_fraction": -0.1}, r"validation_fraction=-0\.1"),
+        ({"shard_bytes": 0}, "shard_bytes=0: must be at least 1, such as 16777216"),
+        ({"exclude": ["d0/"]}, "exclude=d0/: must be a plain name, such as d0"),
+        ({"exclude": ["texts/d0"]}, "exclude=texts/d0: must be a plain name, such as d0"),
+        ({"exclude": ["*.py"]}, r"exclude=\*\.py: must be a plain name, such as py"),
+        ({"exclude": [""]}, "exclude=: must be a plain name, such as vendor"),
+        ({"suffixes": ["txt"]}, r"suffixes=txt: must begin with a dot, such as \.txt"),
+        ({"suffixes": ["*.txt"]}, r"suffixes=\*\.txt: must begin with a dot, such as \.txt"),
+        ({"suffixes": [""]}, r"suffixes=: must begin with a dot, such as \.txt"),
+        ({"suffixes": [".tar.gz"]}, r"suffixes=\.tar\.gz: must be what a name ends in .* such as \.gz"),
+        ({"modality": "smell"}, "modality='smell'"),
+        ({"inputs": ["source/0/f0.py"]}, "the only file.*cannot be in both splits"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_build_refuses_arguments_that_do_not_fit(tmp_path, arguments, rule):
+    write_files(tmp_path / "source", numbered_files(10))
+    inputs = [tmp_path / name for name in arguments.pop("inputs", ["source"])]
+    with pytest.raises(DataError, match=rule):
+        build(inputs, tmp_path / "data", **arguments)
+    assert not (tmp_path / "data").exists()

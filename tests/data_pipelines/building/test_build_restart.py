@@ -1,0 +1,356 @@
+"""Builds that are killed, and what the same command makes of what they left."""
+
+import errno
+import importlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.data_pipelines import DataError
+from longstride.data_pipelines.building.build import build
+from tests.harness.data.builds import (
+    PATIENCE_SECONDS,
+    ended,
+    folder_bytes,
+    kill_session,
+    numbered_files,
+    start,
+    worker_words,
+    write_files,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
+ARGUMENTS = {"validation_fraction": 0.1, "shard_bytes": 1200}
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """An input, and what a build of it makes where nothing goes wrong."""
+
+    source: Path
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Undisturbed:
+    """Some 60 shards."""
+    base = tmp_path_factory.mktemp("undisturbed")
+    write_files(base / "source", numbered_files(300))
+    build([base / "source"], base / "data", **ARGUMENTS)
+    return Undisturbed(base / "source", base / "data")
+
+
+def finished_shards(output: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of every shard and index that must not be made again."""
+    place = output.parent / f".{output.name}.unfinished"
+    if output.exists():
+        files = list(output.iterdir())
+    else:
+        names = [path.stem for path in place.glob("records/*.json")]
+        files = [place / "data" / f"{name}{end}" for name in names for end in (".tar", ".index.npy")]
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+    """Kill at a moment, or when the build has ended before it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while process.poll() is None and not moment():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    kill_session(process)
+
+
+def kill_and_go_on(undisturbed: Undisturbed, folder: Path, seed: int, kills: int) -> None:
+    """Kill builds, by one process and by two ranks, so many times in all; each goes on until it is whole.
+
+    Every third kill lands when the last file is written; the others at random, so that several may meet one build.
+    After each there is no output or a whole one, and what was finished is never made again.
+    """
+    generator = random.Random(seed)
+    output = folder / "data"
+    place = folder / ".data.unfinished"
+    wanted = folder_bytes(undisturbed.folder)
+    words = worker_words(undisturbed.source, output, ARGUMENTS)
+    kept: dict[str, tuple[int, int]] = {}
+    for number in range(kills):
+        at_the_end = number % 3 == 2
+        files = len(kept) + int(0.7 * generator.random() * (len(wanted) - len(kept)))
+
+        def moment(at_the_end: bool = at_the_end, files: int = files) -> bool:
+            if at_the_end:
+                return (place / "data" / "manifest.json").exists() or output.exists()
+            return 2 * len(list(place.glob("records/*.json"))) > files
+
+        kill_when(start(words, ranks=generator.choice((1, 2))), moment)
+        assert not output.exists() or folder_bytes(output) == wanted
+        now = finished_shards(output)
+        assert now.items() >= kept.items()
+        kept = now
+        if at_the_end or output.exists():
+            code, _, errors = ended(start(words, ranks=generator.choice((1, 2))))
+            assert (code, errors) == (0, [])
+            assert folder_bytes(output) == wanted
+            assert finished_shards(output).items() >= kept.items()
+            assert [path.name for path in folder.iterdir()] == ["data"]
+            assert len(kept) > 20
+            shutil.rmtree(output)
+            kept = {}
+
+
+def test_build_goes_on_after_kills(undisturbed, tmp_path):
+    kill_and_go_on(undisturbed, tmp_path, seed=0, kills=3)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_build_goes_on_after_many_kills(undisturbed, tmp_path, seed):
+    kill_and_go_on(undisturbed, tmp_path, seed, kills=6)
+
+
+def die_everywhere(tmp_path: Path, source: Path, arguments: dict[str, Any]) -> int:
+    """Builds that end at every moment at which they touch a file; how many moments there are."""
+    build([source], tmp_path / "undisturbed" / "data", **arguments)
+    (tmp_path / "killed").mkdir()
+    words = worker_words(
+        source,
+        tmp_path / "killed" / "data",
+        arguments,
+        die_everywhere=True,
+        undisturbed=str(tmp_path / "undisturbed" / "data"),
+    )
+    code, out, _ = ended(process := start(words))
+    assert code == 0, process
+    return int(out)
+
+
+def test_build_that_ends_at_any_moment_leaves_all_or_nothing(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(6))
+    assert die_everywhere(tmp_path, source, {"validation_fraction": 0, "shard_bytes": 400}) > 30
+
+
+@pytest.mark.campaign
+def test_build_that_ends_at_any_of_many_moments_leaves_all_or_nothing(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    assert die_everywhere(tmp_path, source, {"validation_fraction": 0.2, "shard_bytes": 600}) > 100
+
+
+class Stop(Exception):  # noqa: N818  not an error: a build that a test ends
+    """Ends a build."""
+
+
+def begin_build(source: Path, output: Path, **arguments: Any) -> dict[str, bytes]:
+    """A build that ends half way; what it left in its folder."""
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        build([source], output, progress=stop, **arguments)
+    return everything(output.parent / f".{output.name}.unfinished")
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """All files under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"seed": 1}, "other settings"),
+        ({"validation_fraction": 0.5}, "other settings"),
+        ({"files": {"new.py": b"new"}}, "other files, or files that changed since"),
+        ({"files": {"0/f0.py": b"content 1\n" * 9}}, "other files, or files that changed since"),
+    ],
+    ids=["seed", "fraction", "new file", "changed file"],
+)
+def test_build_of_another_plan_is_refused(tmp_path, change, what):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    left = begin_build(source, tmp_path / "data", **ARGUMENTS)
+    write_files(source, change.pop("files", {}))
+    unfinished = tmp_path / ".data.unfinished"
+    rule = rf"^{unfinished}: holds an unfinished build of {what}; remove that folder to start over"
+    with pytest.raises(DataError, match=rule) as caught:
+        build([source], tmp_path / "data", **{**ARGUMENTS, **change})
+    assert "\n" not in str(caught.value)
+    assert everything(unfinished) == left
+
+
+def test_build_that_fails_half_way_tells_what_may_not_change(tmp_path):
+    """Without the broken file it is another build, which needs the folder to be removed: as the message says."""
+    source = write_files(tmp_path / "source", numbered_files(60))
+
+    def vanish(done: int, total: int) -> None:
+        if done > total // 2:
+            for path in source.rglob("*.py"):
+                path.unlink()
+
+    kept = tmp_path / ".data.unfinished"
+    with pytest.raises(DataError) as caught:
+        build([source], tmp_path / "data", progress=vanish, **ARGUMENTS)
+    assert str(caught.value).endswith(
+        f"; finished shards are kept in {kept} for the same command with the same files and options; "
+        f"where a file or an option has to change, remove {kept} first"
+    )
+    write_files(source, numbered_files(59))
+    with pytest.raises(DataError, match="an unfinished build of other files"):
+        build([source], tmp_path / "data", **ARGUMENTS)
+    shutil.rmtree(kept)
+    build([source], tmp_path / "data", **ARGUMENTS)
+
+
+def test_build_goes_on_where_the_input_was_moved(tmp_path):
+    """A document counts by its path under the input, so another mount point is the same input."""
+    write_files(tmp_path / "before", numbered_files(60))
+    begin_build(tmp_path / "before", tmp_path / "data", **ARGUMENTS)
+    (tmp_path / "before").rename(tmp_path / "after")
+    kept = {path.stem for path in (tmp_path / ".data.unfinished" / "records").iterdir()}
+    before = finished_shards(tmp_path / "data")
+    build([tmp_path / "after"], tmp_path / "data", **ARGUMENTS)
+    assert kept and finished_shards(tmp_path / "data").items() >= before.items()
+
+
+def test_build_with_nothing_finished_begins_anew(tmp_path):
+    """Nothing would be lost, so another plan is welcome."""
+    source = write_files(tmp_path / "source", numbered_files(60))
+    left = begin_build(source, tmp_path / "data")  # of one shard, which is not finished
+    assert not any(name.startswith("records") for name in left)
+    build([source], tmp_path / "data", **ARGUMENTS)
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("damage", ["shard cut short", "index lost", "record cut short"])
+def test_build_makes_shard_again_that_is_not_whole(tmp_path, damage):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    build([source], tmp_path / "whole", **ARGUMENTS)
+    begin_build(source, tmp_path / "data", **ARGUMENTS)
+    place = tmp_path / ".data.unfinished"
+    if damage == "index lost":
+        (place / "data" / "train-00001.index.npy").unlink()
+    else:
+        path = place / ("data/train-00001.tar" if damage == "shard cut short" else "records/train-00001.json")
+        path.write_bytes(path.read_bytes()[:-1])
+    build([source], tmp_path / "data", **ARGUMENTS)
+    assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "whole")
+
+
+def test_build_refuses_damaged_plan(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    begin_build(source, tmp_path / "data", **ARGUMENTS)
+    (tmp_path / ".data.unfinished" / "plan.json").write_text("{")
+    with pytest.raises(DataError, match=r"plan\.json: damaged .*remove .*\.data\.unfinished to start over"):
+        build([source], tmp_path / "data", **ARGUMENTS)
+
+
+def test_build_is_refused_while_another_is_under_way(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    refusals: list[str] = []
+
+    def build_too(done: int, total: int) -> None:
+        with pytest.raises(DataError) as caught:
+            build([source], tmp_path / "data", **ARGUMENTS)
+        refusals.append(str(caught.value))
+
+    build([source], tmp_path / "data", progress=build_too, **ARGUMENTS)
+    place = tmp_path / ".data.unfinished"
+    assert set(refusals) == {f"{place}: another build into the same output is under way; wait for its end"}
+    assert not place.exists()
+
+
+def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
+    """A build that ends removes its lock; one that had opened the file before holds nothing by it, and tries again."""
+    module = importlib.import_module("longstride.data_pipelines.building.unfinished")
+    folder = tmp_path / ".data.unfinished"
+    flock = module.fcntl.flock
+    calls: list[int] = []
+
+    def flock_late(descriptor: int, operation: int) -> None:
+        calls.append(descriptor)
+        if len(calls) < 3:
+            shutil.rmtree(folder)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(module.fcntl, "flock", flock_late)
+    held = module.UnfinishedBuild(tmp_path / "data")
+    with pytest.raises(DataError, match="another build into the same output"):
+        module.UnfinishedBuild(tmp_path / "data")
+    held.let_go()
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.ENOTSUP, False), (errno.EACCES, True)])
+def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, refused):
+    """A file system without locks gets a warning, as nobody could build there otherwise; other failures end a build."""
+    source = write_files(tmp_path / "source", numbered_files(60))
+
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(importlib.import_module("longstride.data_pipelines.building.unfinished").fcntl, "flock", fail)
+    if refused:
+        with pytest.raises(DataError, match=r"unfinished/lock: cannot be locked \(Permission denied\)"):
+            build([source], tmp_path / "data", **ARGUMENTS)
+    else:
+        build([source], tmp_path / "data", **ARGUMENTS)
+        assert "the file system has no locks" in caplog.text and (tmp_path / "data").is_dir()
+
+
+def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
+    """Let another build end while the next one looks for files."""
+    module = importlib.import_module("longstride.data_pipelines.building.build")
+    make_plan = module.make_plan
+
+    def plan_and_lose(*arguments):
+        monkeypatch.setattr(module, "make_plan", make_plan)
+        plan = make_plan(*arguments)
+        monkeypatch.setattr(module, "is_occupied", second_look)
+        return plan
+
+    is_occupied = module.is_occupied
+    looks: list[Path] = []
+
+    def second_look(output: Path) -> bool:
+        looks.append(output)
+        if len(looks) == 1:  # before this build has the lock
+            found = is_occupied(output)
+            monkeypatch.setattr(module, "is_occupied", is_occupied)
+            other_build()
+            return found
+        raise AssertionError
+
+    monkeypatch.setattr(module, "make_plan", plan_and_lose)
+
+
+def test_build_compares_with_what_a_build_made_meanwhile(tmp_path, monkeypatch):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    meanwhile(monkeypatch, lambda: build([source], tmp_path / "data", **ARGUMENTS))
+    build([source], tmp_path / "data", **ARGUMENTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
+
+
+def test_build_refuses_what_another_build_made_meanwhile(tmp_path, monkeypatch):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    meanwhile(monkeypatch, lambda: build([source], tmp_path / "data", seed=1, **ARGUMENTS))
+    with pytest.raises(DataError, match="other settings; nothing is overwritten"):
+        build([source], tmp_path / "data", **ARGUMENTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
+
+
+def test_build_tidies_up_after_one_killed_at_its_very_end(tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(60))
+    build([source], tmp_path / "data", **ARGUMENTS)
+    place = tmp_path / ".data.unfinished"
+    write_files(place, {"lock": b"", "plan.json": json.dumps({}).encode(), "records/train-00000.json": b"{}"})
+    build([source], tmp_path / "data", **ARGUMENTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]

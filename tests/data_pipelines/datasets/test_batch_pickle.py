@@ -1,0 +1,118 @@
+"""Pickled batches: read in every form that pickles of them have, and nothing else is run."""
+
+import os
+import pickle
+import subprocess
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from longstride.data_pipelines.datasets.batch_pickle import RefusedPickleError, batch_rows
+from tests.harness.data.published_files import in_planes, pictures, python2_pickle, python3_pickle
+
+BATCH = pictures(3, 32)
+
+
+def test_batch_pickle_by_python2_is_the_array():
+    """The file that the test writes is one that numpy itself reads to the same array."""
+    content = python2_pickle(BATCH)
+    assert np.array_equal(pickle.loads(content, encoding="bytes")[b"data"], in_planes(BATCH))
+    assert np.array_equal(batch_rows(content, 3072), in_planes(BATCH))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_batch_pickle_by_python3_is_the_array(protocol):
+    assert np.array_equal(batch_rows(python3_pickle(BATCH, protocol), 3072), in_planes(BATCH))
+
+
+class _Runs:
+    """Unpickling it by pickle itself would make a file."""
+
+    def __init__(self, call, *arguments):
+        self._reduced = call, arguments
+
+    def __reduce__(self):
+        return self._reduced
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("call", [os.system, subprocess.getoutput], ids=["system", "getoutput"])
+def test_batch_pickle_runs_nothing(tmp_path, call, protocol):
+    content = pickle.dumps({b"data": _Runs(call, f"touch {tmp_path}/ran")}, protocol=protocol)
+    with pytest.raises(RefusedPickleError, match=rf"asks for \w+\.{call.__name__}, which no batch"):
+        batch_rows(content, 3072)
+    assert list(tmp_path.iterdir()) == []
+    pickle.loads(content)  # what would have run
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.zeros((2, 3071), np.uint8),
+        np.zeros((2, 3072), np.int8),
+        np.zeros((2, 3072), np.uint16),
+        np.asfortranarray(np.zeros((2, 3072), np.uint8)),
+        np.zeros(3072, np.uint8),
+        np.array([None, {}], dtype=object),
+        b"0" * 3072,
+        None,
+    ],
+    ids=["short", "signed", "wide", "by columns", "flat", "objects", "bytes", "none"],
+)
+def test_batch_pickle_of_another_array_is_refused(data):
+    with pytest.raises(RefusedPickleError):
+        batch_rows(pickle.dumps({b"data": data}, protocol=2), 3072)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1]), python2_pickle(BATCH)[:-9]])
+def test_batch_pickle_that_is_none_is_refused(content):
+    with pytest.raises(RefusedPickleError, match=r"cannot be read as a pickle|is no batch"):
+        batch_rows(content, 3072)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x0f.",
+        b"\x80\x05\x96" + (2**31).to_bytes(8, "little") + b".",
+        b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b".",
+        b"\x80\x02c_codecs\nencode\nq\0X\xe8\x03\0\0"
+        + b"a" * 1000
+        + b"X\x06\0\0\0latin1\x86q\x01R"
+        + b"h\0h\x01R" * 900
+        + b".",
+    ],
+    ids=["a place to remember", "an array", "a frame", "a text many times"],
+)
+def test_batch_pickle_takes_no_more_than_it_holds(content):
+    """Each says a length, or says again what is long, and would have had gigabytes, or 200 times its own size."""
+    tracemalloc.start()
+    with pytest.raises(RefusedPickleError):
+        batch_rows(content, 3072)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**19
+
+
+def short(text: str) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+
+@pytest.mark.parametrize(
+    "name", ["_codecs\nencode", "numpy\ndtype", "numpy\nndarray", "numpy.core.multiarray\n_reconstruct"]
+)
+@pytest.mark.parametrize("attribute", ["__doc__", "_call", "__class__"])
+def test_batch_pickle_changes_nothing_in_this_process(name, attribute):
+    """A state in two parts sets attributes of whatever it is given to."""
+    change = b"c" + name.encode() + b"\nN}" + short(attribute) + short("owned") + b"s\x86b"
+    with pytest.raises(RefusedPickleError, match="gives a name a state"):
+        batch_rows(b"\x80\x02}(" + short("data") + change + b"u.", 3072)
+    for content in (python2_pickle(BATCH), python3_pickle(BATCH)):
+        assert np.array_equal(batch_rows(content, 3072), in_planes(BATCH))
+
+
+def test_batch_pickle_that_calls_what_no_batch_calls_is_refused():
+    with pytest.raises(RefusedPickleError, match="calls a name that no batch calls"):
+        batch_rows(b"\x80\x02cnumpy\nndarray\n)R.", 3072)

@@ -1,0 +1,165 @@
+"""Datasets that are fetched: whole or not at all, and in one line where they cannot be."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longstride.data_pipelines import DATASETS, DataError, build_dataset
+from longstride.data_pipelines.datasets.enwik8 import ENWIK8
+from longstride.data_pipelines.datasets.published import Archive, Known
+from longstride.data_pipelines.stores.cache import lock_file, unlock_file
+from tests.harness.data.builds import folder_bytes
+from tests.harness.data.faulty_server import FaultyServer
+from tests.harness.data.published_files import zipped
+
+TEXT = np.random.default_rng(1).integers(0, 256, 300_000, dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch) -> Path:
+    """The folder of a server, with the archive in it; a person is in another one."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("longstride.data_pipelines.stores.download.FIRST_WAIT_SECONDS", 0.01)
+    (tmp_path / "served").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    zipped(tmp_path / "served" / "enwik8.zip", {"enwik8": TEXT})
+    return tmp_path / "served"
+
+
+def published(monkeypatch, folder: Path, url: str) -> None:
+    """Let enwik8 be what that server has."""
+    content = (folder / "enwik8.zip").read_bytes()
+    archive = Archive(f"{url}/enwik8.zip", len(content), hashlib.sha256(content).hexdigest())
+    known = Known(len(TEXT), "md5", hashlib.md5(TEXT).hexdigest())
+    monkeypatch.setitem(DATASETS, "enwik8", replace(ENWIK8, archive=archive, content=known))
+
+
+def test_download_goes_into_downloads_and_is_kept(served, monkeypatch):
+    told = []
+    with FaultyServer(served) as url:
+        published(monkeypatch, served, url)
+        build_dataset("enwik8", None, Path("data"), download=True, progress=lambda *how: told.append(how))
+    size = (served / "enwik8.zip").stat().st_size
+    assert (size, size) in told and told[-1] == (300_000, 300_000)
+    assert sorted(path.name for path in Path().iterdir()) == ["data", "downloads"]
+    assert (Path("downloads") / "enwik8.zip").read_bytes() == (served / "enwik8.zip").read_bytes()
+    assert [path.name for path in Path("downloads").iterdir()] == ["enwik8.zip"]
+    build_dataset("enwik8", None, Path("again"), download=True)  # no server is asked: there is none now
+    assert folder_bytes(Path("again")) == folder_bytes(Path("data"))
+
+
+@pytest.mark.parametrize("given", ["new/folder", "new/file.zip", "downloads"])
+def test_download_goes_where_the_input_says(served, monkeypatch, given):
+    Path("downloads").mkdir()
+    with FaultyServer(served) as url:
+        published(monkeypatch, served, url)
+        build_dataset("enwik8", Path(given), Path("data"), download=True)
+    target = Path(given) if given.endswith(".zip") else Path(given) / "enwik8.zip"
+    assert target.read_bytes() == (served / "enwik8.zip").read_bytes()
+
+
+def test_download_goes_on_where_it_broke_off(served, monkeypatch):
+    """After a process that was killed, and through a server that fails at most requests."""
+    whole = (served / "enwik8.zip").read_bytes()
+    Path("downloads").mkdir()
+    Path("downloads/enwik8.zip.partial").write_bytes(whole[:100_000])
+    server = FaultyServer(served, share=0.6, seed=1, faults=("drop", "cut", "error"))
+    with server as url:
+        published(monkeypatch, served, url)
+        build_dataset("enwik8", None, Path("data"), download=True)
+    assert Path("downloads/enwik8.zip").read_bytes() == whole
+    assert len(server.requests) > 1 and all(request.offset >= 100_000 for request in server.requests)
+
+
+def refused(rule: str, **options) -> None:
+    with pytest.raises(DataError, match=rule) as caught:
+        build_dataset("enwik8", options.pop("given", None), Path("data"), **{"download": True, **options})
+    assert "\n" not in str(caught.value) and not Path("data").exists()
+
+
+def test_download_of_another_file_is_refused(served, monkeypatch):
+    with FaultyServer(served, corrupt=["enwik8.zip"]) as url:
+        published(monkeypatch, served, url)
+        refused(rf"{url}/enwik8\.zip: its SHA-256 is not what it should be: .* or fetch {url}/enwik8\.zip by hand")
+    assert not Path("downloads/enwik8.zip").exists()
+
+
+def test_download_that_is_not_there_is_told(served, monkeypatch):
+    with FaultyServer(served, statuses={"enwik8.zip": 404}) as url:
+        published(monkeypatch, served, url)
+        refused(rf"{url}/enwik8\.zip: no such file; .* name it with --input$")
+    assert list(Path().iterdir()) == []
+
+
+def test_download_without_a_network_is_told(served, monkeypatch):
+    with FaultyServer(served) as url:
+        published(monkeypatch, served, url)
+    refused(
+        rf"{url}/enwik8\.zip: .*given up after 4 attempts .* or fetch {url}/enwik8\.zip by hand and name it with --in"
+    )
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["mine", "mine/new/enwik8.zip", "mine/new", "mine/new/deep/enwik8.zip"])
+def test_download_that_fails_leaves_the_folders_as_they_were(served, monkeypatch, given):
+    """An empty one that a person made stays, and what was made for the download goes."""
+    Path("mine").mkdir()
+    with FaultyServer(served, statuses={"enwik8.zip": 404}) as url:
+        published(monkeypatch, served, url)
+        refused("no such file", given=Path(given))
+    assert sorted(Path().rglob("*")) == [Path("mine")]
+
+
+def test_download_into_a_folder_of_other_things_is_done(served, monkeypatch):
+    """The name tells whether it is there: of the archive or of the file in it, here or one folder further down."""
+    Path("downloads/other").mkdir(parents=True)
+    Path("downloads/cifar-10-binary.tar.gz").write_bytes(b"other")
+    with FaultyServer(served) as url:
+        published(monkeypatch, served, url)
+        build_dataset("enwik8", Path("downloads"), Path("data"), download=True)
+    assert Path("downloads/enwik8.zip").read_bytes() == (served / "enwik8.zip").read_bytes()
+    Path("downloads/enwik8.zip").unlink()
+    Path("downloads/other/enwik8").write_bytes(TEXT)
+    build_dataset("enwik8", Path("downloads"), Path("again"), download=True)  # no server is asked: there is none now
+    assert folder_bytes(Path("again")) == folder_bytes(Path("data"))
+
+
+def test_download_by_two_processes_is_refused(served, monkeypatch):
+    published(monkeypatch, served, "http://127.0.0.1:9")
+    Path("downloads").mkdir()
+    held = lock_file(Path("downloads/enwik8.zip.partial"))
+    refused(r"downloads/enwik8\.zip\.partial: is being fetched by another process; wait")
+    unlock_file(held)
+
+
+def test_output_that_cannot_be_is_told_before_a_download(served, monkeypatch):
+    published(monkeypatch, served, "http://127.0.0.1:9")
+    (Path("data")).write_bytes(b"")
+    with pytest.raises(DataError, match="data: there already, and no data folder"):
+        build_dataset("enwik8", None, Path("data"), download=True)
+    assert [path.name for path in Path().iterdir()] == ["data"]
+
+
+def test_imagenet64_is_fetched_by_no_program(served):
+    with pytest.raises(
+        DataError, match=r"--download: no program may fetch imagenet64; log in at https://image-net\.org"
+    ):
+        build_dataset("imagenet64", None, Path("data"), download=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        (
+            None,
+            r"--input: must name the archive or folder of enwik8; fetch http://mattmahoney\.net/dc/enwik8\.zip, or let",
+        ),
+        (Path("nothing"), r"--input=nothing: no such file or folder; fetch http.* or let --download do it"),
+    ],
+)
+def test_input_that_is_missing_is_told(served, given, rule):
+    refused(rule, given=given, download=False)

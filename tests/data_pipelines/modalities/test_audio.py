@@ -1,0 +1,316 @@
+"""Sounds: mu-law as the standard has it, and their bytes from the file to a context."""
+
+import io
+import struct
+import tarfile
+import warnings
+import wave
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+
+from longstride.data_pipelines import MODALITIES, ByteStream, Cut, DataError, split_bytes
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES
+from longstride.data_pipelines.modalities.audio import mulaw_decode, mulaw_encode
+from longstride.data_pipelines.shards.verify import verify
+
+AUDIO = MODALITIES["audio"]
+EVERY_SAMPLE = np.arange(-(2**15), 2**15).astype(np.int16)
+EVERY_BYTE = np.arange(256, dtype=np.uint8)
+PCM_GUID = bytes.fromhex("0100000000001000800000aa00389b71")
+
+
+def wav(content: bytes, *, tag=1, channels=1, rate=8000, bits=16, before=b"", extensible=False) -> bytes:
+    """A WAV file as text books have it, with ``before`` as a chunk of its own in front of the format."""
+    frame = channels * bits // 8
+    form = struct.pack("<HHIIHH", 0xFFFE if extensible else tag, channels, rate, rate * frame, frame, bits)
+    if extensible:
+        form += struct.pack("<HHI", 22, bits, 0) + PCM_GUID
+    chunks = [(b"JUNK", before)] if before else []
+    chunks += [(b"fmt ", form), (b"data", content)]
+    body = b"".join(name + struct.pack("<I", len(part)) + part + bytes(len(part) % 2) for name, part in chunks)
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
+
+
+def pcm(values, bits: int) -> bytes:
+    """Integers of so many bits -> little-endian PCM; of 8 bits it is unsigned."""
+    if bits == 8:
+        return (np.asarray(values) + 128).astype(np.uint8).tobytes()
+    return b"".join(int(value).to_bytes(bits // 8, "little", signed=True) for value in np.ravel(values))
+
+
+def read(path: Path, content: bytes) -> bytes:
+    """What becomes of a file that is a set by itself."""
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        properties = AUDIO.settle(path, file, {})
+        size = AUDIO.measure(path, properties)
+        found = AUDIO.open(path, file, properties).read(0, size)
+    assert len(found) == size
+    return found
+
+
+def tone(frames: int, seed: int = 0) -> np.ndarray:
+    """(frames,) int16: a tone that fades."""
+    time = np.arange(frames)
+    return (np.sin(time * (0.05 + seed / 100)) * 30_000 * np.exp(-time / 5000)).astype(np.int16)
+
+
+# G.711
+
+
+def test_mulaw_has_the_standard_s_known_values():
+    samples = np.array([0, 32767, -32768, 8, -8, 4, -4, 3, 32635, -32635, 1000, -1000], np.int16)
+    expected = [0xFF, 0x80, 0x00, 0xFE, 0x7E, 0xFE, 0x7E, 0xFF, 0x80, 0x00, 0xCE, 0x4E]
+    assert mulaw_encode(samples).tolist() == expected
+    assert mulaw_decode(np.array([0xFF, 0x7F, 0x80, 0x00, 0xFE, 0x7E], np.uint8)).tolist() == [
+        0,
+        0,
+        32124,
+        -32124,
+        8,
+        -8,
+    ]
+
+
+def test_mulaw_is_monotone_and_odd():
+    back = mulaw_decode(mulaw_encode(EVERY_SAMPLE)).astype(int)
+    assert (np.diff(back) >= 0).all()
+    assert np.array_equal(back[1:], -back[:0:-1])
+    assert np.array_equal(mulaw_decode(EVERY_BYTE[:128]).astype(int), -mulaw_decode(EVERY_BYTE[128:]).astype(int))
+
+
+def test_mulaw_error_is_half_a_step_of_its_segment():
+    """Segment s holds the magnitudes from 128 * 2**s - 132 on, in 16 steps of 2**(s + 3), in units of 16 bits."""
+    magnitude = np.abs(EVERY_SAMPLE.astype(int))
+    error = np.abs(mulaw_decode(mulaw_encode(EVERY_SAMPLE)).astype(int) - EVERY_SAMPLE)
+    for segment in range(8):
+        inside = (magnitude >= 128 * 2**segment - 132) & (magnitude < min(128 * 2 ** (segment + 1) - 132, 32636))
+        assert error[inside].max() == 4 * 2**segment
+    assert error[magnitude > 32635].max() == 32768 - 32124
+
+
+def test_mulaw_encodes_what_it_decodes():
+    again = mulaw_encode(mulaw_decode(EVERY_BYTE))
+    assert np.array_equal(np.flatnonzero(again != EVERY_BYTE), [0x7F])  # the other zero
+    assert len(np.unique(mulaw_decode(EVERY_BYTE))) == 255
+
+
+def test_mulaw_is_the_standard_s_table():
+    """Table 2 of G.711, in its own units of 14 bits: decision values, and between them the values that are decoded."""
+    decisions = [0, 1]
+    for segment in range(8):
+        steps = 15 if segment == 0 else 16
+        decisions += [decisions[-1] + 2 * 2**segment * step for step in range(1, steps + 1)]
+    assert len(decisions) == 129 and decisions[16::16] == [31, 95, 223, 479, 991, 2015, 4063, 8159]
+    values = [0] + [(low + high) // 2 for low, high in pairwise(decisions[1:])]
+    magnitude = np.abs(EVERY_SAMPLE.astype(int))
+    number = np.minimum(np.searchsorted(4 * np.array(decisions), magnitude, side="right") - 1, 127)
+    assert np.array_equal(mulaw_encode(EVERY_SAMPLE), np.where(EVERY_SAMPLE < 0, 0x7F, 0xFF) - number)
+    assert np.array_equal(mulaw_decode(EVERY_BYTE[:127:-1]), 4 * np.array(values))
+
+
+def test_mulaw_agrees_with_audioop():
+    """It cuts to 14 bits first, and rounds negative samples down in doing so; Python 3.13 is without it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        audioop = pytest.importorskip("audioop")
+    theirs = np.frombuffer(audioop.lin2ulaw(EVERY_SAMPLE.tobytes(), 2), dtype=np.uint8)
+    assert np.array_equal(theirs, mulaw_encode(EVERY_SAMPLE >> 2 << 2))
+    decoded = np.frombuffer(audioop.ulaw2lin(EVERY_BYTE.tobytes(), 2), dtype=np.int16)
+    assert np.array_equal(decoded, mulaw_decode(EVERY_BYTE))
+
+
+# Files
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+def test_audio_of_every_width_is_the_same_sound(tmp_path, bits):
+    values = tone(2000).astype(int) >> 8 << 8  # what 8 bits can say
+    scaled = values >> 8 if bits == 8 else values << (bits - 16)
+    assert (
+        read(tmp_path / "a.wav", wav(pcm(scaled, bits), bits=bits)) == mulaw_encode(values.astype(np.int16)).tobytes()
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+def test_audio_full_scale_stays_full_scale(tmp_path, bits):
+    extremes = [-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]
+    assert read(tmp_path / "a.wav", wav(pcm(extremes, bits), bits=bits)) == b"\x00\x80"
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24, 32])
+@pytest.mark.parametrize("channels", [2, 3, 6])
+def test_audio_channels_are_mixed_by_their_mean(tmp_path, channels, bits):
+    limit = 2 ** (bits - 1)
+    values = np.random.default_rng(0).integers(-limit, limit, (500, channels))
+    exact = [int(round_half_up(sum(map(int, frame)) * 2**16, channels * 2**bits)) for frame in values]
+    expected = mulaw_encode(np.clip(exact, -(2**15), 2**15 - 1).astype(np.int16)).tobytes()
+    assert read(tmp_path / "a.wav", wav(pcm(values, bits), bits=bits, channels=channels)) == expected
+
+
+def round_half_up(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)
+
+
+def test_audio_written_by_the_standard_library(tmp_path):
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(tone(5000).tobytes())
+    assert read(tmp_path / "a.wav", buffer.getvalue()) == mulaw_encode(tone(5000)).tobytes()
+
+
+@pytest.mark.parametrize("options", [{"before": b"odd"}, {"extensible": True}], ids=str)
+def test_audio_header_of_other_programs_is_read(tmp_path, options):
+    assert read(tmp_path / "a.wav", wav(tone(100).tobytes(), **options)) == mulaw_encode(tone(100)).tobytes()
+
+
+def test_audio_that_is_mulaw_already_is_kept(tmp_path):
+    assert read(tmp_path / "a.wav", wav(EVERY_BYTE.tobytes(), tag=7, bits=8)) == EVERY_BYTE.tobytes()
+    twice = np.repeat(EVERY_BYTE, 2).tobytes()
+    expected = EVERY_BYTE.copy()
+    expected[0x7F] = 0xFF
+    assert read(tmp_path / "b.wav", wav(twice, tag=7, bits=8, channels=2)) == expected.tobytes()
+
+
+def test_audio_loads_any_piece_of_a_long_file(tmp_path):
+    samples = np.stack([tone(200_001), tone(200_001, 1)], axis=1)
+    whole = read(tmp_path / "a.wav", wav(samples.tobytes(), channels=2))
+    with (tmp_path / "a.wav").open("rb") as file:
+        for offset, size in ((0, 1), (65_535, 3), (131_072, 65_537), (200_000, 9), (200_001, 9)):
+            piece = AUDIO.open(tmp_path / "a.wav", file, {"rate": 8000}).read(offset, size)
+            assert piece == whole[offset : offset + size]
+
+
+# Data folders
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Three sounds, one of them longer than a sample, and the data folder built from them."""
+    base = tmp_path_factory.mktemp("sounds")
+    (base / "source").mkdir()
+    sounds = [tone(frames, seed) for seed, frames in enumerate((150, 1000, 2**20 + 77))]
+    for number, samples in enumerate(sounds):
+        (base / "source" / f"{number}.wav").write_bytes(wav(samples.tobytes(), rate=12_000))
+    manifest = build([base / "source"], base / "data", modality="audio", validation_fraction=0)
+    return base / "data", manifest, [mulaw_encode(samples).tobytes() for samples in sounds]
+
+
+def test_audio_build_keeps_every_sound(built):
+    folder, manifest, sounds = built
+    assert manifest.properties == {"rate": 12_000}
+    train = manifest.splits["train"]
+    assert (train.documents, train.content_bytes) == (3, sum(map(len, sounds)))
+    assert train.samples == sum(-(-len(sound) // SAMPLE_BYTES) for sound in sounds)
+    assert verify(folder) == []
+    content = b"".join(split_bytes(folder, "train"))
+    assert all(sound in content for sound in sounds)
+
+
+def test_audio_members_are_wav_files_of_format_7(built):
+    folder, manifest, _ = built
+    content = iter(split_bytes(folder, "train"))
+    for shard in manifest.splits["train"].shards:
+        found = b""
+        with tarfile.open(folder / shard.name, "r:") as archive:
+            for member in archive:
+                assert member.name.endswith(".wav")
+                head = archive.extractfile(member).read()
+                riff, size, kind = struct.unpack("<4sI4s", head[:12])
+                assert (riff, size, kind) == (b"RIFF", len(head) - 8, b"WAVE")
+                form = struct.unpack("<4sIHHIIHHH", head[12:38])
+                assert form == (b"fmt ", 18, 7, 1, 12_000, 12_000, 1, 8, 0)
+                assert struct.unpack("<4sII", head[38:50]) == (b"fact", 4, len(head) - 58)
+                assert struct.unpack("<4sI", head[50:58]) == (b"data", len(head) - 58)
+                found += head[58:]
+        assert found == next(content)
+
+
+def test_audio_members_are_grouped_by_webdataset(built):
+    folder, manifest, _ = built
+    (shard,) = manifest.splits["train"].shards
+    with (folder / shard.name).open("rb") as file:
+        members = wds.tariterators.tar_file_expander([{"url": shard.name, "stream": file}])
+        samples = list(wds.tariterators.group_by_keys(members))
+    assert b"".join(sample["wav"][58:] for sample in samples) == b"".join(split_bytes(folder, "train"))
+
+
+def test_audio_contexts_overlap_by_the_hop(tmp_path):
+    """Every sound has contexts of its own, which begin every hop; the last one is filled up with padding."""
+    (tmp_path / "source").mkdir()
+    sounds = [tone(frames, seed) for seed, frames in enumerate((150, 64, 10, 65))]
+    for number, samples in enumerate(sounds):
+        (tmp_path / "source" / f"{number}.wav").write_bytes(wav(samples.tobytes()))
+    build([tmp_path / "source"], tmp_path / "data", modality="audio", validation_fraction=0)
+    expected = []
+    for sound in (mulaw_encode(samples).tobytes() for samples in sounds):
+        starts = range(0, max(1, len(sound) - 64 + 24), 24)
+        expected += [sound[start : start + 64] for start in starts]
+    assert sorted(map(len, expected)) == [10, 41, 54, *[64] * 6]
+    stream = ByteStream(tmp_path / "data", context=64, global_batch=3, cut=Cut(hop=24))
+    batches = list(islice(stream, stream.lanes.steps_in(0)))
+    rows = torch.cat([batch.tokens for batch in batches]).numpy()
+    lengths = torch.cat([batch.lengths for batch in batches]).tolist()
+    found = [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+    assert sorted(found) == sorted(expected)
+    assert not any(row[length:].any() for row, length in zip(rows, lengths, strict=True))
+
+
+def test_audio_without_sound_is_left_out(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.wav").write_bytes(wav(tone(50).tobytes()))
+    (tmp_path / "source" / "b.wav").write_bytes(wav(b""))
+    manifest = build([tmp_path / "source"], tmp_path / "data", modality="audio", validation_fraction=0)
+    assert manifest.made["left_out"]["empty_files"] == 1
+    assert manifest.splits["train"].documents == 1
+
+
+def test_audio_of_another_rate_is_refused_unless_one_is_asked_for(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.wav").write_bytes(wav(tone(50).tobytes(), rate=8000))
+    (tmp_path / "source" / "b.wav").write_bytes(wav(tone(50).tobytes(), rate=44_100))
+    with pytest.raises(DataError, match=r"b\.wav: has 44100 Hz, and the set's first file 8000; .* --rate 8000"):
+        build([tmp_path / "source"], tmp_path / "data", modality="audio")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("rate", [0, -1, 2**32])
+def test_audio_rate_that_cannot_be_is_refused(tmp_path, rate):
+    with pytest.raises(DataError, match=rf"rate={rate}: must be from 1"):
+        AUDIO.settle(tmp_path / "a.wav", io.BytesIO(wav(tone(50).tobytes())), {"rate": rate})
+
+
+WHOLE = wav(tone(100).tobytes(), channels=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"ID3 no sound at all", r"is no WAV file, and cannot be read as another sound \("),
+        (b"RIFF", "is no WAV file"),
+        (WHOLE[:-1], "says 200 bytes of sound and holds 199: it is cut short"),
+        (WHOLE[:44], "says 200 bytes of sound and holds 0: it is cut short"),
+        (WHOLE[:40], "without sound"),
+        (WHOLE[:30], "its format has 10 bytes, not 16"),
+        (WHOLE[:12] + WHOLE[36:], "sound before its format"),
+        (WHOLE[:40] + b"\xff" * 4 + WHOLE[44:], "written to a pipe"),
+        (WHOLE[:40] + b"\xc7" + WHOLE[41:], "199 bytes of sound are no whole frames of 4"),
+        (wav(bytes(400), tag=3, bits=32), "of WAV format 3 with 32 bits; must be PCM"),
+        (wav(bytes(400), tag=6, bits=8), "of WAV format 6 with 8 bits"),
+        (wav(bytes(400), bits=64), "of WAV format 1 with 64 bits"),
+        (wav(bytes(400), channels=0), "0 channels of 16 bits"),
+        (wav(bytes(400), rate=0), "at 0 Hz"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_audio_damage_is_named(tmp_path, content, rule):
+    with pytest.raises(DataError, match=rule) as raised:
+        read(tmp_path / "a.wav", content)
+    assert str(raised.value).startswith(f"{tmp_path / 'a.wav'}: ") and "\n" not in str(raised.value)

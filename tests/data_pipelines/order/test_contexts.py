@@ -1,0 +1,212 @@
+"""Documents to contexts, against a plain definition: packed with and without separator, alone with any hop."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longstride.data_pipelines import ByteStream, Cut, DataError, evaluation_contexts, open_store
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.documents import shard_writer
+from longstride.data_pipelines.order.lanes import shard_order
+from longstride.data_pipelines.shards import reading
+from longstride.data_pipelines.shards.index import load_index
+from longstride.data_pipelines.shards.reading import SampleReader, open_folder
+from tests.data_pipelines.conftest import Corpus, write_sources
+
+CONTEXT = 300
+
+
+@pytest.fixture
+def pieces(tmp_path, monkeypatch) -> Corpus:
+    """Documents of many samples, some over several shards, and reads of a few samples at once."""
+    write_sources(tmp_path / "source", num_files=30, seed=1)
+    monkeypatch.setattr(shard_writer, "SAMPLE_BYTES", 37)
+    monkeypatch.setattr(reading, "READ_BYTES", 3000)
+    monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
+    monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)
+    manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0.2, shard_bytes=900)
+    return Corpus(tmp_path / "source", tmp_path / "data", manifest)
+
+
+def shard_documents(corpus, split: str) -> list[list[bytes]]:
+    """The parts of documents that each shard holds, in canonical order."""
+    shards = []
+    for shard in corpus.manifest.splits[split].shards:
+        ends = load_index(open_store(corpus.folder), shard)["ends"]
+        parts = [b""]
+        for sample, end in zip(corpus.documents_of(shard), ends, strict=True):
+            parts[-1] += sample
+            if end:
+                parts.append(b"")
+        shards.append([part for part in parts if part])
+    return shards
+
+
+def test_documents_in_pieces_follow_definition(pieces):
+    shards = shard_documents(pieces, "train")
+    record = pieces.manifest.splits["train"]
+    assert record.samples > 5 * record.documents and sum(map(len, shards)) > record.documents
+    order = [number for epoch in range(2) for number in shard_order(len(shards), 3, epoch)]
+    ended = [shard.documents for shard in record.shards]
+    for context, hop in ((50, 50), (200, 70), (64, 1)):
+        contexts = [each for number in order for part in shards[number] for each in cut_document(part, context, hop)]
+        found = train_contexts(pieces, Cut(packing=False, hop=hop), context, 3, epochs=2)
+        assert found == dict(enumerate(contexts[: len(contexts) // 3 * 3]))
+    for context, separator in ((50, None), (200, 0), (1000, 255)):
+        behind = b"" if separator is None else bytes([separator])
+        content = b"".join(
+            part + behind * (place < ended[number]) for number in order for place, part in enumerate(shards[number])
+        )
+        found = train_contexts(pieces, Cut(separator=separator), context, 3, epochs=2)
+        whole = [content[start : start + context] for start in range(0, len(content), context)]
+        assert found == dict(enumerate(whole[: len(content) // (3 * context) * 3]))
+
+
+def cut_document(document: bytes, context: int, hop: int) -> list[bytes]:
+    """The contexts of one document: one every hop bytes, for as long as there are bytes that none has had."""
+    contexts = [document[:context]]
+    while (len(contexts) - 1) * hop + context < len(document):
+        start = len(contexts) * hop
+        contexts.append(document[start : start + context])
+    return contexts
+
+
+def rows_of(batch) -> list[bytes]:
+    rows = []
+    for row, length in zip(batch.tokens.numpy(), batch.lengths.tolist(), strict=True):
+        assert not row[length:].any()
+        rows.append(row[:length].tobytes())
+    return rows
+
+
+def train_contexts(corpus, cut: Cut, context: int, global_batch: int, epochs: int, seed: int = 3) -> dict[int, bytes]:
+    """Every context that the stream delivers in so many epochs, by its number."""
+    stream = ByteStream(
+        corpus.folder, context=context, global_batch=global_batch, seed=seed, cut=cut, shuffle_bytes=2000
+    )
+    found: dict[int, bytes] = {}
+    for batch in itertools.islice(stream, stream.lanes.batches_before(epochs)):
+        for number, row in zip(batch.sample_ids.tolist(), rows_of(batch), strict=True):
+            assert number not in found
+            found[number] = row
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(context=st.integers(30, 3000), global_batch=st.integers(1, 12), separator=st.integers(0, 255) | st.none())
+def test_packed_contexts_follow_definition(corpus, context, global_batch, separator):
+    shards = shard_documents(corpus, "train")
+    behind = b"" if separator is None else bytes([separator])
+    content = b"".join(
+        document + behind
+        for epoch in range(2)
+        for number in shard_order(len(shards), 3, epoch)
+        for document in shards[number]
+    )
+    found = train_contexts(corpus, Cut(separator=separator), context, global_batch, epochs=2)
+    assert sorted(found) == list(range(len(content) // (context * global_batch) * global_batch))
+    assert all(found[number] == content[number * context : (number + 1) * context] for number in found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(context=st.integers(30, 2000), global_batch=st.integers(1, 12), data=st.data())
+def test_document_contexts_follow_definition(corpus, context, global_batch, data):
+    hop = data.draw(st.integers(max(1, context // 5), context))
+    shards = shard_documents(corpus, "train")
+    contexts = [
+        each
+        for epoch in range(2)
+        for number in shard_order(len(shards), 3, epoch)
+        for document in shards[number]
+        for each in cut_document(document, context, hop)
+    ]
+    found = train_contexts(corpus, Cut(packing=False, hop=hop), context, global_batch, epochs=2)
+    assert sorted(found) == list(range(len(contexts) // global_batch * global_batch))
+    assert all(found[number] == contexts[number] for number in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_of_documents_counts_every_byte_once(corpus, world_size):
+    """Whatever the hop of training."""
+    documents = [document for shard in shard_documents(corpus, "validation") for document in shard]
+    rows = {}
+    for rank in range(world_size):
+        for batch in evaluation_contexts(
+            corpus.folder,
+            context=CONTEXT,
+            batch_size=2,
+            rank=rank,
+            world_size=world_size,
+            cut=Cut(packing=False, hop=7),
+        ):
+            rows |= dict(zip(batch.sample_ids.tolist(), rows_of(batch), strict=True))
+    rows.pop(-1, None)
+    expected = [each for document in documents for each in cut_document(document, CONTEXT, CONTEXT)]
+    assert [rows[number] for number in sorted(rows)] == expected
+
+
+def test_document_over_several_samples_and_shards_is_cut_in_each_shard(tmp_path):
+    content = bytes(range(256)) * 9000  # three samples
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/long.txt").write_bytes(content)
+    manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0, shard_bytes=2**21)
+    sizes = [shard.content_bytes for shard in manifest.splits["train"].shards]
+    assert len(sizes) == 2 and sum(sizes) == len(content)
+    rows = []
+    for batch in evaluation_contexts(tmp_path / "data", "train", context=100_000, batch_size=1, cut=Cut(packing=False)):
+        rows += rows_of(batch)
+    parts = [content[: sizes[0]], content[sizes[0] :]]
+    assert rows == [each for part in parts for each in cut_document(part, 100_000, 100_000)]
+
+
+def test_what_an_epoch_carries_over_is_named(corpus):
+    stream = ByteStream(corpus.folder, context=64, global_batch=24)
+    left = stream.lanes.total_units % (64 * 24)
+    last = corpus.manifest.splits["train"].shards[shard_order(len(corpus.shard_payloads("train")), 0, 0)[-1]]
+    assert stream.carried(0) is None
+    assert stream.carried(1) == f"{left:,} bytes are carried over into epoch 1, from {corpus.folder / last.name} on"
+    stream = ByteStream(corpus.folder, context=64, global_batch=1, cut=Cut(packing=False))
+    assert stream.carried(1) is None
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(separator=0), Cut(packing=False), Cut(packing=False, hop=32)], ids=str)
+def test_state_of_another_cut_is_refused(corpus, cut):
+    other = Cut(separator=1)
+    state = ByteStream(corpus.folder, context=64, global_batch=4, cut=other).state
+    with pytest.raises(DataError, match="another data set, split, cutting"):
+        ByteStream(corpus.folder, context=64, global_batch=4, cut=cut, state=state)
+
+
+def test_padding_is_zero_and_lengths_are_at_least_one(corpus):
+    stream = ByteStream(corpus.folder, context=1000, global_batch=4, cut=Cut(packing=False))
+    for batch in itertools.islice(stream, stream.lanes.steps_in(0)):
+        assert (batch.lengths >= 1).all() and (batch.lengths <= 1000).all()
+        beyond = torch.arange(1000) >= batch.lengths[:, None]
+        assert not batch.tokens[beyond].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_reader_reads_any_range_in_any_order(corpus, data):
+    """One reader, which keeps its place, asked here and there."""
+    split = open_folder(corpus.folder).split("train")
+    reader = SampleReader(split)
+    separator = data.draw(st.sampled_from([None, 0, 255]))
+    behind = b"" if separator is None else bytes([separator])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "SCATTERED_BYTES", data.draw(st.sampled_from([1, 2**14])))
+        read_here_and_there(corpus, data, split, reader, separator, behind)
+
+
+def read_here_and_there(corpus, data, split, reader, separator, behind):
+    for _ in range(20):
+        number = data.draw(st.integers(0, len(split.shards) - 1))
+        content = b"".join(document + behind for document in corpus.documents_of(split.shards[number]))
+        start = data.draw(st.integers(0, len(content) - 1))
+        out = np.empty(data.draw(st.integers(1, len(content) - start)), dtype=np.uint8)
+        reader.fill(number, start, out, separator)
+        assert out.tobytes() == content[start : start + len(out)]

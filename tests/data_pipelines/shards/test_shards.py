@@ -1,0 +1,167 @@
+"""The manifest and what it refuses; verification of a folder."""
+
+import errno
+import json
+import os
+import shutil
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longstride.data_pipelines import DataError, check_split, load_manifest, open_store
+from longstride.data_pipelines.shards.index import INDEX_DTYPE, index_bytes, index_to_bytes
+from longstride.data_pipelines.shards.verify import verify
+
+
+@pytest.fixture
+def copy(corpus, tmp_path):
+    """A data folder that may be damaged."""
+    return shutil.copytree(corpus.folder, tmp_path / "data")
+
+
+def edit_manifest(folder, change):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_manifest_round_trips(corpus):
+    assert load_manifest(open_store(corpus.folder)) == corpus.manifest
+    assert corpus.manifest.to_json() == (corpus.folder / "manifest.json").read_text()
+
+
+def test_manifest_counts_agree(corpus):
+    for split, record in corpus.manifest.splits.items():
+        assert record.content_bytes == sum(map(len, corpus.shard_payloads(split)))
+        assert record.samples == record.documents  # none of them is long enough to be cut
+
+
+def test_manifest_missing_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere: no such folder"):
+        load_manifest(open_store(tmp_path / "nowhere"))
+
+
+def test_manifest_empty_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"the folder is empty"):
+        load_manifest(open_store(tmp_path))
+
+
+def test_manifest_missing_is_refused(copy):
+    (copy / "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"lacks manifest\.json"):
+        load_manifest(open_store(copy))
+
+
+@pytest.mark.parametrize("content", ["", "{", "\xff", "[]", "{}", '{"format": "other"}'])
+def test_manifest_that_is_none_is_refused(copy, content):
+    (copy / "manifest.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        load_manifest(open_store(copy))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda content: content.update(format_version=1), "format_version=1, and this version reads 2"),
+        (lambda content: content.update(modality="smell"), "edited since it was built"),
+        (lambda content: content.pop("splits"), "incomplete or misspelt"),
+        (lambda content: content.pop("fingerprint"), "edited since it was built"),
+        (lambda content: content["splits"]["train"]["shards"].reverse(), "edited since it was built"),
+        (lambda content: content["splits"]["train"]["shards"].pop(), "edited since it was built"),
+        (lambda content: content["splits"]["train"]["shards"][0].update(more=1), "incomplete or misspelt"),
+        (lambda content: content["splits"]["train"]["shards"][0].pop("sha256"), "incomplete or misspelt"),
+        (lambda content: content["splits"].update(train=[]), "incomplete or misspelt"),
+    ],
+)
+def test_manifest_edited_is_refused(copy, change, rule):
+    edit_manifest(copy, change)
+    with pytest.raises(DataError, match=rule):
+        load_manifest(open_store(copy))
+
+
+@pytest.mark.parametrize("name", ["train-00003.tar", "train-00003.index.npy"])
+def test_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(DataError, match=f"{name}: missing"):
+        check_split(copy, "train")
+    check_split(copy, "validation")
+    assert len(verify(copy)) == 1
+
+
+def test_verify_finds_nothing_in_good_folder(corpus):
+    assert verify(corpus.folder) == []
+
+
+def test_verify_names_every_damage(copy):
+    damaged = bytearray((copy / "train-00001.tar").read_bytes())
+    damaged[520] ^= 4  # payload of the first sample
+    (copy / "train-00001.tar").write_bytes(damaged)
+    damaged = bytearray((copy / "train-00002.tar").read_bytes())
+    damaged[3] ^= 4  # header of the first sample
+    (copy / "train-00002.tar").write_bytes(damaged)
+    (copy / "train-00004.tar").write_bytes((copy / "train-00004.tar").read_bytes()[:-700])
+    damaged = bytearray((copy / "train-00005.index.npy").read_bytes())
+    damaged[-1] ^= 4
+    (copy / "train-00005.index.npy").write_bytes(damaged)
+    (copy / "validation-00099.tar").write_bytes(b"")
+    findings = verify(copy)
+    for finding in (
+        "train-00001.tar: its SHA-256",
+        "train-00001.tar: sample train-00001-0000000.txt is damaged",
+        "train-00002.tar: its SHA-256",
+        "train-00002.tar: cannot be read as a tar file",
+        "train-00005.index.npy: the index is damaged",
+        "validation-00099.tar: manifest.json does not list it",
+    ):
+        assert any(finding in line for line in findings), finding
+    assert any("train-00004.tar: " in line and "cut short" in line for line in findings)
+    assert not any("train-00003" in line for line in findings)
+
+
+@pytest.mark.parametrize("name", ["train-00001.tar", "train-00001.index.npy", "manifest.json"])
+def test_verify_tells_a_lacking_permission_from_damage(copy, monkeypatch, name):
+    opened = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    line = f"{copy / name}: cannot be read (Permission denied); allow reading"
+    if name == "manifest.json":
+        with pytest.raises(DataError) as caught:
+            verify(copy)
+        assert str(caught.value) == line
+    else:
+        assert verify(copy) == [line]
+
+
+def test_verify_tells_how_far_it_is(corpus):
+    calls = []
+    verify(corpus.folder, lambda done, total: calls.append((done, total)))
+    sizes = [shard.file_bytes for shard in corpus.manifest.shards()]
+    assert calls == [(done, sum(sizes)) for done in accumulate(sizes)]
+
+
+def test_verify_reports_a_damaged_manifest(copy):
+    (copy / "manifest.json").write_text("{")
+    assert len(verify(copy)) == 1
+
+
+def test_verify_refuses_what_is_no_data_folder(tmp_path):
+    with pytest.raises(DataError, match="no data folder"):
+        verify(tmp_path)
+
+
+def test_manifest_has_a_line_a_shard(corpus):
+    lines = (corpus.folder / "manifest.json").read_text().splitlines()
+    assert sum('"sha256"' in line for line in lines) == sum(1 for _ in corpus.manifest.shards())
+
+
+@pytest.mark.parametrize("samples", [1, 9, 10, 1000, 123_456])
+def test_index_bytes_are_those_of_a_file(samples):
+    assert index_bytes(samples) == len(index_to_bytes(np.zeros(samples, dtype=INDEX_DTYPE)))

@@ -1,0 +1,74 @@
+"""Compiles the kernels of one query for cards that need not be there, and prints what they use, as ``compile_triton``.
+
+Run as a program, in a process without TRITON_INTERPRET: ``python compile_decode.py sm_90:decode:bfloat16:64:merged …``.
+The kernel is decode, split (several programs a head) or merge; the last field is how each part is read, in SHAPES.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of
+from longstride.kernels.backends.triton.decode_kernel import decode_kernel, merge_kernel
+from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, cubin_usage, target_of
+
+KERNELS = {"decode": decode_kernel, "split": decode_kernel, "merge": merge_kernel}
+POINTERS = {"q", "k", "v", "out"}
+WIDE = {"lse", "partial", "partial_stats"}
+SHAPES = {  # (row of a position, positions of keys, intervals) of each part
+    "natural": ((0, 0, 1),),  # local, block
+    "strided": ((0, 0, 1), (1, 1, 1)),
+    "merged": ((0, 0, 1), (0, 1, 1)),  # fixed
+    "listed": ((2, 2, 2),),  # anything else
+}
+
+
+def compile_kernel(case: str) -> dict[str, Any]:
+    """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width:shape``."""
+    architecture, name, dtype, width_text, shape = case.split(":")
+    width = int(width_text)
+    rows, columns, bounds = zip(*SHAPES[shape], strict=True)
+    known = {
+        "SCALE": width**-0.5,
+        **dict.fromkeys(("WIDTH", "W", "VALUE_WIDTH", "WV"), width),
+        "BLOCK_K": block_of(width),
+        "SPLITS": 1 if name == "decode" else MOST_SPLITS,
+        "SEGMENTS": len(rows),
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "BOUNDS": bounds,
+        "ACCUMULATOR": tl.float32,
+    }
+    kernel = KERNELS[name]
+    constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
+    signature, attributes = {}, {}
+    for number, parameter in enumerate(kernel.params):
+        kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        signature[parameter.name] = kind
+        if kind.startswith("*") or parameter.name.startswith("stride"):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target_of(architecture), options={"num_warps": NUM_WARPS})
+    specialised = [parameter.name for parameter in kernel.params if not parameter.do_not_specialize]
+    found = {"case": case, "shared": compiled.metadata.shared, "by_position": "position" in specialised}
+    asm = compiled.asm
+    return found | (cubin_usage(asm["cubin"]) if "cubin" in asm else amdgcn_usage(asm["amdgcn"]))
+
+
+def _type(parameter: str, dtype: str) -> str:
+    if parameter in TABLES:
+        return "*i32"
+    if parameter in WIDE:
+        return "*fp32"
+    return "*" + dtype if parameter in POINTERS else "i32"
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        print(json.dumps(compile_kernel(case)), flush=True)

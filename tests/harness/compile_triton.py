@@ -1,0 +1,150 @@
+"""Compiles the Triton kernels for cards that need not be there, and prints what they use, as JSON, one kernel a line.
+
+Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
+Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the first candidate, a name in SHAPES for
+how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from longstride.kernels.backends.triton.closed_kernel import closed_kernel
+from longstride.kernels.backends.triton.configurations import Configuration, candidates
+from longstride.kernels.backends.triton.delta_kernel import delta_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dq_kernel import dq_kernel
+from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+
+KERNELS = {
+    "forward": forward_kernel,
+    "dkdv": dkdv_kernel,
+    "dq": dq_kernel,
+    "closed": closed_kernel,
+    "delta": delta_kernel,
+    "gather": gather_kernel,
+}
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+TABLES = {"table", "data", "source_table", "source_data"}
+WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
+POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
+DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
+PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
+# How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
+SHAPES = {
+    "natural": ((0, 0, 1),),  # local, block
+    "folded": ((1, 1, 1),),  # column
+    "merged": ((0, 0, 1), (0, 1, 1)),  # fixed
+    "listed": ((2, 2, 2),),  # anything else
+}
+
+
+def compile_kernel(case: str) -> dict[str, Any]:
+    """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width[:…]``."""
+    architecture, name, dtype, width_text, *further = case.split(":")
+    width, tiles = int(width_text), [field for field in further if "," in field]
+    chosen = (
+        Configuration(*map(int, tiles[0].split(",")))
+        if tiles
+        else candidates(name if name in PLANNED else "dq", architecture, 4 if dtype == "float32" else 2, width)[0]  # type: ignore[arg-type]
+    )
+    kernel = KERNELS[name]
+    known = _constants(name, chosen, width, further)
+    constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
+    signature, attributes = {}, {}
+    for number, parameter in enumerate(kernel.params):
+        kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        if parameter.name in DESCRIBED:
+            kind = f"*{TYPES[dtype]}" if "described" not in further else _described(name, chosen, dtype, width)
+        signature[parameter.name] = kind
+        if kind.startswith("*") or parameter.name.startswith("stride"):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    compiled = triton.compile(source, target=target_of(architecture), options=options)
+    found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
+    if "cubin" in compiled.asm:
+        return found | cubin_usage(compiled.asm["cubin"]) | {"wgmma": "wgmma.mma_async" in compiled.asm["ptx"]}
+    return found | amdgcn_usage(compiled.asm["amdgcn"])
+
+
+def _constants(name: str, chosen: Configuration, width: int, further: list[str]) -> dict[str, Any]:
+    """The kernel's compile-time parameters."""
+    segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
+    queries, keys, bounds = zip(*segments, strict=True)
+    by_key = name in ("dkdv", "closed")
+    return {
+        "SEGMENTS": len(segments),
+        "ROWS": keys[0] if by_key else queries[0],
+        "COLUMNS": (queries[0] if by_key else keys),
+        "BOUNDS": (bounds[0] if by_key else bounds),
+        "SHAPE": int("described" in further),
+        "SHAPES": tuple(int("described" in further) for _ in segments),
+        "RESUME": "resume" in further,
+        "SOURCES": "resume" in further,
+        "SOURCE_FORM": 1,
+        "FINAL": "between" not in further,
+        "GRAD_LSE": True,
+        "WIDTH": width,
+        "W": width,
+        "VALUE_WIDTH": width,
+        "WV": width,
+        "BLOCK": chosen.block_k if name == "closed" else 64,
+        "SCALE": width**-0.5,
+        "BLOCK_Q": chosen.block_q,
+        "BLOCK_K": chosen.block_k,
+        "ROUND_BF16": False,
+        "ACCUMULATOR": tl.float32,
+    }
+
+
+def _described(name: str, chosen: Configuration, dtype: str, width: int) -> str:
+    """The type of a descriptor."""
+    return f"tensordesc<{TYPES[dtype]}[1, 1, {chosen.block_q if name == 'dkdv' else chosen.block_k}, 1, {width}]>"
+
+
+def _type(parameter: str, dtype: str) -> str:
+    if parameter in TABLES:
+        return "*i32"
+    if parameter in WIDE:
+        return "*fp32"
+    return "*" + dtype if parameter in POINTERS else "i32"
+
+
+def target_of(architecture: str) -> GPUTarget:
+    if architecture.startswith("sm_"):
+        return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    return GPUTarget("hip", architecture, 64)
+
+
+def cubin_usage(cubin: bytes) -> dict[str, int]:
+    program = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    # What is spilled lies on the stack.
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
+    return {"registers": int(registers), "spilled_bytes": int(stack)}
+
+
+def amdgcn_usage(assembly: str) -> dict[str, int]:
+    registers = re.findall(r"\.vgpr_count:\s+(\d+)", assembly)
+    spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)
+    return {"registers": int(registers[-1]), "spilled_bytes": 4 * int(spilled[-1])}
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        print(json.dumps(compile_kernel(case)), flush=True)

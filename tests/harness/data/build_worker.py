@@ -1,0 +1,134 @@
+"""A build in a process of its own, as one rank or alone: `longstride.data_pipelines.building.build` and nothing that it does not need.
+
+Importing torch costs seconds on every rank, and a build never uses it: neither it nor the rest of the room is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[0] = str(ROOT)
+sys.modules["torch"] = None  # type: ignore[assignment]  # webdataset would import it
+room = types.ModuleType("data_pipelines")
+room.__path__ = [str(ROOT / "data_pipelines")]
+sys.modules["data_pipelines"] = room  # its __init__ imports the streams, which need torch
+
+from longstride.data_pipelines.building.build import build  # noqa: E402  the path comes first
+from longstride.data_pipelines.building.crew import Crew, join_crew  # noqa: E402
+from longstride.data_pipelines.errors import DataError  # noqa: E402
+
+FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+def run(asked: dict[str, Any]) -> int:
+    """One build, with what the test asks for besides; the exit code."""
+    crew = join_crew()
+    calls: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        if not calls:
+            disturb(asked)
+        calls.append((done, total))
+
+    if asked.get("fail_on") == crew.rank:
+        sys.addaudithook(fail_at_first_shard)
+    try:
+        build_as_asked(asked, crew, progress)
+    except DataError as error:
+        if crew.is_first:
+            print(f"longstride: error: {error}", file=sys.stderr, flush=True)
+        crew.meet()
+        return 2
+    if crew.is_first:
+        print(json.dumps({"calls": calls, "mpi": "mpi4py" in sys.modules}))
+    return 0
+
+
+def build_as_asked(asked: dict[str, Any], crew: Crew, progress: Any = None) -> None:
+    """The build that the test describes."""
+    build([Path(asked["source"])], Path(asked["output"]), progress=progress, crew=crew, **asked["arguments"])
+
+
+def disturb(asked: dict[str, Any]) -> None:
+    """Make a document vanish or change while the build runs."""
+    if "vanishes" in asked:
+        Path(asked["vanishes"]).unlink()
+    if "grows" in asked:
+        with Path(asked["grows"]).open("ab") as file:
+            file.write(b"more")
+
+
+def fail_at_first_shard(event: str, arguments: tuple[Any, ...]) -> None:
+    """As a mistake in our own code would."""
+    if event == "open" and ".tar." in str(arguments[0]):
+        raise RuntimeError("a mistake of ours")
+
+
+def die_everywhere(asked: dict[str, Any]) -> int:
+    """Builds that end at each of the moments at which they touch a file, each followed by the same build undisturbed.
+
+    Each is a forked process, so that hundreds cost seconds. Prints how many moments there were.
+    """
+    output = Path(asked["output"])
+    undisturbed = contents(Path(asked["undisturbed"]))
+    place = output.parent / f".{output.name}.unfinished"
+    moment, code = 0, 9
+    while code:
+        moment += 1
+        code = forked(asked, moment)
+        assert code in (0, 9), f"the build failed by itself before moment {moment}"
+        assert not output.exists() or contents(output) == undisturbed, f"half an output after moment {moment}"
+        kept = {}
+        if (place / "data").exists():
+            kept = {path.stem: (place / "data" / f"{path.stem}.tar").stat() for path in place.glob("records/*.json")}
+        assert forked(asked, None) == 0, f"no build after an end at moment {moment}"
+        assert contents(output) == undisturbed, f"other bytes after an end at moment {moment}"
+        for name, before in kept.items():
+            now = (output / f"{name}.tar").stat()
+            assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), f"{name} was made again"
+        assert [path.name for path in output.parent.iterdir()] == [output.name], f"left over after moment {moment}"
+        shutil.rmtree(output)
+    print(moment - 1)
+    return 0
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def forked(asked: dict[str, Any], moment: int | None) -> int:
+    """The exit code of a build that ends, without any cleaning up, at the moment of that number."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal seen
+            # Folders are emptied by names alone, relative to an open folder.
+            here = event in ("os.remove", "os.rmdir") or str(Path(asked["output"]).parent) in str(arguments[0])
+            if event in FILE_EVENTS and here:
+                seen += 1
+                if seen == moment:
+                    os._exit(9)
+
+        sys.addaudithook(count)
+        code = 1
+        try:
+            build_as_asked(asked, Crew())
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.argv[1])
+    sys.exit(die_everywhere(task) if task.get("die_everywhere") else run(task))

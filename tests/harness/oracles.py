@@ -1,0 +1,209 @@
+"""What every backend is held against: attention in fp64, and the error that its own precision explains.
+
+Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
+
+A result passes where the root of its mean squared error against fp64 is at most twice that of the same computation
+done densely in the dtype itself (``dense_same_precision``). Where that error happens to be 0 (one key a query, say), a
+few units in the last place of the accumulator, at the largest intermediate, take its place. Single numbers are held to
+four times the largest dense error or those same few units: extremes of a few thousand numbers scatter, and in rows of
+few keys softmax's own backward cancels what no backward from a stored output and logsumexp can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longstride.kernels.attention import head_patterns, sparse_attention
+from longstride.kernels.autograd import accumulator_dtype
+from longstride.kernels.backends.reference import pattern_mask
+from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+MEAN_RATIO = 2.0  # of the same-precision error
+LARGEST_RATIO = 4.0
+ULPS = 4  # where the same-precision error is 0
+EXAMPLE_VALUES = {"window": 11, "stride": 8, "summary": 2, "num_summaries": 3}  # any other integer field gets 5
+VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do not reach
+    {"type": "local", "window": 1},
+    {"type": "column", "stride": 1},
+    {"type": "strided", "stride": 8, "span": "paper"},
+    {"type": "summary", "stride": 8, "summary": 2, "include_self": True},
+    {"type": "summary", "stride": 9, "summary": 2, "num_summaries": 3},
+    {"type": "fixed", "stride": 8, "summary": 8},
+    {"type": "fixed", "stride": 9, "summary": 2, "num_summaries": 3},
+)
+
+
+class Shape(NamedTuple):
+    """The sizes of one case."""
+
+    batch: int
+    heads: int
+    context: int
+    width: int
+    value_width: int
+
+
+class Inputs(NamedTuple):
+    """What attention and its gradient are computed from; the gradient of lse may be None."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, H, N, D)
+    v: Tensor  # (B, H, N, Dv)
+    grad_out: Tensor  # (B, H, N, Dv)
+    grad_lse: Tensor | None  # (B, H, N)
+
+
+def example_patterns() -> list[Pattern]:
+    """One pattern of every registered type, found through the registry, and the variants."""
+    examples: list[Pattern] = []
+    for name, cls in PATTERNS.items():
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        examples.append(pattern_from_json({"type": name, **{f: EXAMPLE_VALUES.get(f, 5) for f in required}}))
+    return examples + [pattern_from_json(variant) for variant in VARIANTS]
+
+
+def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bool = False) -> Inputs:
+    """Normal inputs, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    lead = (shape.batch, shape.heads, shape.context)
+    q, k = (normal(*lead, shape.width).to(dtype) for _ in range(2))
+    v, grad_out = (normal(*lead, shape.value_width).to(dtype) for _ in range(2))
+    return Inputs(q, k, v, grad_out, normal(*lead).to(accumulator_dtype(dtype)) if grad_lse else None)
+
+
+def attention_and_gradients(
+    attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv of ``attend(q, k, v) -> (out, lse)`` on a device; results are on the CPU."""
+    inputs = Inputs(*(t if t is None else t.to(device) for t in inputs))
+    leaves = [t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attend(*leaves)
+    outputs, grads = [out], [inputs.grad_out.to(out.dtype)]
+    if inputs.grad_lse is not None:
+        outputs, grads = [out, lse], [*grads, inputs.grad_lse.to(lse.dtype)]
+    found = torch.autograd.grad(outputs, leaves, grads)
+    return {name: t.cpu() for name, t in zip(RESULTS, (out.detach(), lse.detach(), *found), strict=True)}
+
+
+def exact(inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None) -> dict[str, Tensor]:
+    """All results by the specification in fp64."""
+    wide = Inputs(*(t if t is None else t.double() for t in inputs))
+    return attention_and_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend="reference", return_lse=True), wide
+    )
+
+
+def dense_same_precision(
+    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """What a plain dense layer computes in this dtype: products in the dtype, softmax in fp32, weights rounded."""
+    allowed = pattern_mask(patterns, q.shape[2], q.device)
+    blind = ~allowed.any(-1, keepdim=True)
+    scores = (q @ k.transpose(-1, -2)).to(accumulator_dtype(q.dtype)) * scale
+    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return weights.to(v.dtype) @ v, lse
+
+
+def check_against_reference(
+    backend: str,
+    pattern: Pattern | Sequence[Pattern],
+    dtype: torch.dtype,
+    shape: Shape,
+    *,
+    scale: float | None = None,
+    seed: int = 0,
+    grad_lse: bool = False,
+    inputs: Inputs | None = None,
+    device: str = "cpu",
+) -> dict[str, float]:
+    """Assert that a backend's forward, logsumexp and gradients pass; their mean errors over the same-precision ones."""
+    inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse) if inputs is None else inputs
+    found = attention_and_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True),
+        inputs,
+        device,
+    )
+    return assert_within_precision(found, inputs, pattern, scale)
+
+
+def assert_within_precision(
+    found: dict[str, Tensor], inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None
+) -> dict[str, float]:
+    """Assert that results are within their precision of fp64; their mean errors over the same-precision ones."""
+    factor = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    patterns = head_patterns(pattern, inputs.q.shape[1])
+    wanted = exact(inputs, pattern, scale)
+    dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, patterns, factor), inputs)
+    magnitude = magnitudes(inputs, factor)
+    where = f"{pattern} {inputs.q.dtype}"
+    return {
+        name: assert_explained(name, found[name], dense[name], wanted[name], magnitude[name], inputs.q.dtype, where)
+        for name in RESULTS
+    }
+
+
+def assert_explained(
+    name: str, found: Tensor, dense: Tensor, wanted: Tensor, magnitude: float, dtype: torch.dtype, where: str
+) -> float:
+    """Assert that one result is within its precision: its mean error over that of ``dense``, computed in this dtype.
+
+    ``wanted`` is exact; ``magnitude`` is that of the largest intermediate; ``where`` names the case.
+    """
+    assert found.dtype == dense.dtype, f"{name} is {found.dtype}, not {dense.dtype}"
+    assert found.shape == wanted.shape, f"{name} is {tuple(found.shape)}"
+    error, explained = (_errors(result, wanted, name) for result in (found, dense))
+    floor = ULPS * torch.finfo(accumulator_dtype(dtype)).eps * magnitude
+    # In fp64 the specification has an error of its own, which the dense computation repeats step by step.
+    floored = explained.mean == 0 or dtype == torch.float64
+    mean_limit = max(MEAN_RATIO * explained.mean, floor if floored else 0.0)
+    largest_limit = max(LARGEST_RATIO * explained.largest, floor)
+    assert error.mean <= mean_limit, f"{name} is off by {error.mean:.3g}, {mean_limit:.3g} allowed: {where}"
+    assert error.largest <= largest_limit, (
+        f"{name} is off by up to {error.largest:.3g}, {largest_limit:.3g} allowed: {where}"
+    )
+    return error.mean / explained.mean if explained.mean else 0.0
+
+
+class _Error(NamedTuple):
+    mean: float  # root of the mean square
+    largest: float
+
+
+def _errors(found: Tensor, wanted: Tensor, name: str) -> _Error:
+    """Absolute differences; infinities must agree, and nothing may be NaN."""
+    found = found.double()
+    assert not bool(found.isnan().any()), f"{name} holds NaN"
+    infinite = wanted.isinf()
+    assert torch.equal(found[infinite], wanted[infinite]), f"{name} differs in its infinities"
+    difference = (found - wanted)[~infinite].abs()
+    if difference.numel() == 0:
+        return _Error(0.0, 0.0)
+    return _Error(float(difference.square().mean().sqrt()), float(difference.max()))
+
+
+def magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
+    """The largest intermediate behind each result: what rounding is relative to where terms cancel."""
+    q, k, v, grad_out = (t.double() for t in inputs[:4])
+    gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight
+    if inputs.grad_lse is not None:
+        gradient += float(inputs.grad_lse.abs().max())
+    exponent = float((q.abs() @ k.abs().transpose(-1, -2)).max()) * abs(scale)  # whose rounding a weight multiplies
+    return {
+        "out": float(v.abs().max()),
+        "lse": exponent,
+        "dq": gradient * float(k.abs().max()) * abs(scale),
+        "dk": gradient * float(q.abs().max()) * abs(scale),
+        "dv": float(grad_out.abs().max()) * max(1.0, exponent),
+    }

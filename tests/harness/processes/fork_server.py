@@ -1,0 +1,151 @@
+"""Runs for campaigns of many: a process that has everything imported forks the ranks of each, in a second.
+
+A case is a line of JSON on standard input: `arguments`, `world_size`, `port`, `folder` for the ranks' output; and, or
+null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}: the rank's operations on files in its
+first `save`, in one in the `background`, or while it does `prepare` its folder are logged to `folder`/operations, and
+it is killed at the number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the
+saves of these steps the rank can write no file longer than that, and null has the folder removed; in step `stop` it
+gets SIGTERM. The answer is a line: the exit codes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from longstride.launcher.engine.accelerator import prepare_accelerator  # noqa: E402
+
+prepare_accelerator()
+
+import longstride.launcher.checkpoints.saving as saving  # noqa: E402
+import longstride.launcher.train as entry  # noqa: E402
+import longstride.launcher.training.loop as loop  # noqa: E402
+import longstride.launcher.training.resume as resume  # noqa: E402
+import tests.harness.processes.preloaded  # noqa: E402, F401
+from tests.harness.processes.worker import work_in_chunks  # noqa: E402
+from tests.harness.runs import rank_environment  # noqa: E402
+
+ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launcher would end them
+
+
+def trace(work: str, last: int, log: Path) -> None:
+    """Has the first call of a piece of work traced, and this process killed in it or behind it."""
+    owner, name = (resume, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
+    tracer, original, finish = ctypes.CDLL(None), getattr(owner, name), saving.Saver.finish
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def traced(*arguments: Any) -> None:
+        tracer.tracer_arm(ctypes.c_long(last), file, work == "background")
+        original(*arguments)
+        if work != "background":
+            tracer.tracer_disarm()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def finish_and_end(self: Any) -> None:
+        is_under_way = self._pending is not None
+        finish(self)
+        if is_under_way:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, traced)
+    if work == "background":
+        saving.Saver.finish = finish_and_end  # type: ignore[method-assign]
+
+
+def fail_saves(rank: int, steps: list[int], most_bytes: int | None, folder: Path) -> None:
+    """Has the saves of some steps fail on this rank as on a full disk: EFBIG needs no disk of its own."""
+    save, finish = saving.Saver.save, saving.Saver.finish
+
+    def limited(self: Any, *arguments: Any) -> None:
+        finish(self)
+        fails = self._engine.global_steps in steps and self._ranks.rank == rank
+        if fails and most_bytes is None:
+            shutil.rmtree(folder)
+        elif fails:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+        save(self, *arguments)
+
+    def finish_and_lift(self: Any) -> None:  # what a thread writes comes after the call
+        is_under_way = self._pending is not None
+        finish(self)
+        if is_under_way:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    saving.Saver.save, saving.Saver.finish = limited, finish_and_lift  # type: ignore[method-assign]
+
+
+def signal_in_step(step: int) -> None:
+    """Has this rank get SIGTERM while it computes a step."""
+    train_step = loop.train_step
+
+    def signalled(engine: Any, *arguments: Any) -> Any:
+        if engine.global_steps + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(engine, *arguments)
+
+    loop.train_step = signalled
+
+
+def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
+    """What a forked process does."""
+    folder, world_size = Path(case["folder"]), case["world_size"]
+    os.environ.update(rank_environment(rank, world_size, case["port"]))
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    if case["chunk_rows"]:
+        work_in_chunks(case["chunk_rows"])
+    traced = case["traced"]
+    if traced and traced["rank"] == rank:
+        trace(traced["work"], traced["last"], folder / "operations")
+    if failing := case["failing"]:
+        fail_saves(failing["rank"], failing["steps"], failing["bytes"], Path(failing["folder"]))
+        if failing["stop"]:
+            signal_in_step(failing["stop"])
+    try:
+        code = entry.main(case["arguments"])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    entry.leave(code)
+
+
+def run(case: dict[str, Any]) -> list[int]:
+    """The exit codes of a case's ranks: minus the signal for what was killed."""
+    pids = []
+    for rank in range(case["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(case, rank)
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    end = time.monotonic() + 120
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            if codes[pid]:
+                end = min(end, time.monotonic() + ALONE_SECONDS)
+        elif time.monotonic() > end:
+            for other in set(pids) - codes.keys():
+                os.kill(other, signal.SIGKILL)
+            end = time.monotonic() + 120
+        else:
+            time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)

@@ -1,0 +1,17 @@
+"""worker.py as a file that launchers start: a rank's whole life, from its first import on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from longstride.launcher.stops.stopping import StopFlag  # noqa: E402  the path comes first
+
+if __name__ == "__main__":
+    stop = StopFlag()
+    stop.listen()  # as train.py does, before it imports what follows
+    from tests.harness.processes import worker
+
+    worker.work(sys.argv[1:], stop)

@@ -1,0 +1,303 @@
+"""A rank of a test's run: launcher/train.py itself, with something more done as the environment asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+import longstride.launcher.train as entry
+from longstride.launcher.stops.stopping import StopFlag
+from tests.harness.runs import timeouts
+
+
+def dump_master_weights(path: str) -> None:
+    """Saves the fp32 master weights as they are in the engine after each step, by DeepSpeed's own debugging calls."""
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import longstride.launcher.training.loop as loop
+
+    train_step = loop.train_step
+    steps: list[dict[str, Any]] = []
+
+    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any, *args: Any) -> Any:
+        line = train_step(engine, taken, micro_batch, ranks, *args)
+        masters = {}
+        if hasattr(engine.optimizer, "fp32_groups"):  # ZeRO 0 in half precision
+            pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+            by_parameter = {id(p): m for ps, ms in pairs for p, m in zip(ps, ms, strict=True)}
+            masters = {name: by_parameter[id(p)] for name, p in engine.module.named_parameters()}
+        else:
+            sharded = engine.zero_optimization()
+            for name, parameter in engine.module.named_parameters():
+                masters[name] = safe_get_full_fp32_param(parameter) if sharded else parameter
+        steps.append({name: master.detach().clone().cpu() for name, master in masters.items()})
+        if ranks.is_first:
+            torch.save(steps, path)
+        return line
+
+    loop.train_step = step_and_dump
+
+
+def dump_logits(path: str) -> None:
+    """Saves the logits of the engine at its last checkpoint, and the tokens that they are of."""
+    import longstride.launcher.checkpoints.saving as saving
+
+    take_probe = saving.take_probe
+
+    def take_and_dump(engine: Any, config: Any, folder: Path, ranks: Any) -> Any:
+        tokens = torch.arange(config.model.context)[None] * 37 % 256
+        engine.eval()
+        with torch.no_grad():
+            logits = engine(tokens)
+        engine.train()
+        if ranks.is_first:
+            torch.save({"tokens": tokens, "logits": logits}, path)
+        return take_probe(engine, config, folder, ranks)
+
+    saving.take_probe = take_and_dump
+
+
+def work_in_chunks(rows: int) -> None:
+    """Lets the model take even short contexts as it takes long ones: so many rows at a time."""
+    import longstride.sparse_model.feed_forward as feed_forward
+    import longstride.sparse_model.output as output
+
+    feed_forward.LONG_ROWS = feed_forward.CHUNK_ROWS = output.CHUNK_ROWS = rows
+
+
+def remove_after_step_2(path: str) -> None:
+    """Lets a file vanish under the run."""
+    import longstride.launcher.training.loop as loop
+
+    train_step = loop.train_step
+
+    def train_and_remove(engine: Any, *args: Any) -> Any:
+        line = train_step(engine, *args)
+        if line["step"] == 2:
+            Path(path).unlink(missing_ok=True)
+        return line
+
+    loop.train_step = train_and_remove
+
+
+def fail_evaluation(step: int) -> None:
+    """Lets the evaluation after a step fail."""
+    import longstride.launcher.training.loop as loop
+
+    evaluate = loop.evaluate_split
+
+    def evaluate_or_fail(engine: Any, *args: Any) -> Any:
+        if engine.global_steps == step:
+            raise RuntimeError("the evaluation fails")
+        return evaluate(engine, *args)
+
+    loop.evaluate_split = evaluate_or_fail
+
+
+def signal_rank_1(number: int, step: int, where: str) -> None:
+    """Has the second rank get a signal while it computes a step, or the evaluation behind it."""
+    import longstride.launcher.training.loop as loop
+
+    name = {"step": "train_step", "evaluation": "evaluate_split"}[where]
+    work = getattr(loop, name)
+
+    def work_and_be_signalled(engine: Any, *args: Any) -> Any:
+        if os.environ["RANK"] == "1" and engine.global_steps == step - (where == "step"):
+            os.kill(os.getpid(), number)
+        return work(engine, *args)
+
+    setattr(loop, name, work_and_be_signalled)
+
+
+def halt(where: str, step: int, how: str) -> None:
+    """Has the last rank, at a step, stop as a debugger does it, die, go on for ever, or lose a network interface."""
+    import longstride.launcher.training.loop as loop
+    from longstride.launcher.checkpoints.saving import Saver
+
+    owner, name = {"step": (loop, "train_step"), "evaluation": (loop, "evaluate_split"), "save": (Saver, "save")}[where]
+    work = getattr(owner, name)
+
+    def work_and_halt(engine: Any, *args: Any) -> Any:
+        done = engine._engine.global_steps if where == "save" else engine.global_steps
+        last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        if last and done == step - (where == "step"):
+            seconds = [f"{each.total_seconds():g}" for each in timeouts()]
+            print("time-outs of groups and store:", *seconds, flush=True)
+            if how in ("stopped", "killed"):
+                os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+            while how == "endless":
+                pass
+            if how.startswith("without "):
+                subprocess.run(["ip", "link", "set", how.removeprefix("without "), "down"], check=True)
+        return work(engine, *args)
+
+    setattr(owner, name, work_and_halt)
+
+
+def mark_moments(path: Path, seconds: float) -> None:
+    """Has rank 0 write a line at the beginning of whatever a run does, and every rank take its time over it."""
+    import longstride.launcher.checkpoints.saving as saving
+    import longstride.launcher.evaluation.evaluate as evaluate
+    import longstride.launcher.training.loop as loop
+
+    def mark(word: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            with path.open("a") as file:
+                file.write(f"{word}\n")
+        time.sleep(seconds)
+
+    def marked(module: Any, name: str, word: str) -> None:
+        original = getattr(module, name)
+
+        def work(*args: Any, **named: Any) -> Any:
+            mark(word)
+            return original(*args, **named)
+
+        setattr(module, name, work)
+
+    mark("begin")
+    marked(loop, "train_step", "step")
+    marked(loop, "evaluate_split", "evaluation")
+    marked(evaluate, "evaluation_line", "evaluated")
+    marked(saving.Saver, "save", "save")
+    marked(saving, "gather_objects", "saving")
+
+
+class _SpoiltGradient(torch.autograd.Function):
+    """A loss as it is, whose gradients are no numbers."""
+
+    @staticmethod
+    def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+_SPOILS = {
+    "loss": lambda loss: loss * float("nan"),
+    "gradient": _SpoiltGradient.apply,
+    "spike": lambda loss: loss * 3.0,
+}
+
+
+def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
+    """Spoils the last micro-batch of one rank at some steps, so many times in all; each rank tells its verdicts."""
+    import longstride.launcher.training.loop as loop
+
+    sum_nats = loop.sum_nats
+    done = []
+
+    def sum_and_spoil(engine: Any, *args: Any) -> Any:
+        total = sum_nats(engine, *args)
+        is_last = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
+        here = is_last and int(os.environ.get("RANK", "0")) == rank
+        if here and engine.global_steps + 1 in steps and len(done) < how_often:
+            done.append(engine.global_steps)
+            total = _SPOILS[what](total)
+        return total
+
+    loop.sum_nats = sum_and_spoil
+    train_step = loop.train_step
+
+    def step_and_tell(engine: Any, taken: Any, micro_batch: int, ranks: Any, guards: Any, *args: Any) -> Any:
+        line = train_step(engine, taken, micro_batch, ranks, guards, *args)
+        print("verdict", line["step"], guards.verdict, flush=True)
+        return line
+
+    loop.train_step = step_and_tell
+
+
+def spoil_after_load() -> None:
+    """Lets what is loaded from a universal form be a little off."""
+    import torch
+
+    import longstride.launcher.training.resume as resume
+
+    load = resume.load_universal
+
+    def load_and_spoil(engine: Any, form: Any) -> None:
+        load(engine, form)
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.001)
+
+    resume.load_universal = load_and_spoil
+
+
+def convert_and_at(number: int, then: Any) -> None:
+    """Has something happen when the so-manieth tensor is converted."""
+    import longstride.launcher.checkpoints.saved_state as saved_state
+
+    tensor = saved_state.SavedState.tensor
+    calls = []
+
+    def count(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            then()
+        return tensor(self, *args)
+
+    saved_state.SavedState.tensor = count
+
+
+def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
+    """The whole rank, as its environment asks; ends the process. ``stop`` may listen already."""
+    if "SPOIL_AFTER_LOAD" in os.environ:
+        spoil_after_load()
+    if "KILL_IN_CONVERSION" in os.environ:
+        convert_and_at(int(os.environ["KILL_IN_CONVERSION"]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if "SLOW_CONVERSION" in os.environ:
+        convert_and_at(3, lambda: time.sleep(float(os.environ["SLOW_CONVERSION"])))
+    if "SPOIL" in os.environ:
+        what, *numbers = os.environ["SPOIL"].split(",")
+        rank, first, last, how_often = map(int, numbers)
+        spoil(what, rank, range(first, last + 1), how_often)
+    if "HALT" in os.environ:
+        where, step, how = os.environ["HALT"].split(",")
+        halt(where, int(step), how)
+    if "MARKS" in os.environ:
+        mark_moments(Path(os.environ["MARKS"]), float(os.environ["MARK_SECONDS"]))
+    if "FAIL_EVALUATION_AT_STEP" in os.environ:
+        fail_evaluation(int(os.environ["FAIL_EVALUATION_AT_STEP"]))
+    if "DUMP_MASTER_WEIGHTS" in os.environ:
+        dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
+    if "DUMP_LOGITS" in os.environ:
+        dump_logits(os.environ["DUMP_LOGITS"])
+    if "CHUNK_ROWS" in os.environ:
+        work_in_chunks(int(os.environ["CHUNK_ROWS"]))
+    if "REMOVE_AFTER_STEP_2" in os.environ:
+        remove_after_step_2(os.environ["REMOVE_AFTER_STEP_2"])
+    if "SIGNAL_RANK_1" in os.environ:
+        number, step, where = os.environ["SIGNAL_RANK_1"].split(",")
+        signal_rank_1(int(number), int(step), where)
+    with entry.lasting_output():
+        entry.leave(run(arguments, stop))
+
+
+def run(arguments: list[str], stop: StopFlag | None) -> int:
+    """launcher/train.py's exit code; 1 with a traceback for what it does not foresee, as Python ends."""
+    try:
+        return entry.main(arguments, stop)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+if __name__ == "__main__":
+    work(sys.argv[1:])

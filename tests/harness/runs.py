@@ -1,0 +1,211 @@
+"""Runs for the tests of this room: a tiny configuration, and its ranks spawned directly."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+UNEQUAL = ("seconds", "tokens_per_second")  # of two equal runs
+
+
+def configuration(data: Path, output: Path) -> dict[str, Any]:
+    """A run of eight steps that takes a second, dropout included."""
+    return {
+        "model": {
+            "context": 64,
+            "layers": 2,
+            "heads": 2,
+            "width": 32,
+            "attention": {"type": "fixed", "stride": 8, "summary": 2},
+            "embedding": {"type": "text", "row_width": 8},
+            "dropout": 0.1,
+            "backend": "reference",
+        },
+        "data": {"path": str(data), "shuffle_bytes": 256},  # four contexts a block: a resume lands inside one
+        "train": {
+            "output": str(output),
+            "steps": 8,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "learning_rate": 0.003,
+            "warmup_steps": 2,
+            "ema_decay": 0.75,
+            "checkpoint_every": 4,
+            "evaluate_every": 4,
+            "evaluate_contexts": 6,
+            "timeout_seconds": 60,
+        },
+        "deepspeed": "zero0_fp32",
+    }
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a spawned run ended."""
+
+    codes: list[int]
+    stdout: list[str]
+    stderr: list[str]
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's environment without a launcher's variables, one thread a rank."""
+    named = rank_environment(0, 1, 0)
+    return {key: value for key, value in os.environ.items() if key not in named} | {"OMP_NUM_THREADS": "1"}
+
+
+class Rank:
+    """A process that runs worker.py, forked from one that has imported everything already."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self._files = [nameless_file(), nameless_file()]
+        self._status, status = os.pipe()
+        request = json.dumps({"arguments": arguments, "environment": environment}).encode()
+        socket.send_fds(_rank_server(), [request], [*self._files, status])
+        os.close(status)
+        self._told = b""
+        self.pid = int(self._line(120.0))
+        self.returncode: int | None = None
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code, negative for a signal; subprocess.TimeoutExpired where it takes longer."""
+        if self.returncode is None:
+            self.returncode = int(self._line(seconds))
+            os.close(self._status)
+        return self.returncode
+
+    def end(self) -> tuple[str, str]:
+        """Ends it, if it has not ended, and returns what it has written to standard output and standard error."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait(60.0)
+        output, errors = (os.pread(file, 1 << 26, 0).decode() for file in self._files)
+        while self._files:
+            os.close(self._files.pop())
+        return output, errors
+
+    def _line(self, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._told:
+            ready, *_ = select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired("worker.py", seconds)
+            piece = os.read(self._status, 64)
+            assert piece, "the server of ranks is gone"
+            self._told += piece
+        line, _, self._told = self._told.partition(b"\n")
+        return line
+
+
+def hear_hangups() -> None:
+    """As a terminal's programs do; tests that nohup started would hand on that they are to be ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def nameless_file() -> int:
+    """The descriptor of a file that is gone once it is closed."""
+    file, name = tempfile.mkstemp()
+    Path(name).unlink()
+    return file
+
+
+@functools.cache
+def _rank_server() -> socket.socket:
+    """A connection to rank_server.py, which ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(ROOT / "tests/harness/processes/rank_server.py"), str(theirs.fileno())]
+    server = subprocess.Popen(command, env=plain_environment(), pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
+    theirs.close()
+    atexit.register(lambda: (ours.close(), server.wait(60.0)))
+    return ours
+
+
+def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = None, first: bool = False) -> Ended:
+    """Runs worker.py as so many ranks (1: without any launcher's variables); waits for all, or for the first alone."""
+    ranks = start_ranks(arguments, world_size, extra)
+    try:
+        for rank in ranks[:1] if first else ranks:
+            rank.wait(300.0)
+    finally:
+        outputs = [rank.end() for rank in ranks]
+    return Ended([rank.returncode for rank in ranks], [out for out, _ in outputs], [error for _, error in outputs])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is started with."""
+
+    arguments: list[str]
+    world_size: int = 2
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def spawn_series(runs: list[Run]) -> list[Ended]:
+    """Runs them in order; returns how each ended."""
+    return [spawn(run.arguments, run.world_size, run.extra) for run in runs]
+
+
+def start_ranks(arguments: list[str], world_size: int, extra: dict[str, str] | None = None) -> list[Rank]:
+    """As many processes that run worker.py as one run's ranks."""
+    port = free_port()
+    shared = plain_environment() | (extra or {})
+    places = [rank_environment(rank, world_size, port) if world_size > 1 else {} for rank in range(world_size)]
+    return [Rank(arguments, shared | place) for place in places]
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def files_under(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and time of change."""
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without what differs between equal runs."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in UNEQUAL} for line in lines]
+
+
+def timeouts() -> list[timedelta]:
+    """Of all process groups of this process, and of the store at which they meet."""
+    import torch
+
+    torch_groups = torch.distributed.distributed_c10d
+    groups = [group._get_backend(torch.device("cpu")).options._timeout for group in torch_groups._world.pg_map]
+    return [*groups, torch_groups._get_default_store().timeout]

@@ -1,0 +1,81 @@
+"""Tiny exported models of every modality, trained for a moment on data made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from longstride.data_pipelines.modalities.audio import mulaw_encode
+from longstride.sparse_model import ModelConfig, SparseTransformer
+
+RATE = 8000  # Hz, of the sounds
+HEIGHT, WIDTH = 8, 8  # of the pictures
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "row_width": 24},
+    "image": {"type": "image", "height": HEIGHT, "width": WIDTH, "channels": 3},
+    "audio": {"type": "audio", "row_width": 24},
+}
+PROPERTIES: dict[str, dict[str, int]] = {
+    "text": {},
+    "image": {"height": HEIGHT, "width": WIDTH, "channels": 3, "resized": 0},
+    "audio": {"rate": RATE},
+}
+CONTEXT = HEIGHT * WIDTH * 3
+
+
+def plain_config(**changes: Any) -> ModelConfig:
+    """Of a model of text that nothing is computed by, with changes."""
+    content = {
+        "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
+        "embedding": {"type": "text", "row_width": 8},
+    }  # fmt: skip
+    return ModelConfig.model_validate(content | changes)
+
+
+def content_of(modality: str, size: int, seed: int) -> bytes:
+    """Bytes as a file of the modality holds them: words, pictures of two colours end to end, or a chord in mu-law."""
+    random = np.random.default_rng(seed)
+    if modality == "text":
+        words = random.choice(["sparse", "dense", "stride", "byte", "long", "tränen"], size)
+        return " ".join(words).encode()[:size]
+    if modality == "audio":
+        time = np.arange(size) / RATE
+        chord = sum(np.sin(2 * np.pi * frequency * time) for frequency in random.uniform(100, 900, 3))
+        return mulaw_encode((chord * 8000 + random.normal(size=size) * 50).astype(np.int16)).tobytes()
+    pictures = [_picture(random) for _ in range(-(-size // CONTEXT))]
+    return b"".join(pictures)[:size]
+
+
+def _picture(random: np.random.Generator) -> bytes:
+    upper, lower = random.integers(0, 256, (2, 3))
+    split = np.arange(HEIGHT)[:, None, None] < random.integers(2, HEIGHT - 1)
+    return np.broadcast_to(np.where(split, upper, lower), (HEIGHT, WIDTH, 3)).astype(np.uint8).tobytes()
+
+
+def tiny_export(folder: Path, modality: str, steps: int = 0, seed: int = 0, **data: Any) -> Path:
+    """A folder as an export makes it, of a network of one block; ``data`` stands in for what config.json tells."""
+    torch.manual_seed(seed)
+    config = ModelConfig.model_validate(
+        {
+            "context": CONTEXT, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "strided", "stride": 24},
+            "embedding": EMBEDDINGS[modality], "backend": "cpu",
+        }
+    )  # fmt: skip
+    model = SparseTransformer(config)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(steps):
+        rows = np.frombuffer(content_of(modality, 8 * CONTEXT, 1000 + step), dtype=np.uint8).reshape(8, CONTEXT)
+        optimizer.zero_grad()
+        model(torch.from_numpy(rows.copy()), return_nats=True).mean().backward()
+        optimizer.step()
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    described = {"modality": modality, "properties": PROPERTIES[modality], **data}
+    content = {"format": 1, "model": config.model_dump(mode="json"), "data": described}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder

@@ -1,0 +1,116 @@
+"""The loss on one context, saved with a checkpoint and held against the loaded model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.launcher.checkpoints.checkpoint import Checkpoint
+from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, Manifest
+from longstride.launcher.checkpoints.probe import PROBE, check_probe, take_probe
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.ranks.processes import Ranks
+from longstride.sparse_model import SparseTransformer
+from tests.harness.runs import configuration
+
+ALONE = Ranks()
+
+
+class Engine:
+    """What of an engine computes a loss."""
+
+    def __init__(self, config: RunConfig) -> None:
+        torch.manual_seed(0)
+        self.module, self.device = SparseTransformer(config.model), torch.device("cpu")
+
+    def __call__(self, tokens: Tensor, return_nats: bool) -> Tensor:
+        return self.module(tokens, return_nats)
+
+    def train(self, mode: bool = True) -> None:
+        """Training or not."""
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        """Not training."""
+        self.module.eval()
+
+
+def config_with(**changes: Any) -> RunConfig:
+    content = configuration(Path("data"), Path("run")) | {"deepspeed": {}}
+    for name, value in changes.items():
+        section, key = name.split("_", 1)
+        content[section][key] = value
+    return RunConfig.model_validate(content)
+
+
+def saved(folder: Path, probe: dict[str, Any] | None) -> Checkpoint:
+    """A checkpoint of which there is nothing but the probe."""
+    numbers = {"format_version": FORMAT_VERSION, "step": 4, "world_size": 1, "zero_stage": 0, "precision": "fp32"}
+    rest: dict[str, Any] = {"stream": {}, "parameter_groups": [], "versions": {}, "files": {}}
+    return Checkpoint(folder, Manifest.model_validate(numbers | rest | {"probe": json.loads(json.dumps(probe))}))
+
+
+def test_same_weights_agree_and_nothing_else_changes(tmp_path: Path) -> None:
+    config = config_with()
+    engine: Any = Engine(config)
+    engine.train()
+    before = torch.get_rng_state()
+    probe = take_probe(engine, config, tmp_path, ALONE)
+    assert probe is not None
+    content = np.load(tmp_path / PROBE)
+    assert content.shape == (64,) and content.dtype == np.uint8
+    assert 5 < probe["loss_nats"] < 6  # 256 equal guesses: 5.55
+    assert check_probe(engine, saved(tmp_path, probe), config, ALONE) == 0.0
+    assert engine.module.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
+def test_weights_that_are_a_little_off_are_refused(tmp_path: Path) -> None:
+    config = config_with()
+    engine: Any = Engine(config)
+    probe = take_probe(engine, config, tmp_path, ALONE)
+    with torch.no_grad():
+        engine.module.logits.weight += 0.001 * torch.randn_like(engine.module.logits.weight)
+    with pytest.raises(
+        AgreedError, match=r"loss on probe\.npy is 5\.\d+ nats, and was 5\.\d+ .* where 1e-06 is rounding"
+    ):
+        check_probe(engine, saved(tmp_path, probe), config, ALONE)
+    # Computed in another precision, or by another backend, more is rounding.
+    assert probe is not None
+    for other in (probe | {"precision": "bf16"}, probe | {"backend": "cpu"}, probe | {"device": "cuda"}):
+        assert check_probe(engine, saved(tmp_path, other), config, ALONE) is not None
+    with torch.no_grad():
+        engine.module.logits.weight.fill_(float("nan"))
+    with pytest.raises(AgreedError, match="nan nats"):
+        check_probe(engine, saved(tmp_path, probe | {"precision": "bf16"}), config, ALONE)
+    assert take_probe(engine, config, tmp_path, ALONE) is None
+
+
+def test_run_may_have_none(tmp_path: Path) -> None:
+    config = config_with(train_probe=False)
+    engine: Any = Engine(config)
+    assert take_probe(engine, config, tmp_path, ALONE) is None
+    assert not list(tmp_path.iterdir())
+    probe = take_probe(engine, config_with(), tmp_path, ALONE)
+    assert check_probe(engine, saved(tmp_path, probe), config, ALONE) is None
+    assert check_probe(engine, saved(tmp_path, None), config_with(), ALONE) is None
+
+
+def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
+    config = config_with()
+    engine: Any = Engine(config)
+    probe = take_probe(engine, config, tmp_path, ALONE)
+    np.save(tmp_path / PROBE, np.zeros(64, np.uint8))
+    with pytest.raises(AgreedError, match="its bytes are not those"):
+        check_probe(engine, saved(tmp_path, probe), config, ALONE)
+    (tmp_path / PROBE).write_bytes(b"no array")
+    with pytest.raises(AgreedError, match="holds no array"):
+        check_probe(engine, saved(tmp_path, probe), config, ALONE)

@@ -1,0 +1,157 @@
+"""What keep_last and keep_every leave, and what a removal leaves behind when it is cut short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints
+from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, Manifest, record_files, write_json, write_manifest
+from longstride.launcher.checkpoints.retention import (
+    partial_folder,
+    point_to,
+    remove_leftovers,
+    retire,
+    set_aside_beyond,
+    universal_folder,
+)
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.output.folders import CHECKPOINTS
+from tests.harness.runs import configuration
+
+
+def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
+    """A folder that is whole by its manifest, with little in it."""
+    folder = checkpoint_folder(run, step)
+    (folder / "deepspeed").mkdir(parents=True)
+    torch.save(content, folder / "deepspeed/mp_rank_00_model_states.pt")
+    write_json(folder / "config.json", {})
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        step=step,
+        world_size=1,
+        zero_stage=0,
+        precision="fp32",
+        stream={},
+        parameter_groups=[],
+        versions={},
+        files=record_files(folder, 0, 1),
+    )
+    write_manifest(folder, manifest)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Checkpoints of steps 10 to 60."""
+    for step in range(10, 70, 10):
+        make_checkpoint(tmp_path, step)
+    return tmp_path
+
+
+def steps(run: Path) -> list[int]:
+    return [each.manifest.step for each in list_checkpoints(run)[0]]
+
+
+def test_everything_stays_unless_asked(run: Path) -> None:
+    assert retire(run, None, None) == []
+    assert retire(run, 6, None) == []
+    assert steps(run) == [60, 50, 40, 30, 20, 10]
+
+
+def test_last_ones_and_multiples_stay(run: Path) -> None:
+    assert retire(run, 2, 20) == [30, 10]
+    assert steps(run) == [60, 50, 40, 20]
+    assert retire(run, 1, None) == [50, 40, 20]
+    assert steps(run) == [60]
+    assert [path.name for path in (run / CHECKPOINTS).iterdir()] == ["step-00000060"]
+
+
+def test_only_whole_ones_are_counted(run: Path) -> None:
+    """The newest has lost a file, and the one before it a byte: without them, 40 is the last good one."""
+    (checkpoint_folder(run, 60) / "deepspeed/mp_rank_00_model_states.pt").unlink()
+    (checkpoint_folder(run, 50) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"weight")
+    assert retire(run, 1, None) == [30, 20, 10]
+    assert steps(run) == [60, 50, 40]
+
+
+def test_without_a_whole_one_nothing_is_removed(run: Path) -> None:
+    for folder in (run / CHECKPOINTS).iterdir():
+        (folder / "deepspeed/mp_rank_00_model_states.pt").unlink()
+    assert retire(run, 1, None) == []
+    assert len(steps(run)) == 6
+
+
+def test_what_is_a_persons_stays(run: Path) -> None:
+    """Folders that were set aside, are no checkpoint or cannot be judged."""
+    names = ["step-00000010.replaced-1", "mine", ".step-00000010.partial.mine", "step-00000005"]
+    for name in names:
+        (run / CHECKPOINTS / name).mkdir()
+    retire(run, 1, None)
+    remove_leftovers(run)
+    assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == sorted([*names, "step-00000060"])
+
+
+def test_converted_form_goes_with_its_checkpoint(run: Path) -> None:
+    for step in (10, 60):
+        (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
+    retire(run, 1, None)
+    assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == [".step-00000060.universal", "step-00000060"]
+
+
+def test_removal_cut_short_leaves_no_checkpoint_and_is_made_up_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (universal_folder(checkpoint_folder(run, 10)) / "weights").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("longstride.launcher.checkpoints.retention.remove_tree", lambda path: None)
+        assert retire(run, 5, None) == [10]
+    assert steps(run) == [60, 50, 40, 30, 20]
+    hidden = {path.name for path in (run / CHECKPOINTS).glob(".*")}
+    assert hidden == {".step-00000010.deleted", ".step-00000010.universal.deleted"}
+    partial_folder(checkpoint_folder(run, 70)).mkdir()
+    (run / CHECKPOINTS / ".step-00000060.universal.partial").mkdir()  # of a killed conversion
+    remove_leftovers(run)
+    assert not list((run / CHECKPOINTS).glob(".*"))
+
+
+def test_of_a_link_the_link_goes(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A checkpoint may lie elsewhere: what it leads to is a person's."""
+    folder, elsewhere = checkpoint_folder(run, 10), tmp_path_factory.mktemp("elsewhere") / "mine"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    assert retire(run, 5, None) == [10]
+    assert not list((run / CHECKPOINTS).glob("*00010*"))
+    assert (elsewhere / "manifest.json").exists()
+
+
+def test_what_lies_beyond_is_set_aside_without_its_converted_form(run: Path) -> None:
+    for step in (40, 50):
+        (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
+    assert [path.name for path in set_aside_beyond(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
+    assert steps(run) == [40, 30, 20, 10]
+    assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000040.universal"]
+
+
+def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:
+    point_to(run, 60)
+    assert (run / CHECKPOINTS / "latest").read_text() == "step-00000060\n"
+    assert len(steps(run)) == 6
+    assert list_checkpoints(run)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"keep_last": 0}, "train.keep_last=0: must be greater than 0"),
+        ({"keep_every": 100}, "train.keep_every=100: says what stays beside the last ones: give keep_last too"),
+    ],
+)
+def test_keys_are_checked(tmp_path: Path, change: dict[str, int], line: str) -> None:
+    content = configuration(tmp_path, tmp_path / "run")
+    content["train"] |= change
+    content["deepspeed"] = {}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.model_validate(content)
+    assert str(caught.value).startswith(line)

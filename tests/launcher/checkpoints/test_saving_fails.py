@@ -1,0 +1,169 @@
+"""A disk that is full, or a folder that has gone, costs the save that meets it and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.launcher.checkpoints.checkpoint import list_checkpoints, verify_together
+from longstride.launcher.checkpoints.files import write_pickle
+from longstride.launcher.output.metrics import LineFile
+from longstride.launcher.ranks.processes import Ranks
+from tests.harness.processes.forked import ForkServer
+from tests.harness.runs import ROOT, metrics, plain_environment
+from tests.launcher.conftest import chunks
+from tests.launcher.training.test_training import RUNS
+
+Trained = Callable[..., Path]
+BYTES = 30_000  # that a shard of these runs does not fit into
+
+
+@pytest.fixture
+def short_files() -> Iterator[Callable[[int], None]]:
+    """A function that limits the length of files; SIGXFSZ is ignored by Python."""
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def steps_of(run: Path) -> list[int]:
+    """The steps of a run's whole checkpoints; whatever else lies there is wrong."""
+    found, refused = list_checkpoints(run)
+    assert not refused
+    assert not any(verify_together(each, Ranks()) for each in found)
+    hidden = [path.name for path in (run / "checkpoints").glob(".*")]
+    assert not hidden, hidden
+    return [each.manifest.step for each in reversed(found)]
+
+
+CASES: dict[str, tuple[dict[str, Any], list[int], int]] = {
+    # name: what fails, the steps that are whole at the end, the exit code
+    "second rank": ({"rank": 1, "steps": [4]}, [2, 6, 8], 0),
+    "last step": ({"rank": 0, "steps": [8]}, [2, 4, 6], 1),
+    "first rank": ({"rank": 0, "steps": [2, 4]}, [6, 8], 0),
+    "stop": ({"rank": 1, "steps": [5], "stop": 5}, [2, 4], 1),
+    "stopped, saved": ({"rank": 0, "steps": [4], "stop": 5}, [2, 5], 75),
+    "second rank, background": ({"rank": 1, "steps": [4]}, [2, 6, 8], 0),
+    "last step, background": ({"rank": 0, "steps": [8]}, [2, 4, 6], 1),
+    "stopped, saved, background": ({"rank": 0, "steps": [4], "stop": 5}, [2, 5], 75),
+}
+DEFAULT = ("second rank", "last step")
+
+
+@pytest.mark.parametrize("names", [DEFAULT, pytest.param(tuple(CASES), marks=pytest.mark.campaign)])
+def test_full_disk_costs_one_save_and_the_run_goes_on(
+    server: ForkServer, trained: Trained, config_file: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    whole = metrics(trained("zero2-fp16", 2, *RUNS["zero2-fp16"]))
+    rows = int(chunks("zero2-fp16")["CHUNK_ROWS"])
+    for name in names:
+        failing, kept, code = CASES[name]
+        run = tmp_path / name.replace(" ", "-")
+        arguments = ["--config", str(config_file), *RUNS["zero2-fp16"], f"train.output={run}"]
+        arguments += ["train.checkpoint_every=2", "--resume", "auto"]
+        arguments += ["train.checkpoint_in_background=true"] if "background" in name else []
+        failing = {"bytes": BYTES, "folder": "", "stop": None} | failing
+        assert server.run(arguments, 2, failing=failing, chunk_rows=rows) == [code, code], (name, server.stderr())
+        told = server.stderr()
+        for step in failing["steps"]:
+            assert f"step {step} was not saved: rank {failing['rank']}: {run}/checkpoints/.step-{step:08d}" in told, (
+                told
+            )
+        assert f": {os.strerror(errno.EFBIG)}" in told
+        assert "Traceback" not in told + server.stderr(1)
+        assert steps_of(run) == kept, name
+        if code == 1:
+            assert f"; the newest checkpoint is step {kept[-1]}" in told
+            assert "longstride: error: " in told.splitlines()[-1] and "unsaved" in told.splitlines()[-1]
+        assert ("saved before the run ends" in told) == (code == 75)
+        if code:
+            assert server.run(arguments, 2, chunk_rows=rows) == [0, 0], (name, server.stderr())
+        assert metrics(run) == whole, name
+
+
+@pytest.mark.campaign
+def test_folder_that_has_gone_is_told_and_not_made_anew(server: ForkServer, config_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoints"
+    failing = {"rank": 0, "steps": [4], "bytes": None, "folder": str(folder), "stop": None}
+    arguments = ["--config", str(config_file), "train.checkpoint_every=2"]
+    assert server.run(arguments, 2, failing=failing) == [1, 1]
+    told = server.stderr()
+    for step in (4, 6, 8):
+        line = f"step {step} was not saved: rank 0: {folder}/.step-{step:08d}.partial: {os.strerror(errno.ENOENT)}"
+        assert f"{line}; there is no checkpoint yet\n" in told
+    assert not folder.exists()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+
+
+@pytest.mark.campaign
+def test_small_disk_fills_up_and_the_run_reaches_its_end(config_file: Path, tmp_path: Path) -> None:
+    """A real file system without room, metrics.jsonl and all; what it holds is copied out before it goes."""
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    disk.mkdir()
+    enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    worker = f"{sys.executable} {ROOT}/tests/harness/processes/worker.py --config {config_file} train.output={disk}/run"
+    # Behind the second step nothing but the run's own removals makes room.
+    script = f"""
+        mount -t tmpfs -o size=1500k none {disk} || exit 99
+        {worker} train.checkpoint_every=1 2> {out}.stderr
+        echo $? > {out}.code
+        mount -o remount,size=64m {disk}
+        cp -r {disk}/run {out}
+        {worker} --resume auto 2>> {out}.stderr || exit 98
+        cp {disk}/run/metrics.jsonl {out}.metrics
+    """
+    environment = plain_environment()
+    ended = subprocess.run([*enter, script], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    told = Path(f"{out}.stderr").read_text()
+    assert ended.returncode == 0, (ended.stderr, told)
+    assert Path(f"{out}.code").read_text() == "1\n", told
+    assert f": {os.strerror(errno.ENOSPC)}, with " in told
+    assert "make room, or the next one will not be saved" in told
+    assert "Traceback" not in told
+    kept = steps_of(out)
+    assert kept == list(range(1, len(kept) + 1)) and 2 <= len(kept) < 8
+    assert f"longstride: going on from {disk}/run/checkpoints/step-{kept[-1]:08d}" in told
+    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+
+
+def test_error_of_a_disk_is_told_with_its_path(tmp_path: Path, short_files: Callable[[int], None]) -> None:
+    import torch
+
+    short_files(4096)
+    with pytest.raises(OSError) as caught:
+        write_pickle({"weights": torch.zeros(100_000)}, tmp_path / "x.pt")
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "x.pt"))
+    short_files(resource.RLIM_INFINITY)
+    record = write_pickle({"weights": torch.zeros(100_000)}, tmp_path / "y.pt")
+    assert record.bytes == (tmp_path / "y.pt").stat().st_size
+
+
+def test_lines_that_a_disk_has_no_room_for_wait(tmp_path: Path, short_files: Callable[[int], None]) -> None:
+    path, said = tmp_path / "lines", list[str]()
+    lines = LineFile(path, said.append)
+    lines.append("a" * 10, "step 1")
+    short_files(15)  # the next line fits by a part, which must not stay
+    lines.append("b" * 10, "step 2")
+    lines.append("c" * 10, "step 3")
+    assert path.read_text() == "a" * 10 + "\n"
+    assert said == [f"{path}: {os.strerror(errno.ENOSPC)}; lines from step 2 on wait in memory until there is room"]
+    short_files(resource.RLIM_INFINITY)
+    lines.append("d" * 10, "step 4")
+    assert path.read_text().split() == [letter * 10 for letter in "abcd"]
+    assert said[1:] == [f"{path}: 2 lines from step 2 on have been made up for"]
+    short_files(50)
+    lines.append("e" * 10, "step 5")
+    lines.close()
+    assert said[-1] == f"{path}: 1 line from step 5 on are lost"
+    assert path.read_text().split() == [letter * 10 for letter in "abcd"]

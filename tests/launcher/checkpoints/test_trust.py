@@ -1,0 +1,189 @@
+"""A checkpoint from elsewhere runs nothing, until a person says that it may."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher import cli
+from longstride.launcher.checkpoints.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
+from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
+from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle
+from longstride.launcher.cluster import start
+from longstride.launcher.cluster.launchers import launcher_command
+from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.launcher.output.folders import LOCK
+from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.ranks.processes import Ranks
+from tests.harness.runs import spawn
+from tests.launcher.training.test_training import RUNS
+
+Trained = Callable[..., Path]
+NAME = "zero2-fp16"
+
+
+class Touching:
+    """What a pickle of it does, wherever it is opened: makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.system, (f"touch {self._path}",)
+
+
+def poison(folder: Path, name: str, mark: Path) -> Path:
+    """Puts code into a file of a checkpoint, whose manifest is made to agree: its writer can do that."""
+    path = folder / name
+    content = torch.load(path, weights_only=False)
+    torch.save(content | {"more": Touching(mark)}, path)
+    records = record_files(folder, 0, 1)
+    del records["manifest.json"]
+    write_manifest(folder, read_manifest(folder).model_copy(update={"files": records}))
+    return path
+
+
+def test_stage_is_written_by_its_value_whatever_python_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first releases of Python 3.11 pickle a member of an enumeration as a call of getattr."""
+    by_name = lambda stage, protocol: (getattr, (ZeroStageEnum, stage.name))  # noqa: E731
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    path = tmp_path / "state.pt"
+    torch.save({"zero_stage": ZeroStageEnum.weights}, path)
+    assert asked_code(path) is None
+    assert read_pickle(path) == {"zero_stage": 3}
+
+
+@pytest.fixture
+def poisoned(trained: Trained, tmp_path: Path) -> tuple[Path, dict[str, Path]]:
+    """A run whose checkpoint of step 8 has code in a file of each kind; the files, and what each would make."""
+    run = tmp_path / "run"
+    shutil.copytree(trained(NAME, 2, *RUNS[NAME]), run)
+    shutil.rmtree(checkpoint_folder(run, 4))
+    folder = checkpoint_folder(run, 8)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.pt"))
+    return run, {name: tmp_path / f"made-{number}" for number, name in enumerate(names)}
+
+
+def spoilt(poisoned: tuple[Path, dict[str, Path]], *kinds: str) -> tuple[Path, list[Path]]:
+    """The run with code in the files of these kinds, and what they would make."""
+    run, marks = poisoned
+    chosen = {name: mark for name, mark in marks.items() if any(kind in name for kind in kinds)}
+    assert chosen
+    for name, mark in chosen.items():
+        poison(checkpoint_folder(run, 8), name, mark)
+    return run, list(chosen.values())
+
+
+def test_no_verb_runs_what_a_checkpoint_holds(
+    poisoned: tuple[Path, dict[str, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, marks = spoilt(poisoned, "model_states", "optim_states")
+    verbs = {
+        "export": ["export", str(run), "--output", str(tmp_path / "out")],
+        "evaluate": ["evaluate", str(run)],
+        "show": ["show", "attention", str(run), "--output", str(tmp_path / "out.png")],
+    }
+    for words in verbs.values():
+        assert cli.main(words) == WRONG_INPUT
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"longstride: error: {run}/checkpoints/step-00000008/deepspeed/"), line
+        assert "holds more than tensors and numbers (posix.system)" in line, line
+        assert "--trust-checkpoint opens it" in line
+        assert not any(mark.exists() for mark in marks)
+    assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
+    assert cli.main([*verbs["export"], "--trust-checkpoint"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("opened by --trust-checkpoint, and what it asks for is run: posix.system") == 3
+    assert all(mark.exists() for mark in marks)
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_checkpoint_that_asks_for_more_is_refused_before_it_is_read(poisoned: tuple[Path, dict[str, Path]]) -> None:
+    run, marks = spoilt(poisoned, "random")
+    checkpoint = open_checkpoint(run, None)
+    assert verify_together(checkpoint, Ranks()) == []
+    with pytest.raises(AgreedError) as caught:
+        check_trust(checkpoint, Ranks())
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
+        f"{checkpoint.folder}/random-{rank:05d}.pt" for rank in range(2)
+    ]
+    check_trust(open_checkpoint(run, None, trusted=True), Ranks())
+    assert not any(mark.exists() for mark in marks)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["random", "optim_states"])
+def test_resume_runs_what_a_checkpoint_holds_only_where_it_is_trusted(
+    poisoned: tuple[Path, dict[str, Path]], config_file: Path, kind: str
+) -> None:
+    run, marks = spoilt(poisoned, kind)
+    arguments = ["--config", str(config_file), "--resume", "auto", *RUNS[NAME], "train.steps=9"]
+    arguments += ["train.evaluate_every=0", "train.evaluate_contexts=1"]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != LOCK}
+    ended = spawn(arguments, 2)
+    assert ended.codes == [2, 2], ended.stderr
+    lines = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride")]
+    assert len(lines) == len(marks) and all("--trust-checkpoint opens it" in line for line in lines), lines
+    assert not any(mark.exists() for mark in marks)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path for path in run.rglob("*") if path.name != LOCK} == before.keys()
+    if kind != "random":
+        return
+    ended = spawn([*arguments, "--trust-checkpoint"], 2)
+    assert ended.codes == [0, 0], ended.stderr
+    assert "opened by --trust-checkpoint" in ended.stderr[0]
+    assert all(mark.exists() for mark in marks)
+
+
+@pytest.mark.campaign
+def test_rewind_and_replay_run_what_a_checkpoint_holds_only_where_it_is_trusted(
+    poisoned: tuple[Path, dict[str, Path]], config_file: Path
+) -> None:
+    _, marks = spoilt(poisoned, "random-00001")
+    arguments = ["--config", str(config_file), *RUNS[NAME], "train.steps=12", "train.guards.non_finite=rewind"]
+    arguments += ["train.evaluate_every=0", "train.evaluate_contexts=1", "train.checkpoint_every=12"]
+    for word, codes in ((), [2, 2]), (("--trust-checkpoint",), [0, 0]):
+        ended = spawn([*arguments, "--replay", "9", *word], 2)
+        assert ended.codes == codes, ended.stderr
+        assert marks[0].exists() == bool(word)
+        marks[0].unlink(missing_ok=True)
+    resumed = [*arguments, "--resume", "auto", "--trust-checkpoint"]
+    ended = spawn(resumed, 2, {"SPOIL": "loss,1,10,10,1"})
+    assert ended.codes == [0, 0], ended.stderr
+    assert "step 8: going on from" in ended.stderr[0]
+
+
+def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """torch's older format is no zip archive."""
+    path, mark = tmp_path / "x.pt", tmp_path / "made"
+    torch.save({"more": Touching(mark)}, path, _use_new_zipfile_serialization=False)
+    assert asked_code(path) == "no zip archive of torch's, which would tell what it holds"
+    with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(.*GLOBAL posix.system .*--trust"):
+        read_pickle(path)
+    assert not mark.exists()
+    assert read_pickle(path, trusted=True) == {"more": 0}
+    assert mark.exists()
+
+
+def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "loss", str(tmp_path), "--output", str(tmp_path / "x.png"), "--trust-checkpoint"]) == 2
+    assert "--trust-checkpoint: is asked of `show attention` alone; leave it out" in capsys.readouterr().err
+
+
+def test_option_reaches_every_rank() -> None:
+    parser = argparse.ArgumentParser()
+    start.add_arguments(parser)
+    words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
+    for given in ([], ["--trust-checkpoint"]):
+        command = launcher_command(parser.parse_intermixed_args([*words, *given]), 2)
+        assert command[command.index("--config") :] == [*words[:-1], *given, words[-1]]

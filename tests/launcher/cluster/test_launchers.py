@@ -1,0 +1,180 @@
+"""`longstride train` on the hosts of a hostfile: what is handed to the launcher, and what is refused before."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longstride.launcher import cli
+from longstride.launcher.cluster.supervisor import Launch, Outcome
+from longstride.launcher.output import exit_codes
+from tests.harness.programs import Programs
+from tests.harness.runs import ROOT
+from tests.launcher.cluster.test_host_checks import VERSIONS
+from tests.launcher.test_cli import supervised
+
+Started = Callable[..., tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hostfile"
+    path.write_text("node1 slots=2\nnode2 slots=2\n")
+    return path
+
+
+@pytest.fixture
+def started(
+    tmp_path: Path, config_file: Path, hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[list[str], dict[str, str]]]:
+    """A function of a launcher and more words -> the command line and the environment it would be started with."""
+    launches = supervised(monkeypatch)
+    monkeypatch.setattr("longstride.launcher.cluster.host_ranks.meeting_address", lambda hosts: "10.0.0.1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    programs = Programs(tmp_path / "bin", monkeypatch)
+    for name in ("pdsh", "ssh", "ompi_info", "srun", "sinfo"):
+        programs.add(name)
+
+    def start(launcher: str, *words: str) -> tuple[list[str], dict[str, str]]:
+        programs.add("mpirun", VERSIONS.get(launcher, ""))
+        arguments = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--launcher", launcher]
+        assert cli.main([*arguments, *words]) == 0
+        launch = launches.pop()
+        return launch.command, launch.environment
+
+    return start
+
+
+def option(command: list[str], name: str) -> str:
+    return next(word.partition("=")[2] for word in command if word.startswith(f"{name}="))
+
+
+def test_hosts_go_to_the_deepspeed_launcher(started: Started, hostfile: Path, config_file: Path) -> None:
+    command, environment = started("pdsh", "--include=node2", 'model.attention={"type":"dense"}')
+    assert command[:3] == [sys.executable, "-m", "longstride.launcher.cluster.deepspeed_runner"]
+    assert command[command.index("--hostfile") + 1] == str(hostfile)
+    assert command[command.index("--launcher") + 1] == "pdsh"
+    assert command[command.index("--master_addr") + 1] == "10.0.0.1"
+    assert 20000 <= int(command[command.index("--master_port") + 1]) < 32000
+    assert "--include=node2:0,1" in command
+    assert "--force_multi" in command  # node2 is one host, and not this one
+    script = command.index(str(ROOT / "launcher/train.py"))
+    assert command[script + 1 : -2] == [
+        *("--config", str(config_file), "--resume", "never", 'model.attention={"type":"dense"}'),
+    ]
+    told = Path(environment["DS_ENV_FILE"])
+    assert told == config_file.parent / "run" / "hosts-1.env"
+    assert f"PATH={os.environ['PATH']}\n" in told.read_text()
+
+
+def test_hostfile_of_the_system_is_taken_where_none_is_given(
+    started: Started, hostfile: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longstride.launcher.cluster.launchers.HOSTFILE", hostfile)
+    launches = supervised(monkeypatch)
+    assert cli.main(["train", "--config", str(config_file)]) == 0
+    [command] = (launch.command for launch in launches)
+    assert command[command.index("--hostfile") + 1] == str(hostfile)
+    assert "--num_gpus" not in command
+
+
+def test_what_openmpi_and_srun_need_stands_before_what_is_given(started: Started) -> None:
+    command, environment = started("openmpi", "--launcher-args=--allow-run-as-root --mca plm_ssh_agent 'my ssh'")
+    words = shlex.split(option(command, "--launcher_args"))
+    assert words == ["--bind-to", "none", "--allow-run-as-root", "--mca", "plm_ssh_agent", "my ssh"]
+    told = Path(environment["DS_ENV_FILE"]).read_text()  # the launcher gives mpirun no meeting place
+    port = command[command.index("--master_port") + 1]
+    assert f"MASTER_ADDR=10.0.0.1\nMASTER_PORT={port}\n" in told
+    command, environment = started("slurm", "--launcher-args=--qos=long", "--master-port", "29511")
+    words = shlex.split(option(command, "--launcher_args"))
+    assert words[:3] == ["--kill-on-bad-exit=0", "--wait=60", "--ntasks-per-node=2"]
+    assert words[3:] == ["--nodes=2", "--nodelist=node1,node2", "--qos=long"]
+    told = Path(environment["DS_ENV_FILE"]).read_text()  # srun hands on the rest by itself
+    assert "MASTER_PORT=29511\n" in told and "PATH=" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--launcher", "pdsh"], "--launcher=pdsh: is for several hosts; give --hostfile FILE"),
+        (["--include", "node1"], "--include=node1: is for several hosts; give --hostfile FILE"),
+        (["--hostfile", "gone"], "--hostfile=gone: no such file"),
+        (["--hostfile", "{}", "--processes", "2"], "--processes=2: {} tells it for every host; change its slots"),
+        (["--hostfile", "{}", "--master-port", "0"], "--master-port=0: must be from 1 to 65535, such as 29500"),
+        (["--hostfile", "{}", "--launcher-args='"], "--launcher-args=': no closing quotation"),
+        (["--hostfile", "{}", "--launcher", "mpich", "--include", "node1"], "--include=node1: mpich cannot choose"),
+        (["--hostfile", "{}", "train.global_batch=6"], "train.global_batch=6: must be a multiple of micro_batch 2 × 4"),
+    ],
+)
+def test_wrong_options_start_and_write_nothing(
+    words: list[str],
+    message: str,
+    started: Started,
+    hostfile: Path,
+    config_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("longstride.launcher.cluster.launchers.HOSTFILE", tmp_path / "none")
+    words = [word.replace("{}", str(hostfile)) for word in words]
+    assert cli.main(["train", "--config", str(config_file), *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message.replace("{}", str(hostfile)) in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_host_that_is_lost_is_left_out_where_the_launcher_can(
+    started: Started, config_file: Path, hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostfile.write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=2\n")
+    ended = [Outcome(exit_codes.HUNG, "a process was lost"), Outcome(0, "done")]
+    commands: list[list[str]] = []
+
+    def supervise(launch: Launch, *_: object) -> Outcome:
+        commands.append(launch.command)
+        lost = {"node1": "no answer"}
+        monkeypatch.setattr(
+            "longstride.launcher.cluster.host_ranks.unreachable", lambda hosts, files: {} if len(hosts) == 2 else lost
+        )
+        return ended.pop(0)
+
+    cleared: list[tuple[list[str], str]] = []
+    monkeypatch.setattr("longstride.launcher.cluster.host_ranks.end_launches", lambda *told: cleared.append(told))
+    monkeypatch.setattr("longstride.launcher.cluster.restarts._FIRST_WAIT_SECONDS", 0.0)
+    started("openmpi")  # puts the programs in place
+    monkeypatch.setattr("longstride.launcher.cluster.start.supervise", supervise)
+    words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--max-restarts", "1"]
+    assert cli.main([*words, "train.global_batch=24"]) == 0
+    first, second = commands
+    assert not any(word.startswith("--include") for word in first)
+    assert "--include=node2:0@node3:0,1" in second
+    assert second[second.index("--resume") + 1] == "auto"
+    port = first[first.index("--master_port") + 1]
+    assert cleared == [(["node2", "node3"], f"[-]-master_addr=10.0.0.1 --master_port={port} ")]
+    # A batch of 16 does not divide over the three slots that are left.
+    ended[:] = [Outcome(exit_codes.HUNG, "a process was lost"), Outcome(0, "done")]
+    assert cli.main([*words, "train.global_batch=16"]) == 0
+    assert "--include=node2:0@node3:0" in commands[-1]
+    # MPI's launchers cannot leave a host out.
+    ended[:] = [Outcome(exit_codes.HUNG, "a process was lost")]
+    assert cli.main([*words, "train.global_batch=24", "--launcher=openmpi"]) == exit_codes.HUNG
+    assert len(cleared) == 2
+
+
+def test_unequal_hosts_are_for_pdsh_alone(
+    started: Started, hostfile: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostfile.write_text("node1 slots=3\nnode2 slots=1\n")
+    words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--launcher", "slurm"]
+    assert cli.main(words) == 2
+    assert (
+        "slurm needs as many slots on every host, and there are node1 3, node2 1; use pdsh" in capsys.readouterr().err
+    )
+    started("pdsh")

@@ -1,0 +1,204 @@
+"""Starting again: how often, from where, and when it is given up. Attempts are played; no process is started."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.cluster import restarts
+from longstride.launcher.cluster.restarts import NoHostAnswersError, Resuming, run_with_restarts
+from longstride.launcher.cluster.supervisor import Launch, Outcome, Wish, supervised_signals
+from longstride.launcher.output import exit_codes
+
+Attempt = Callable[[], int]
+
+
+def save(run: Path, step: int) -> None:
+    (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+
+
+def record(run: Path, step: int) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\n")
+
+
+class Played:
+    """A run whose attempts are given as functions that leave their traces in the folder and return a code."""
+
+    def __init__(self, run: Path, attempts: list[Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.attempts = run, attempts
+        self.resumed: list[str] = []
+        self.waited: list[float] = []
+        self.vacated: list[Launch] = []
+        self.lost: Callable[[], str] = lambda: "with 2 processes"
+        monkeypatch.setattr(restarts, "_pause", self._pause)
+
+    def go(self, max_restarts: int, resume: str = "never") -> int:
+        with supervised_signals() as signals:
+            return run_with_restarts(
+                self.run,
+                resume,
+                max_restarts,
+                Wish(signals),
+                self._launch,
+                self._attempt,
+                lambda: self.lost(),
+                self.vacated.append,
+            )
+
+    def _launch(self, resume: str) -> Launch:
+        self.resumed.append(resume)
+        return Launch([], {}, self.run / ".stop")
+
+    def _attempt(self, _: Launch) -> Outcome:
+        return Outcome(self.attempts[len(self.resumed) - 1](), "a process was ended by SIGKILL")
+
+    def _pause(self, wish: Wish, seconds: float) -> bool:
+        self.waited.append(seconds)
+        return wish.asked is not None
+
+
+def test_lost_run_goes_on_from_what_it_saved_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first() -> int:
+        record(tmp_path, 3)
+        return exit_codes.HUNG
+
+    def second() -> int:
+        save(tmp_path, 4)
+        return exit_codes.UNFORESEEN
+
+    played = Played(tmp_path, [first, second, lambda: exit_codes.DONE], monkeypatch)
+    assert played.go(5) == exit_codes.DONE
+    assert played.resumed == ["never", "auto", "auto"]
+    assert played.waited == [1.0, 1.0]
+    assert capsys.readouterr().err.splitlines() == [
+        "longstride: ended: a process was ended by SIGKILL; going on from the start with 2 processes; restarts left: 4",
+        "longstride: ended: a process was ended by SIGKILL; going on from step 4 with 2 processes; restarts left: 3",
+    ]
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 76, 130])
+def test_end_that_no_restart_could_mend_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    played = Played(tmp_path, [lambda: code], monkeypatch)
+    assert played.go(5) == code
+    assert len(played.resumed) == 1
+
+
+def test_restarts_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = iter(range(1, 9))
+
+    def further() -> int:
+        record(tmp_path, next(steps))
+        return exit_codes.HUNG
+
+    played = Played(tmp_path, [further] * 4, monkeypatch)
+    assert played.go(3) == exit_codes.HUNG
+    assert len(played.resumed) == 4
+    assert capsys.readouterr().err.splitlines()[-1].endswith("no restart is left of 3")
+    assert Played(tmp_path, [further], monkeypatch).go(0) == exit_codes.HUNG
+
+
+def test_run_that_comes_no_further_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It repeats the steps up to the one that kills it: its lines are cut off and written again each time."""
+    save(tmp_path, 4)
+
+    def same() -> int:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+        return exit_codes.UNFORESEEN
+
+    played = Played(tmp_path, [same] * 9, monkeypatch)
+    assert played.go(9, "auto") == exit_codes.UNFORESEEN
+    assert len(played.resumed) == 4  # the first one brought step 7
+    assert played.waited == [1.0, 2.0, 4.0]
+    assert "3 attempts in a row came no further than step 4: given up" in capsys.readouterr().err
+
+
+def test_nothing_left_to_go_on_with_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
+
+    def lost() -> str:
+        raise ConfigError("no host answers")
+
+    played.lost = lost
+    assert played.go(5) == exit_codes.HUNG
+    assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; no host answers\n")
+
+
+def test_host_lost_while_the_next_attempt_is_prepared_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answered when it was asked, and is gone when the launch is made: no mistake of a person's, so no code 2."""
+    played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
+    launch = played._launch
+
+    def launch_once(resume: str) -> Launch:
+        if played.resumed:
+            raise ConfigError("node2: no answer")
+        return launch(resume)
+
+    monkeypatch.setattr(played, "_launch", launch_once)
+    assert played.go(5) == exit_codes.HUNG
+    assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; node2: no answer\n")
+
+
+def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped() -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return exit_codes.HUNG
+
+    pause = restarts._pause
+    played = Played(tmp_path, [stopped], monkeypatch)
+    monkeypatch.setattr(restarts, "_pause", pause)
+    assert played.go(5) == exit_codes.REQUEUE
+    assert len(played.vacated) == 1  # what it has left elsewhere stops as well
+
+
+def test_host_that_is_cut_off_from_all_others_asks_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks may train on: a restart is spent, but no attempt was in vain."""
+    played = Played(tmp_path, [lambda: exit_codes.HUNG, lambda: exit_codes.DONE], monkeypatch)
+    asked: list[int] = []
+
+    def lost() -> str:
+        asked.append(len(played.vacated))
+        if len(asked) < 5:
+            raise NoHostAnswersError("no host answers")
+        return "with 2 processes"
+
+    played.lost = lost
+    assert played.go(9) == exit_codes.DONE
+    assert (played.resumed, asked, len(played.vacated)) == (["never", "auto"], [0] * 5, 1)
+    assert played.waited == [1.0, *[60.0] * 4]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "longstride: ended: a process was ended by SIGKILL; no host answers; restarts left: 8"
+    assert said[-1].endswith("no host answers; going on from the start with 2 processes; restarts left: 4")
+    asked.clear()
+    played.resumed.clear()
+    assert played.go(2) == exit_codes.HUNG
+    assert capsys.readouterr().err.endswith("ended: no host answers; no restart is left of 2\n")
+
+
+def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    save(tmp_path, 8)
+    resuming = Resuming(tmp_path, "4")
+    assert resuming.next() == "4"  # died before it moved aside what lies beyond
+    (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "checkpoints/step-00000008.replaced-1")
+    assert resuming.next() == "auto"
+    save(tmp_path, 8)
+    assert resuming.next() == "auto"  # its own by now
+    assert Resuming(tmp_path, "never").next() == "auto"

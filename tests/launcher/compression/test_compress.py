@@ -1,0 +1,209 @@
+"""Compression: the same bytes again, at the size that the likelihood says, and nothing for what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longstride.launcher import cli
+from longstride.launcher.compression.coded_contexts import MOST_ROWS, decode, encode, rows_for
+from longstride.launcher.compression.compressed_file import Compressed, Surroundings
+from longstride.launcher.generation.likelihood import likelihood
+from longstride.launcher.models.exported import load_model
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.generation import generate
+from tests.harness.tiny_models import content_of, tiny_export
+
+CONTEXT = 64  # of the exported model
+Refuse = Callable[..., str]
+
+
+def compress(model: Path, file: Path, output: Path) -> bytes:
+    assert cli.main(["compress", str(file), "--model", str(model), "--output", str(output)]) == 0
+    return output.read_bytes()
+
+
+def decompress(model: Path, file: Path, output: Path, *options: str) -> bytes:
+    assert cli.main(["decompress", str(file), "--model", str(model), "--output", str(output), *options]) == 0
+    return output.read_bytes()
+
+
+def likely_bytes(network: SparseTransformer, size: int) -> bytes:
+    """As the model would write them: those of a random network cost much less than any others."""
+    rows = -(-size // CONTEXT)
+    torch.manual_seed(0)
+    columns = list(generate(network, torch.empty(rows, 0, dtype=torch.int64), CONTEXT))
+    return torch.stack(columns, 1).to(torch.uint8).numpy().tobytes()[:size]
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """A function of a command line -> its one line; nothing new lies in the folder."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        before = sorted(tmp_path.rglob("*"))
+        assert cli.main(list(map(str, words))) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("longstride: error: ")
+
+    return run
+
+
+@pytest.mark.parametrize("size", [0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, CONTEXT * MOST_ROWS + 40])
+def test_a_file_comes_back_from_the_size_of_its_likelihood(exported: Path, tmp_path: Path, size: int) -> None:
+    content = likely_bytes(load_model(exported), size)
+    (tmp_path / "file").write_bytes(content)
+    packed = compress(exported, tmp_path / "file", tmp_path / "file.lsz")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)  # decides nothing
+    try:
+        assert decompress(exported, tmp_path / "file.lsz", tmp_path / "again") == content
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    expected = size * likelihood(load_model(exported), content)["bits_per_byte"] / 8 if size else 0
+    assert abs(len(packed) - expected) <= 0.005 * expected + 64
+    names = {"file", "file.lsz", "again", "model"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_compress_too(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_export(tmp_path / "model", "text", steps=3)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors")
+    content = content_of("text", 500, 0)
+    (tmp_path / "file").write_bytes(content)
+    packed = compress(model, tmp_path / "file", tmp_path / "file.lsz")
+    assert decompress(model, tmp_path / "file.lsz", tmp_path / "again") == content
+    expected = 500 * likelihood(load_model(model), content)["bits_per_byte"] / 8
+    assert abs(len(packed) - expected) <= 0.005 * expected + 64
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("modality", ["text", "image", "audio"])
+def test_twenty_files_of_a_trained_model_come_back(modality: str, tmp_path: Path) -> None:
+    model = tiny_export(tmp_path / "model", modality, steps=150)
+    network, shares = load_model(model), []
+    for number in range(20):
+        content = content_of(modality, random.Random(number).randrange(1, 12_000), number)
+        file, packed, again = (tmp_path / f"{number}{suffix}" for suffix in ("", ".lsz", ".again"))
+        file.write_bytes(content)
+        size = len(compress(model, file, packed))
+        assert decompress(model, packed, again) == content
+        expected = len(content) * likelihood(network, content)["bits_per_byte"] / 8
+        assert abs(size - expected) <= 0.005 * expected + 64
+        shares.append(size / len(content))
+    assert sorted(shares)[10] < 0.95  # it has learned something, so that the sizes are not those of the bytes
+
+
+def test_a_model_that_never_errs_costs_next_to_nothing(exported: Path, tmp_path: Path) -> None:
+    """Bytes as the model would choose them, so that rounding probabilities down is all there is to be lost."""
+    network = load_model(exported)
+    with torch.no_grad():
+        network.logits.weight.mul_(100)
+    content = likely_bytes(network, 4 * CONTEXT)
+    code, bits = encode(network, content, 4)
+    assert len(code) <= 2 and bits < 0.1
+    assert decode(network, code, 4 * CONTEXT, 4) == content
+
+
+def test_header_names_model_and_torch(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc" * 100)
+    packed = compress(exported, tmp_path / "file", tmp_path / "file.lsz")
+    read = Compressed.from_bytes(packed)
+    assert read.to_bytes() == packed
+    assert (read.size, read.rows, read.surroundings.torch_version) == (300, 5, torch.__version__)
+    assert len(packed) - len(read.code) < 60
+
+
+def test_another_model_is_refused_by_its_fingerprint(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    compress(exported, tmp_path / "file", tmp_path / "file.lsz")
+    other = tiny_export(tmp_path / "other", "text")
+    line = refuse("decompress", tmp_path / "file.lsz", "--model", other, "--output", tmp_path / "again")
+    assert line.startswith(f"FILE={tmp_path / 'file.lsz'}: is another model's file: its fingerprint begins with ")
+
+
+def test_damage_anywhere_is_refused(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "file").write_bytes(b"some text")
+    whole = compress(exported, tmp_path / "file", tmp_path / "file.lsz")
+    bad = tmp_path / "bad.lsz"
+    command = ("decompress", bad, "--model", exported, "--output", tmp_path / "again")
+    damaged = [whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :] for place in range(len(whole))]
+    for number, content in enumerate([*damaged, *(whole[:size] for size in range(len(whole))), whole + b"\0"]):
+        bad.write_bytes(content)
+        line = refuse(*command)
+        if number not in (0, 1, 2, 3):  # of the magic and the format
+            assert line.endswith(("is damaged or cut short; fetch it again", "`longstride compress` wrote")), line
+
+
+def test_bits_of_elsewhere_are_refused_until_they_are_asked_for(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+    content = b"some text"
+    (tmp_path / "file").write_bytes(content)
+    packed = Compressed.from_bytes(compress(exported, tmp_path / "file", tmp_path / "file.lsz"))
+    places = [
+        (Surroundings("1.0", packed.surroundings.rest), "was compressed with torch 1.0, and this is "),
+        (Surroundings(torch.__version__, 0), "was compressed on another processor, device or build of torch, "),
+    ]
+    for number, (surroundings, words) in enumerate(places):
+        moved = tmp_path / f"{number}.lsz"
+        moved.write_bytes(dataclasses.replace(packed, surroundings=surroundings).to_bytes())
+        assert words in refuse("decompress", moved, "--model", exported, "--output", tmp_path / "again")
+        assert decompress(exported, moved, tmp_path / str(number), "--elsewhere") == content
+    wrong = tmp_path / "wrong.lsz"
+    for change in ({"crc32": packed.crc32 ^ 1}, {"size": packed.size + 1}, {"size": 2**50}, {"rows": 2**40}):
+        wrong.write_bytes(dataclasses.replace(packed, **change).to_bytes())
+        line = refuse("decompress", wrong, "--model", exported, "--output", tmp_path / "again")
+        assert line.endswith("computes other bits here than where it was compressed; decompress it there")
+
+
+@pytest.mark.parametrize("verb", ["compress", "decompress"])
+def test_files_that_cannot_be_are_refused(verb: str, exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    there, model = tmp_path / "file", ("--model", exported)
+    new = ("--output", tmp_path / "new")
+    assert refuse(verb, there, *model, "--output", there).endswith("exists already; nothing is overwritten")
+    assert refuse(verb, there, *model, "--output", tmp_path / "no/new").endswith("must lie in a folder that exists")
+    assert "is a folder; name a file" in refuse(verb, tmp_path, *model, *new)
+    assert "is no plain file" in refuse(verb, "/dev/zero", *model, *new)
+    assert refuse(verb, tmp_path / "none", *model, *new) == f"FILE={tmp_path / 'none'}: No such file or directory"
+    if verb == "compress":
+        assert "has no config.json" in refuse(verb, there, "--model", tmp_path, *new)
+    else:
+        assert refuse(verb, there, *model, *new).endswith("is no file that `longstride compress` wrote")
+
+
+def test_bytes_beyond_the_vocabulary_are_refused(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+    weights = load_file(exported / "model.safetensors")
+    for name in ("embedding.tokens.weight", "logits.weight"):
+        weights[name] = weights[name][:128].contiguous()
+    save_file(weights, exported / "model.safetensors")
+    config = json.loads((exported / "config.json").read_text())
+    config["model"]["vocabulary"] = 128
+    (exported / "config.json").write_text(json.dumps(config))
+    (tmp_path / "file").write_bytes(b"abc\x80")
+    line = refuse("compress", tmp_path / "file", "--model", exported, "--output", tmp_path / "new")
+    assert line == f"FILE={tmp_path / 'file'}: holds byte 128, and the model knows 0 to 127"
+    (tmp_path / "file").write_bytes(b"abc")
+    compress(exported, tmp_path / "file", tmp_path / "file.lsz")
+    assert decompress(exported, tmp_path / "file.lsz", tmp_path / "again") == b"abc"
+
+
+def test_large_caches_stand_in_fewer_rows(exported: Path) -> None:
+    config = load_model(exported).config
+    assert rows_for(config, 0, torch.float32) == rows_for(config, 64, torch.float32) == 1
+    assert rows_for(config, 10**6, torch.float32) == MOST_ROWS
+    large = config.model_copy(update={"context": 2**16, "layers": 48, "width": 512, "heads": 8})
+    assert rows_for(large, 10**9, torch.float32) == 1
+    assert rows_for(large, 3000, torch.float32) == 1
+    assert rows_for(large.model_copy(update={"context": 1024}), 10**6, torch.float32) == 5

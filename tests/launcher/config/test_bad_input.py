@@ -1,0 +1,354 @@
+"""What a person gets wrong ends with exit code 2, one line a problem, no traceback, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from longstride.data_pipelines.building.build import build
+from longstride.launcher import cli
+from longstride.launcher.checkpoints.manifest import sealed, write_json
+from longstride.launcher.output.exit_codes import WRONG_INPUT
+from tests.harness.runs import ROOT, files_under, plain_environment
+
+
+def test_missing_configuration(refused: Callable[..., list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    assert refused("--config", str(path)) == [f"{path}: cannot be read: No such file or directory"]
+
+
+def test_misspelt_key(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused("--config", str(config_file), "train.learnign_rate=1")
+    assert lines == ["train.learnign_rate: unknown key; nearest learning_rate"]
+
+
+def test_stride_that_does_not_divide_the_context(refused: Callable[..., list[str]], config_file: Path) -> None:
+    (line,) = refused("--config", str(config_file), "model.attention.stride=7", "model.attention.summary=1")
+    assert line.startswith("model.attention.stride=7: must divide context 64; nearest 4, 8")
+
+
+@pytest.mark.parametrize(
+    ("backend", "width", "reason"),
+    [("flex", 32, "FlexAttention has no backward on the CPU"), ("triton", 1024, "a head width of 512 exceeds 256")],
+)
+def test_backend_that_cannot_run(
+    refused: Callable[..., list[str]], config_file: Path, backend: str, width: int, reason: str
+) -> None:
+    if torch.cuda.is_available() and backend == "flex":
+        pytest.skip("it has one on a GPU")
+    (line,) = refused("--config", str(config_file), f"model.backend={backend}", f"model.width={width}")
+    assert line.startswith(f'model.backend="{backend}": cannot run here: {reason}')
+
+
+def test_missing_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'none'}")
+    assert str(tmp_path / "none") in line
+
+
+def test_empty_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'empty'}")
+    assert str(tmp_path / "empty") in line
+
+
+def test_file_that_is_no_shard(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, data: Path
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data/train-00000.tar").write_text("not a shard")
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'data'}")
+    assert str(tmp_path / "data/train-00000.tar") in line
+
+
+def test_missing_split(refused: Callable[..., list[str]], config_file: Path) -> None:
+    (line,) = refused("--config", str(config_file), "data.validation_split=test")
+    assert "test" in line
+
+
+def test_context_longer_than_the_data(refused: Callable[..., list[str]], config_file: Path) -> None:
+    (line,) = refused("--config", str(config_file), "model.context=1048576")
+    assert line.startswith("model.context=1048576: longer than the whole split")
+
+
+def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused(
+        "--config", str(config_file), "deepspeed.zero_optimization.reduce_bucket=1", "deepspeed.fp16.loss_scale=-1"
+    )
+    assert lines == [
+        "deepspeed.zero_optimization.reduce_bucket: unknown key; nearest reduce_bucket_size",
+        "deepspeed.fp16.loss_scale=-1: fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.cpu_checkpointing",
+        "zero_optimization.zero_quantized_weights",
+    ],
+)
+def test_setting_that_needs_a_gpu(
+    refused: Callable[..., list[str]], config_file: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longstride.launcher.engine.accelerator.prepare_accelerator", lambda: True)
+    path = f"deepspeed.{key}"
+    assert refused("--config", str(config_file), f"{path}=true") == [f"{path}=true: needs a GPU; leave it out on a CPU"]
+
+
+def test_half_a_launchers_environment(
+    refused: Callable[..., list[str]], config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (line,) = refused("--config", str(config_file))
+    assert line.startswith("environment: WORLD_SIZE given without RANK, LOCAL_RANK")
+
+
+def test_resume_that_is_no_step(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused("--config", str(config_file), "--resume", "yes")
+    assert lines == ["--resume=yes: must be auto, never or the number of a step"]
+
+
+def test_resume_of_a_run_that_is_not_there(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
+) -> None:
+    assert refused("--config", str(config_file), "--resume", "4") == [f"{tmp_path / 'run'}: no such run folder"]
+
+
+@pytest.fixture
+def run_copy(trained: Callable[..., Path], tmp_path: Path) -> Path:
+    """A finished run of one process, to be spoilt."""
+    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
+
+
+def test_output_that_holds_a_run(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
+    (line,) = refused("--config", str(config_file))
+    assert line == (
+        f'train.output="{run_copy}": holds a run already (config.json, metrics.jsonl, checkpoints); '
+        "go on with --resume auto, or name another folder"
+    )
+
+
+def test_resume_of_a_step_that_is_not_there(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path
+) -> None:
+    lines = refused("--config", str(config_file), "--resume", "5")
+    assert lines == [f"{run_copy / 'checkpoints'}: no checkpoint of step 5; whole ones: 4, 8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "starts"),
+    [
+        (["model.layers=3", "model.dropout=0.2"], ["model.dropout=0.2: ", "model.layers=3: "]),
+        (["data.seed=1"], ["data.seed=1: "]),
+        (["data.shuffle_bytes=0"], ["data.shuffle_bytes=0: "]),
+        (["model.context=128"], ["model.context=128: "]),
+        (["train.global_batch=4"], ["train.global_batch=4: "]),
+        (["train.steps=7"], ["train.steps=7: "]),
+    ],
+)
+def test_checkpoint_of_another_run(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, overrides: list[str], starts: list[str]
+) -> None:
+    lines = refused("--config", str(config_file), "--resume", "auto", *overrides)
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts, strict=True):
+        assert line.startswith(start)
+        assert str(run_copy / "checkpoints/step-00000008") in line
+
+
+def test_checkpoint_of_other_data(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, tmp_path: Path
+) -> None:
+
+    (tmp_path / "source").mkdir()
+    for number in range(8):
+        (tmp_path / f"source/{number}.txt").write_text(str(number) * 3000)
+    build([tmp_path / "source"], tmp_path / "other", validation_fraction=0.3)
+    (line,) = refused("--config", str(config_file), "--resume", "auto", f"data.path={tmp_path / 'other'}")
+    assert line.startswith(f'data.path="{tmp_path / "other"}": the checkpoint {run_copy}')
+    assert line.endswith("belongs to other data")
+
+
+def test_newer_checkpoint_format(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
+    for step in (4, 8):
+        manifest = run_copy / f"checkpoints/step-{step:08d}/manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))
+    lines = refused("--config", str(config_file), "--resume", "auto")
+    assert lines[0] == "no checkpoint can be read:"
+    assert all(line.endswith("format_version=99: this Longstride reads 1 to 2, and is older") for line in lines[1:])
+    assert len(lines) == 3
+
+
+def test_manifest_that_leaves_its_folder(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
+    path = run_copy / "checkpoints/step-00000008/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"]["../../../escape"] = next(iter(manifest["files"].values()))
+    write_json(path, sealed(manifest))
+    lines = refused("--config", str(config_file), "--resume", "8")
+    assert lines == [f"{path}: names '../../../escape', which is no plain path within its folder"]
+
+
+def test_state_that_the_stream_does_not_have(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path
+) -> None:
+    path = run_copy / "checkpoints/step-00000008/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["stream"]["step"] = 10**6
+    write_json(path, sealed(manifest))
+    (line,) = refused("--config", str(config_file), "--resume", "8")
+    assert line.startswith(f"{path.parent}: state.step=1000000: epoch ")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json"])
+def test_resume_of_a_step_whose_description_is_damaged(
+    refused: Callable[..., list[str]], config_file: Path, run_copy: Path, name: str
+) -> None:
+    path = run_copy / f"checkpoints/step-00000008/{name}"
+    path.write_text(path.read_text().replace("0", "1", 1))
+    (line,) = refused("--config", str(config_file), "--resume", "8")
+    assert line.startswith(f"{path}: damaged, its SHA-256 is not ")
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("suffix", ["tar", "index.npy"])
+def test_shard_or_index_of_the_right_size_and_wrong_content(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, data: Path, split: str, suffix: str
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    path = tmp_path / f"data/{split}-00000.{suffix}"
+    path.write_bytes(b"x" * path.stat().st_size)
+    (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'data'}")
+    assert line.startswith(f"{path}: ")
+
+
+def test_output_below_a_file(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (line,) = refused("--config", str(config_file), f"train.output={tmp_path / 'file/run'}")
+    assert line == f'train.output="{tmp_path / "file/run"}": {tmp_path / "file"} is a file; name a folder'
+
+
+def test_output_that_cannot_be_written(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longstride.launcher.data.checks.os.access", lambda path, mode: False)
+    (line,) = refused("--config", str(config_file))
+    assert line == f'train.output="{tmp_path / "run"}": {tmp_path} cannot be written; name another folder'
+
+
+def test_write_that_the_system_refuses(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "run"))
+
+    monkeypatch.setattr("longstride.launcher.training.resume.begin", forbid)
+    assert refused("--config", str(config_file)) == [f"{tmp_path / 'run'}: Permission denied"]
+
+
+def test_deeply_nested_configuration(refused: Callable[..., list[str]], config_file: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    rule = "objects and lists nested more than 64 deep"
+    assert refused("--config", str(config_file), f"model.attention={deep}") == [f"model.attention: {rule}"]
+    config_file.write_text(deep)
+    assert refused("--config", str(config_file)) == [f"{config_file}: {rule}"]
+
+
+def test_overrides_and_options_in_any_order(refused: Callable[..., list[str]], config_file: Path) -> None:
+    lines = refused("train.steps=0", "--config", str(config_file), "model.layers=0", "--resume", "auto", "notes=x")
+    assert [line.split(":")[0] for line in lines] == ["model.layers=0", "train.steps=0"]
+
+
+def test_longstride_train_refuses_what_the_ranks_would(
+    config_file: Path, run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("longstride.launcher.cluster.start.supervise", lambda *_: pytest.fail("started"))
+    assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == WRONG_INPUT
+    assert "error: --resume=bla: must be auto, never or the number of a step" in capsys.readouterr().err
+    assert cli.main(["train", "--config", str(config_file)]) == WRONG_INPUT
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", str(run_copy), "--batch", "0"]) == WRONG_INPUT
+    assert capsys.readouterr().err == "longstride: error: --batch=0: must be at least 1\n"
+
+
+def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files_under(tmp_path)
+    assert cli.main(["export", str(run_copy), "--output", str(run_copy)]) == WRONG_INPUT
+    assert capsys.readouterr().err.endswith(f"--output={run_copy}: exists already; nothing is overwritten\n")
+    assert files_under(tmp_path) == before
+
+
+def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run_copy / "checkpoints/step-00000008/deepspeed/mp_rank_00_model_states.pt"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    before = files_under(tmp_path)
+    assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == WRONG_INPUT
+    assert f"{weights}: damaged, its SHA-256 is not the manifest's" in capsys.readouterr().err
+    assert files_under(tmp_path) == before
+    assert cli.main(["export", str(run_copy), "--step", "4", "--output", str(tmp_path / "out")]) == 0
+
+
+def test_one_rank_of_two_reports_through_the_launcher(config_file: Path, tmp_path: Path) -> None:
+    """The real launcher: exit code 2, the line once, no traceback."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(ROOT / "launcher/train.py")]
+    ended = subprocess.run(
+        [*command, "--config", str(config_file), "train.steps=0"],
+        env=plain_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == WRONG_INPUT
+    assert ended.stderr.count("longstride: error: train.steps=0: must be greater than 0") == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_picture_of_another_shape_is_refused(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
+) -> None:
+    """As many bytes, and otherwise arranged: every position would be wrong, and nothing else would say so."""
+    (tmp_path / "source").mkdir()
+    for number in range(4):
+        (tmp_path / "source" / f"{number}.ppm").write_bytes(b"P6\n4 2\n255\n" + bytes([number]) * 24)
+    build([tmp_path / "source"], tmp_path / "pictures", modality="image", validation_fraction=0.5)
+    embedding = {"type": "image", "height": 4, "width": 2, "channels": 3}
+    changes = ["model.context=24", 'model.attention={"type": "dense"}', "train.global_batch=2", "train.micro_batch=1"]
+    (line,) = refused(
+        "--config",
+        str(config_file),
+        f"data.path={tmp_path / 'pictures'}",
+        f"model.embedding={json.dumps(embedding)}",
+        *changes,
+    )
+    assert line.startswith("model.embedding=")
+    assert 'the data holds pictures of 2 x 4 x 3 (height, width, channels); {"type": "image", "height": 2' in line
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ("data.train_split=validation", "data.validation_split="),
+        ("train.output=s3://bucket/run", 'train.output="s3://bucket/run": must be a folder on this machine'),
+        ("data.path=ftp://host/data", "ftp://host/data"),
+        ("data.hop=8", "data.hop=8: packed documents are cut every 64 bytes; set packing=false"),
+    ],
+)
+def test_data_that_does_not_fit_the_configuration(
+    refused: Callable[..., list[str]], config_file: Path, change: str, rule: str
+) -> None:
+    (line,) = refused("--config", str(config_file), change)
+    assert line.startswith(rule)

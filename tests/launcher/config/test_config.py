@@ -1,0 +1,159 @@
+"""RunConfig: every wrong field is named, and every configuration that is shipped is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.deepspeed_keys import KNOWN, OWNED
+from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig, check_world_size, load_config
+from tests.harness.runs import configuration
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(configuration(Path("data"), Path("run"))))
+    return file
+
+
+def refused(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.learnign_rate=1", "train.learnign_rate: unknown key; nearest learning_rate"),
+        ("trian={}", "trian: unknown key; nearest train"),
+        ("train.steps=0", "train.steps=0: must be greater than 0"),
+        ("train.steps=ten", 'train.steps="ten": must be a valid integer'),
+        ("train.steps=1.5", "train.steps=1.5: must be a valid integer"),
+        ("train.learning_rate=-1", "train.learning_rate=-1: must be greater than 0"),
+        ("train.betas=[0.9]", "train.betas[1]: required, and missing"),
+        ("train.betas=[0.9, 1.0]", "train.betas[1]=1.0: must be less than 1"),
+        ("train.schedule=linear", "train.schedule=\"linear\": must be 'cosine' or 'constant'"),
+        ("train.warmup_steps=9", "train.warmup_steps=9: must be at most steps 8"),
+        ("train.final_learning_rate=1", "train.final_learning_rate=1.0: must be at most learning_rate 0.003"),
+        (
+            "train.global_batch=7",
+            "train.global_batch=7: must be a multiple of micro_batch 2; nearest 6, 8",
+        ),
+        ("train.global_batch=1", "train.global_batch=1: must be a multiple of micro_batch 2; nearest 2"),
+        ("model.contxt=64", "model.contxt: unknown key; nearest context"),
+        ("data.path=", 'data.path="": String should have at least 1 character'),
+        ("deepspeed=zero1_bf61", 'deepspeed="zero1_bf61": no such file in ds_configs; nearest zero1_bf16'),
+        ("deepspeed=3", "deepspeed=3: must be an object"),
+        ("deepspeed.zero_optimisation={}", "deepspeed.zero_optimisation: unknown key; nearest zero_optimization"),
+        ("deepspeed.zero_optimization.stage=4", "deepspeed.zero_optimization.stage=4: must be 0, 1, 2 or 3"),
+        ("deepspeed.zero_optimization=2", "deepspeed.zero_optimization=2: must be an object"),
+        ("deepspeed.elasticity={}", None),
+        ("train=3", "train=3: must be an object"),
+        ("train.steps.x=3", "train.steps=8: has no key x to override"),
+    ],
+)
+def test_wrong_field_is_named_with_its_rule(path: Path, override: str, line: str | None) -> None:
+    lines = refused(path, override)
+    if line is None:
+        assert lines[0].startswith("deepspeed.elasticity: unknown key;")
+    else:
+        assert lines == [line]
+
+
+def test_every_wrong_field_is_told_at_once(path: Path) -> None:
+    overrides = ("model.layers=0", "data.sed=1", "train.steps=-1", "deepspeed.optimizer={}", "nots=1")
+    assert refused(path, *overrides) == [
+        "model.layers=0: must be greater than 0",
+        "data.sed: unknown key; nearest seed",
+        "train.steps=-1: must be greater than 0",
+        "deepspeed.optimizer: give train.learning_rate, train.betas, train.eps and train.weight_decay instead",
+        "nots: unknown key; nearest notes",
+    ]
+
+
+@pytest.mark.parametrize("key", OWNED)
+def test_keys_that_are_ours_are_refused_with_their_place(path: Path, key: str) -> None:
+    assert refused(path, f"deepspeed.{key}=1") == [f"deepspeed.{key}: {OWNED[key]}"]
+
+
+def test_two_half_precisions_are_refused(path: Path) -> None:
+    overrides = ("deepspeed.fp16.enabled=true", "deepspeed.bf16.enabled=true")
+    assert refused(path, *overrides) == ["deepspeed.fp16.enabled=true: fp16 and bf16 cannot both be on"]
+
+
+def test_gathering_in_another_type_under_zero0_is_refused(path: Path) -> None:
+    lines = refused(path, "deepspeed.bf16.enabled=true", "deepspeed.data_types.grad_accum_dtype=fp32")
+    rule = "ZeRO 0 gathers gradients in the model's own bf16; take stage 1, 2 or 3"
+    assert lines == [f'deepspeed.data_types.grad_accum_dtype="fp32": {rule}']
+
+
+def test_override_changes_a_copy_of_a_named_configuration(path: Path) -> None:
+    section = load_config(path, ["deepspeed=zero2_fp16", "deepspeed.fp16.min_loss_scale=1"]).deepspeed
+    assert section["fp16"] | {"min_loss_scale": 1} == section["fp16"]
+    assert section["zero_optimization"] == {"stage": 2}
+    assert load_config(path, ["deepspeed=zero2_fp16"]).deepspeed["fp16"]["min_loss_scale"] == 1024
+
+
+def test_resolved_configuration_loads_again(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["train.betas=[0.9, 0.95]", "notes=a try"])
+    (tmp_path / "resolved.json").write_text(json.dumps(config.to_json()))
+    assert load_config(tmp_path / "resolved.json") == config
+
+
+def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -> None:
+    config = load_config(path)
+    check_world_size(config, 4)
+    with pytest.raises(ConfigError) as caught:
+        check_world_size(config, 3)
+    rule = "must be a multiple of micro_batch 2 × 3 processes; nearest 6, 12; or start 2 or 4 processes"
+    assert str(caught.value) == f"train.global_batch=8: {rule}"
+
+
+@pytest.mark.parametrize("file", sorted(DEEPSPEED_CONFIGS.glob("*.json")), ids=lambda file: file.stem)
+def test_shipped_deepspeed_configuration_is_right(path: Path, file: Path) -> None:
+    section = load_config(path, [f"deepspeed={file.stem}"]).deepspeed
+    assert section["gradient_clipping"] == 1.0
+    assert f"zero{section['zero_optimization']['stage']}_" in file.stem
+
+
+def test_shipped_fp16_scale_is_the_papers(path: Path) -> None:
+    fp16 = load_config(path, ["deepspeed=zero1_fp16"]).deepspeed["fp16"]
+    assert (2 ** fp16["initial_scale_power"], fp16["loss_scale_window"], fp16["min_loss_scale"]) == (2**16, 2000, 2**10)
+
+
+def test_schema_accepts_what_the_configuration_does() -> None:
+    schema = RunConfig.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert [choice["type"] for choice in schema["properties"]["deepspeed"]["anyOf"]] == ["string", "object"]
+    json.dumps(schema)
+
+
+def test_no_key_is_both_known_and_owned() -> None:
+    assert not set(KNOWN) & set(OWNED)
+
+
+@pytest.mark.parametrize(
+    "location", ["https://me:secret@host/data", "https://host/data?signature=secret", "s3://key@b/data"]
+)
+def test_credentials_in_the_data_path_are_refused_and_not_shown(path: Path, location: str) -> None:
+    """They would be saved with the run."""
+    (line,) = refused(path, f"data.path={location}")
+    assert line.startswith("data.path=") and "leave them out" in line
+    assert "secret" not in line and "key" not in line
+
+
+@pytest.mark.parametrize("location", ["/a/b@c?d", "s3://bucket/a@b", "https://host:8080/data", "data"])
+def test_paths_and_plain_urls_are_taken(path: Path, location: str) -> None:
+    assert load_config(path, [f"data.path={location}"]).data.path == location
+
+
+def test_what_does_not_go_with_the_order_is_refused(path: Path) -> None:
+    (line,) = refused(path, "data.order=streaming", "data.on_damage=substitute")
+    assert line.startswith('data.on_damage="substitute": plain shards have no index')
+    (line,) = refused(path, "data.modality=text")
+    assert line.startswith('data.modality="text": is asked of plain shards alone')

@@ -1,0 +1,173 @@
+"""The published runs in ds_configs/experiments: complete, right, and of the published size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.kernels.patterns import Column, Dense, Fixed, Local, Strided
+from longstride.launcher.config.run_config import EXPERIMENTS, RunConfig, load_config
+from longstride.launcher.engine.build import check_section
+from longstride.launcher.planning.memory import activations, states
+from longstride.launcher.planning.plan import step_flops
+from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work
+from longstride.sparse_model.initialization import num_parameters
+
+PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
+PUBLISHED = [name for name in PRESETS if name != "demo"]
+# context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
+CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)
+ENWIK8 = (12_288, 30, 8, 512, 4, 1, 0.40, 80, 94_949_888)
+STATED = {
+    "cifar10_dense": CIFAR10,
+    "cifar10_strided": CIFAR10,
+    "enwik8_dense": ENWIK8,
+    "enwik8_fixed": ENWIK8,
+    "enwik8_strided": ENWIK8,
+    "imagenet64_strided": (12_288, 48, 16, 512, 4, 1, 0.01, 70, 151_645_184),
+}
+MUSIC = {"music_65k": (65_536, 256, 152e6), "music_262k": (262_144, 512, 25e6), "music_1m": (1_048_576, 1_024, 3e6)}
+
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/experiments.md"
+
+
+def preset(name: str) -> RunConfig:
+    return load_config(name)
+
+
+def test_every_published_run_is_here() -> None:
+    assert {*STATED, *MUSIC} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_passes_our_checks_and_deepspeeds(name: str) -> None:
+    config = preset(name)
+    units = config.train.global_batch // config.train.micro_batch
+    check_section(config, min(8, units), on_cpu=False)
+    assert RunConfig.model_validate(config.to_json()) == config
+    assert config.train.output == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_preset_is_the_papers(name: str) -> None:
+    config = preset(name)
+    model, train = config.model, config.train
+    assert (
+        model.context, model.layers, model.heads, model.width, model.feed_forward_ratio, model.query_key_ratio,
+        model.dropout, train.epochs, sum(parameter_parts(model).values()),
+    ) == STATED[name]  # fmt: skip
+    assert config.data.path == f"data/{name.split('_')[0]}"
+    assert model.embedding.table_sizes(model.context) == {
+        "cifar10": (32, 32, 3), "enwik8": (96, 128), "imagenet64": (64, 64, 3),
+    }[name.split("_")[0]]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_trains_as_the_paper_does(name: str) -> None:
+    config = preset(name)
+    train, section = config.train, config.deepspeed
+    assert (train.warmup_steps, train.schedule, train.weight_decay) == (5_000, "cosine", 0.01)
+    assert train.learning_rate == 0.00035  # stated of CIFAR-10 alone
+    assert train.activation_checkpointing
+    assert config.model.initialization == "released"
+    assert section["gradient_clipping"] == 1.0
+    fp16 = section["fp16"]
+    assert fp16["enabled"] and fp16["loss_scale"] == 0 and fp16["loss_scale_window"] == 2_000
+    assert (2 ** fp16["initial_scale_power"], fp16["min_loss_scale"]) == (2**16, 2**10)
+    assert min(train.checkpoint_every, train.evaluate_every) > 0
+    assert "Not stated by the paper, and ours: " in config.notes
+    assert config.notes.endswith(("Eight cards of 16 GB.", "One card of 16 GB."))
+
+
+@pytest.mark.parametrize("name", MUSIC)
+def test_music_has_the_published_size_within_two_percent(name: str) -> None:
+    context, stride, parameters = MUSIC[name]
+    model = preset(name).model
+    assert (model.context, model.embedding.row_width) == (context, stride)  # type: ignore[union-attr]
+    assert abs(sum(parameter_parts(model).values()) / parameters - 1) < 0.02
+    assert {heads[0] for heads in model.layer_patterns()} == {Local(stride), Column(stride)}
+
+
+def test_layers_take_the_papers_patterns() -> None:
+    def kinds(name: str) -> list[Any]:
+        return [heads[0] for heads in preset(name).model.layer_patterns()]
+
+    assert kinds("cifar10_strided")[:8] == [Column(96), Local(96), Local(96), Local(96)] * 2
+    fixed = preset("enwik8_fixed").model.layer_patterns()
+    assert set(fixed) == {tuple(Fixed(128, 32, 4, index=head % 4) for head in range(8))}
+    for name in ("enwik8_strided", "imagenet64_strided"):
+        assert kinds(name)[:4] == [Local(128), Column(128)] * 2
+        assert Strided(128).factors() == (Local(128), Column(128))
+    assert set(kinds("cifar10_dense")) == set(kinds("enwik8_dense")) == {Dense()}
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [("cifar10_strided", "cifar10_dense"), ("enwik8_fixed", "enwik8_dense"), ("enwik8_fixed", "enwik8_strided")],
+)
+def test_variants_differ_in_attention_alone(one: str, other: str) -> None:
+    first, second = preset(one).to_json(), preset(other).to_json()
+    assert first["model"].pop("attention") != second["model"].pop("attention")
+    assert first["train"].pop("output") != second["train"].pop("output")
+    first.pop("notes"), second.pop("notes")
+    assert first == second
+
+
+def test_parts_of_two_layers_tell_the_parameters_of_all() -> None:
+    model = preset("enwik8_fixed").model
+    assert sum(parameter_parts(model).values()) == num_parameters(model)
+    assert parameter_parts(model) == {
+        "embedding": (256 + 96 + 128 + 1) * 512,
+        "attention": 30 * (4 * 512 * 512 + 4 * 512),
+        "feed-forward": 30 * (2 * 4 * 512 * 512 + 5 * 512),
+        "norms": (2 * 30 + 1) * 2 * 512,
+        "output": 256 * 512,
+    }
+
+
+def rows(columns: int) -> Iterator[list[str]]:
+    """The rows of the document's tables that begin with a preset's name and have so many columns."""
+    for line in DOCUMENT.read_text().splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
+        if len(cells) == columns and cells[0] in PUBLISHED:
+            yield cells
+
+
+def test_documents_presets_are_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no data lies
+    found = list(rows(7))
+    assert sorted(name for name, *_ in found) == PUBLISHED
+    for name, _, parameters, _, _, length, batch in found:
+        config = preset(name)
+        assert int(parameters.replace(",", "")) == sum(parameter_parts(config.model).values())
+        steps = run_length(config, None).steps
+        told = f"{steps:,} steps" if config.train.epochs is None else f"{config.train.epochs:g} ({steps:,})"
+        assert (length, int(batch)) == (told, config.train.global_batch)
+
+
+@pytest.mark.parametrize("memory", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_documents_figures_are_what_plan_says(memory: bool) -> None:
+    found = list(rows(6))
+    assert len(found) >= 7
+    for name, step, dense_step, share, *peaks in found:
+        config = preset(name)
+        pairs, dense = sum(layer_pairs(config.model)), dense_pairs(config.model) * config.model.layers
+        steps = [
+            sum(step_flops(work(config.model, each, config.train.micro_batch), config).values()) / 1e12
+            for each in (pairs, dense)
+        ]
+        assert [number(step), number(dense_step)] == pytest.approx(steps, rel=0.005)
+        assert share == f"{pairs / dense:.2%}".replace("%", " %")
+        if memory:
+            held = states(sum(parameter_parts(config.model).values()), config, min(8, config.train.global_batch), 1)
+            held = held if name != "music_1m" else states(3_054_464, config, 1, 0)
+            planned = [held.peak(activations(config, recomputed)) / 2**30 for recomputed in (True, False)]
+            assert list(map(number, peaks)) == pytest.approx(planned, rel=0.03)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))

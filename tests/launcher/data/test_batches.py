@@ -1,0 +1,102 @@
+"""Ranks take their batches together, and none ever waits for one that has come to its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.data_pipelines import EvaluationBatch
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.data import run_data as batches
+from longstride.launcher.data.run_data import RunData, together
+from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.ranks.processes import Ranks
+
+SECONDS = 60  # a rank that waits for others that do not come breaks the meeting
+
+
+class Meeting:
+    """Collectives of ranks that are threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self._values: list[Any] = [None] * world_size
+        self._come, self._leave = (threading.Barrier(world_size, timeout=SECONDS) for _ in range(2))
+
+    def gather_objects(self, value: object, ranks: Ranks) -> list[Any]:
+        self._values[ranks.rank] = value
+        self._come.wait()
+        everyone = list(self._values)
+        self._leave.wait()
+        return everyone
+
+    def gather_int64(self, values: torch.Tensor, ranks: Ranks, _: torch.device) -> torch.Tensor:
+        return torch.stack(self.gather_objects(values, ranks))
+
+
+Take = Callable[[Ranks], Iterator[EvaluationBatch]]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Take], list[Future[list[int]]]]:
+    """A function (W, B, take) -> each rank's sample ids, or what it raised."""
+
+    def run(world_size: int, rows: int, take: Take) -> list[Future[list[int]]]:
+        meeting = Meeting(world_size)
+        monkeypatch.setattr(batches, "gather_objects", meeting.gather_objects)
+        monkeypatch.setattr(batches, "gather_int64", meeting.gather_int64)
+
+        def one(rank: int) -> list[int]:
+            ranks = Ranks(rank, rank, world_size)
+            all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"))
+            return [number for each in all_taken for number in each.batch.sample_ids.tolist()]
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return [pool.submit(one, rank) for rank in range(world_size)]
+
+    return run
+
+
+def evaluation(config: RunConfig, asked: dict[str, Any], ranks: Ranks) -> Iterator[EvaluationBatch]:
+    """A rank's batches of the run's validation split."""
+    return RunData(config, ranks).evaluation(**asked)
+
+
+@pytest.mark.parametrize("order", ["exact", "streaming"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_evaluation_ends_on_all_ranks_with_each_context_once(
+    world_size: int, order: str, config_file: Path, taken: Callable[..., list[Future[list[int]]]]
+) -> None:
+    """Few contexts and many, fewer than ranks too, overlapping or not; plain shards are of a size that nobody knows."""
+    config = load_config(str(config_file), [f"data.order={order}", "train.micro_batch=2"])
+    if order == "streaming":
+        config = load_config(str(config_file), ["data.order=streaming", "data.shuffle_bytes=4096"])
+    for limit in (1, 2, 3, 7, 8, None):
+        for min_context in (0, 48):
+            asked: dict[str, Any] = {"limit": limit, "min_context": min_context, "batch_size": 2}
+            ids = [
+                each.result() for each in taken(world_size, 2, lambda r, a=asked: RunData(config, r).evaluation(**a))
+            ]
+            assert len({len(each) for each in ids}) == 1
+            numbers = sorted(number for each in ids for number in each if number >= 0)
+            assert len(set(numbers)) == len(numbers)
+            assert len(numbers) == limit if limit is not None else len(numbers) > 8
+
+
+@pytest.mark.parametrize("shorter", [0, 1, 2])
+def test_rank_with_less_data_is_named_on_all_ranks(shorter: int, taken: Callable[..., list[Future[list[int]]]]) -> None:
+    """As where the hosts have different copies of a folder."""
+
+    def take(ranks: Ranks) -> Iterator[EvaluationBatch]:
+        for number in range(3 - (ranks.rank == shorter)):
+            ids = torch.full((2,), number)
+            yield EvaluationBatch(torch.zeros(2, 4, dtype=torch.uint8), torch.full((2,), 4), torch.zeros(2), ids)
+
+    for each in taken(3, 2, take):
+        with pytest.raises(AgreedError, match=f"rank {shorter} of 3 finds less data than the others"):
+            each.result()

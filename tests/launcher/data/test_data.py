@@ -1,0 +1,150 @@
+"""`data build` and `data verify`: what a person gets wrong, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from longstride.data_pipelines.building.build import build
+from longstride.launcher import cli
+from tests.harness.data.faulty_server import FaultyServer
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a person is, with twenty small files in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / f"texts/{number}.txt").write_text(str(number) * 100)
+    return tmp_path
+
+
+ON_THIS_MACHINE = "must be a file or folder on this machine, such as texts; fetch it first"
+TO_MAKE = "must be a folder on this machine, such as data/mine; build, then upload"
+LATER = ["texts", "--output", "data"]
+SET = ["--output", "data", "--dataset", "text8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["http://host/x/y", "--output", "data"], f"PATH='http://host/x/y': {ON_THIS_MACHINE}"),
+        (["texts", "", "--output", "data"], f"PATH='': {ON_THIS_MACHINE}"),
+        (["texts", "--output", "s3://bucket/key"], f"--output='s3://bucket/key': {TO_MAKE}"),
+        (["texts", "--output", ""], f"--output='': {TO_MAKE}"),
+        (["texts", "texts/1.txt", "--output", "data"], "texts/1.txt: lies inside texts, and no file is taken twice; "),
+        ([*LATER, "--exclude", "d0/"], "--exclude=d0/: must be a plain name, such as d0"),
+        ([*LATER, "--suffix", "*.txt"], "--suffix=*.txt: must begin with a dot, such as .txt"),
+        ([*LATER, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1, such as 16777216"),
+        ([*LATER, "--validation-fraction", "2"], "--validation-fraction=2.0: must be at least 0 and less than 1, such"),
+        (["--output", "data"], "PATH: none given; name files or folders, such as texts, or a --dataset"),
+        ([*LATER, "--input", "texts"], "--input: goes with --dataset; name one of cifar10, enwik8, imagenet64, text8"),
+        ([*LATER, "--download"], "--download: goes with --dataset; "),
+        ([*LATER, "--unpublished"], "--unpublished: goes with --dataset; "),
+        (
+            [*LATER, "--dataset", "text8"],
+            "PATH=texts: goes without --dataset; name the dataset's archive or folder by ",
+        ),
+        ([*SET, "--dataset", "mnist"], "--dataset=mnist: not a dataset that is known; take one of cifar10, enwik8, "),
+        ([*SET, "--modality", "text"], "--modality=text: goes without --dataset, which has its own; leave it out"),
+        ([*SET, "--validation-fraction", "0.0"], "--validation-fraction=0.0: goes without --dataset"),
+        ([*SET, "--suffix", ".bin"], "--suffix=.bin: goes without --dataset"),
+        ([*SET, "--rate", "8000"], "--rate=8000: goes without --dataset"),
+        ([*SET, "--seed", "0"], "--seed=0: goes without --dataset"),
+        ([*SET, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1"),
+        (
+            [*SET, "--input", "s3://b/k"],
+            "--input='s3://b/k': must be a file or folder on this machine, such as downloads",
+        ),
+        (
+            [*SET, "--input", "none.zip"],
+            "--input=none.zip: no such file or folder; fetch http://mattmahoney.net/dc/text8",
+        ),
+        (
+            SET,
+            "--input: must name the archive or folder of text8; fetch http://mattmahoney.net/dc/text8.zip, or let --d",
+        ),
+        (
+            [*LATER, "--modality", "image", "--image-size", "9000x9000"],
+            "--image-size=9000x9000: must be at most 67,108,864 pixels in all, such as 64x64",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_build_refuses_in_one_line(
+    texts: Path, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "build", *words]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"longstride: error: {line}")
+    assert [path.name for path in texts.iterdir()] == ["texts"]
+
+
+def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (texts / "text8").write_text("a few words " * 100)
+    words = ["data", "build", "--dataset", "text8", "--input", "text8", "--output", "data"]
+    assert cli.main(words) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("longstride: error: text8: 1,200 bytes, and the published file has 100,000,000; ")
+    assert cli.main([*words, "--unpublished"]) == 0
+    splits = ["train 1,080 bytes of 1 documents", "validation 60 bytes of 1 documents", "test 60 bytes of 1 documents"]
+    assert capsys.readouterr().err == f"data: {', '.join(splits)}\n"
+    assert cli.main(["data", "verify", "data"]) == 0
+    assert cli.main(["data", "show", "data", "--split", "test"]) == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_build_that_is_stopped_tells_what_is_kept(
+    texts: Path, share: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > share * total:
+            raise KeyboardInterrupt
+
+    words = ["data", "build", "texts", "--output", "data", "--shard-bytes", "400"]
+    monkeypatch.setattr(
+        "longstride.launcher.data.folders.build",
+        lambda *given, **options: build(*given, **{**options, "progress": stop}),
+    )
+    assert cli.main(words) == 130
+    kept = f"; what is finished is kept in {texts}/.data.unfinished: the same command goes on from there"
+    assert capsys.readouterr().err == f"longstride: stopped{kept if share else ''}\n"
+    monkeypatch.undo()
+    assert cli.main([*words[:2], str(texts / "texts"), *words[3:4], str(texts / "data"), *words[5:]]) == 0
+
+
+def test_build_tells_what_the_system_refuses(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*given: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there")
+
+    met = []
+    monkeypatch.setattr("longstride.launcher.data.folders.build", fail)
+    monkeypatch.setattr("longstride.data_pipelines.building.crew.Crew.meet", lambda crew: met.append(crew))
+    assert cli.main(["data", "build", "texts", "--output", "data"]) == 2
+    assert capsys.readouterr().err == "longstride: error: there: Permission denied\n"
+    assert len(met) == 1  # the other ranks wait there
+
+
+def test_verify_refuses_an_empty_name(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "verify", ""]) == 2
+    assert capsys.readouterr().err == "longstride: error: DIR|URL='': must be a data folder, such as data/mine\n"
+
+
+def test_what_a_url_has_of_secrets_is_not_printed(
+    texts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    build([texts / "texts"], texts / "data")
+    with FaultyServer(texts / "data") as url:
+        location = f"{url}?token=secret"
+        assert cli.main(["data", "verify", location]) == 0
+        assert cli.main(["data", "show", location]) == 0
+        assert cli.main(["data", "show", location, "--split", "test"]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "whole" in printed and "no split 'test'" in printed and "secret" not in printed

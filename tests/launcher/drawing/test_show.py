@@ -1,0 +1,75 @@
+"""Pictures: what they show, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher import cli
+from longstride.launcher.drawing.show import draw_loss, read_metrics, running_mean
+from tests.harness.runs import ROOT
+
+DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
+
+
+def test_loss_picture_has_a_line_for_each_split(tmp_path: Path) -> None:
+    lines = [{"step": s, "split": "train", "bits_per_byte": 8.0 - s} for s in range(4)]
+    lines.append({"step": 3, "split": "validation", "bits_per_byte": 5.5})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    train, mean, validation = draw_loss(tmp_path).axes[0].lines
+    assert np.array_equal(train.get_ydata(), [8.0, 7.0, 6.0, 5.0])
+    assert mean.get_label() == "train, running mean"
+    assert (validation.get_label(), list(validation.get_xdata())) == ("validation", [3])
+
+
+def test_running_mean_covers_what_there_is() -> None:
+    assert running_mean([4.0, 2.0, 0.0, 2.0], 2) == [4.0, 3.0, 1.0, 1.0]
+    assert running_mean([4.0, 2.0], 0) == [4.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [("", "holds no line yet"), ("{}\n", "line 1: must be an object with step"), ("7\n", "line 1: must be an object")],
+)
+def test_loss_of_no_metrics_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_loss_passes_over_a_torn_last_line(tmp_path: Path) -> None:
+    line = json.dumps({"step": 1, "split": "train", "bits_per_byte": 7.0, "epoch": 0})
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:9]}")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "split": "train", "bits_per_byte": 7.0}]
+
+
+def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "pattern.png"
+    assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    made = output.stat()
+    assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 2
+    assert "exists already; nothing is overwritten" in capsys.readouterr().err
+    assert output.stat().st_mtime_ns == made.st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    "what, source, output, message",
+    [
+        ("pattern", "nowhere.json", "a.png", "nowhere.json: "),
+        ("loss", "nowhere", "a.png", "nowhere/metrics.jsonl: cannot be read"),
+        ("loss", "nowhere", "a.pdf", "a.pdf: must be a .png in a folder that exists"),
+        ("loss", "nowhere", "no/where/a.png", "a.png: must be a .png in a folder that exists"),
+    ],
+)
+def test_show_refuses_in_one_line(
+    tmp_path: Path, what: str, source: str, output: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", what, str(tmp_path / source), "--output", str(tmp_path / output)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("longstride: error: ") and message in line
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,195 @@
+"""Pictures of patterns: what each cell says, and that any context is drawn in seconds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns import Fixed, Strided, Summary
+from longstride.launcher import cli
+from longstride.launcher.drawing.pattern import (
+    FIRST,
+    FUTURE,
+    LATER,
+    NOTHING,
+    SELF,
+    Grid,
+    connectivity,
+    default_query,
+    draw_pattern,
+    find_config,
+    matrix_size,
+    pooled_connectivity,
+    view,
+    window,
+)
+from tests.harness.runs import ROOT
+
+EXPERIMENTS = sorted((ROOT / "ds_configs" / "experiments").glob("*.json"))
+MUSIC = {
+    "context": 2**20,
+    "layers": 8,
+    "heads": 4,
+    "width": 64,
+    "attention": {"type": "strided", "stride": 1024, "combine": "interleaved"},
+    "embedding": {"type": "text", "row_width": 1024},
+}
+PICTURES = {
+    "context": 12288,
+    "layers": 4,
+    "heads": 8,
+    "width": 64,
+    "attention": {"type": "strided", "stride": 192, "combine": "multihead"},
+    "embedding": {"type": "image", "height": 64, "width": 64},
+}
+
+
+def written(tmp_path: Path, **model: Any) -> Path:
+    (tmp_path / "model.json").write_text(json.dumps({"model": model}))
+    return tmp_path / "model.json"
+
+
+def test_connectivity_marks_self_first_part_and_later_parts() -> None:
+    found = connectivity(Fixed(stride=4, summary=1), 8)
+    assert found.tolist() == [
+        [3, 0, 0, 0, 0, 0, 0, 0],
+        [1, 3, 0, 0, 0, 0, 0, 0],
+        [1, 1, 3, 0, 0, 0, 0, 0],
+        [1, 1, 1, 3, 0, 0, 0, 0],
+        [0, 0, 0, 2, 3, 0, 0, 0],
+        [0, 0, 0, 2, 1, 3, 0, 0],
+        [0, 0, 0, 2, 1, 1, 3, 0],
+        [0, 0, 0, 2, 1, 1, 1, 3],
+    ]
+
+
+@pytest.mark.parametrize(("size", "cell"), [(12, 3), (13, 3), (50, 7), (24, 1), (5, 9)])
+def test_pooled_connectivity_is_the_most_of_each_square(size: int, cell: int) -> None:
+    for pattern in (Strided(6), Fixed(6, 2), Summary(6, 2)):
+        whole = connectivity(pattern, size)
+        places = [slice(start, start + cell) for start in range(0, size, cell)]
+        assert pooled_connectivity(pattern, size, cell).tolist() == [
+            [int(whole[rows, columns].max()) for columns in places] for rows in places
+        ]
+
+
+@pytest.mark.parametrize("grid", [Grid(4, 6, 3, "pixel"), Grid(9, 8, 1, "position")], ids=str)
+@pytest.mark.parametrize("pattern", [Strided(18), Strided(18, "paper"), Fixed(6, 2), Summary(6, 2)], ids=str)
+def test_view_is_the_union_over_channels(grid: Grid, pattern: Any) -> None:
+    context = grid.rows * grid.columns * grid.channels
+    position = torch.arange(context)
+    reads = pattern.mask(position[:, None], position[None, :])
+    for cell in (0, 7, 17, context // grid.channels - 1):
+        own = reads[cell * grid.channels : (cell + 1) * grid.channels].any(0)
+        cells = own.view(-1, grid.channels).any(-1).view(grid.rows, grid.columns).numpy()
+        found = view(pattern, cell, grid, range(grid.rows), range(grid.columns), context)
+        number = np.arange(grid.rows * grid.columns).reshape(cells.shape)
+        assert np.array_equal(np.isin(found, (FIRST, LATER, SELF)), cells)
+        assert np.array_equal(found == FUTURE, number > cell)
+        assert (found.flat[cell] == SELF) == bool(cells.flat[cell]) and (found == SELF).sum() <= 1
+        part = view(pattern, cell, grid, range(1, 3), range(2, 5), context)
+        assert np.array_equal(part, found[1:3, 2:5])
+
+
+def test_view_behind_the_end_of_a_ragged_fold_reads_nothing() -> None:
+    found = view(Strided(4), 9, Grid(3, 4, 1, "position"), range(3), range(4), 10)
+    assert found[2].tolist() == [FIRST, SELF, FUTURE, FUTURE]
+    assert found[0].tolist() == [NOTHING, LATER, NOTHING, NOTHING]
+
+
+def test_window_holds_its_place() -> None:
+    for size in (1, 5, 64, 1000):
+        for place in {0, size // 3, size - 1}:
+            for shown in (1, 4, 64):
+                found = window(place, size, shown, shown // 2)
+                assert place in found and len(found) == min(size, shown) and found.start >= 0 and found.stop <= size
+
+
+def test_matrix_shows_some_strides_and_never_all_of_a_long_context() -> None:
+    assert matrix_size([Strided(128)], 12288) == 512
+    assert matrix_size([Strided(1024)], 2**20) == matrix_size([Strided(2**15)], 2**20) == 4096
+    assert matrix_size([Strided(8)], 64) == 64
+
+
+def test_picture_has_a_view_and_a_matrix_for_each_distinct_pattern(tmp_path: Path) -> None:
+    figure = draw_pattern(written(tmp_path, **PICTURES))
+    panels = [axis for axis in figure.axes if axis.axison]
+    titles = [axis.get_title().splitlines() for axis in panels]
+    assert titles[:2] == [
+        ["Local(window=192)", "layer.head 0.0 … 3.3 (16)"],
+        ["Column(stride=192)", "layer.head 0.4 … 3.7 (16)"],
+    ]
+    assert titles[2:] == [["the first 768 positions, 4 x 4 a cell"]] * 2
+    column = panels[1].images[0].get_array()
+    row, place = divmod(default_query(Grid(64, 64, 3, "pixel"), 12288) // 3, 64)
+    assert (column[:row, place] == FIRST).all() and column[row, place] == SELF
+    assert (np.isin(column, (FIRST, SELF)).sum()) == row + 1
+    assert column[row + 1 :].min() == FUTURE
+
+
+def test_a_million_positions_are_drawn_in_seconds(tmp_path: Path) -> None:
+    start = time.process_time()
+    figure = draw_pattern(written(tmp_path, **MUSIC), query=2**20 - 1)
+    assert time.process_time() - start < 20
+    local, column, *_ = (axis.images[0].get_array() for axis in figure.axes if axis.axison)
+    assert local.shape == column.shape == (64, 128)
+    assert (local[-1, :-1] == FIRST).all() and (column[:-1, -1] == FIRST).all()
+    assert local[-1, -1] == column[-1, -1] == SELF
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_experiment_is_known_by_its_name(path: Path) -> None:
+    assert find_config(Path(path.stem)) == path
+
+
+def test_every_experiment_is_drawn() -> None:
+    for path in EXPERIMENTS:
+        assert draw_pattern(Path(path.stem)).axes
+
+
+def test_a_file_comes_before_the_experiment_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").touch()
+    assert find_config(Path("demo")) == Path("demo")
+
+
+@pytest.mark.parametrize(
+    ("source", "query", "message"),
+    [
+        ("demos", None, r"^demos: no such file, and none of that name in ds_configs/experiments; nearest demo$"),
+        ("demo", 256, r"^--query=256: must be from 0 to 255, a position; nearest 255$"),
+        ("demo", -1, r"^--query=-1: must be from 0 to 255, a position; nearest 0$"),
+        ("nowhere/demo", None, r"^nowhere/demo: cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(source: str, query: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        draw_pattern(Path(source), query)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss", "x", "--step", "3"], "--step=3: is asked of `show attention` alone; leave it out"),
+        (
+            ["loss", "x", "--query", "3"],
+            "--query=3: is asked of `show pattern` and `show attention` alone; leave it out",
+        ),
+        (["pattern", "demo", "--head", "0"], "--head=0: is asked of `show attention` alone; leave it out"),
+        (["pattern", "demo", "--context-number", "0"], "--context-number=0: is asked of `show attention` alone; leave"),
+        (["pattern", "demo", "--query", "3", "--query", "4"], "--query=4: a pattern is shown for one query; give it"),
+    ],
+)
+def test_options_of_another_picture_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["show", *words, "--output", str(tmp_path / "a.png")]) == 2
+    assert capsys.readouterr().err.startswith(f"longstride: error: {message}")
+    assert not list(tmp_path.iterdir())

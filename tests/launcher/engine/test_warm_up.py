@@ -1,0 +1,123 @@
+"""What is compiled before the processes meet is what a step launches: held launch by launch, of which none is made."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.kernels.backends.triton.call import Call
+from longstride.launcher.engine import warm_up
+from longstride.launcher.engine.warm_up import compile_kernels, run_attention
+from longstride.sparse_model import ModelConfig, SparseTransformer
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "fixed": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},
+    "merged": {"type": "fixed", "stride": 8, "summary": 2, "combine": "merged"},
+    "strided": {"type": "strided", "stride": 8},
+}
+Key = tuple[object, ...]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Key]]:
+    """What a compiler would tell apart of all launches: the kernel, its constants, its types, and kinds of integers.
+
+    The launches themselves are left out, as the interpreter takes its time: what they compute decides nothing here.
+    """
+    found: set[Key] = set()
+
+    def record(
+        self: Call, kernel: Any, programs: int, tensors: Any, strided: Any, sizes: Any, tiles: Any, **constants: Any
+    ) -> None:
+        integers = [stride for tensor in strided for stride in tensor.stride()[:3]]
+        integers += [self.heads, self.context, *sizes]
+        kinds = tuple((number == 1, number % 16 == 0) for number in integers)
+        types = tuple(getattr(tensor, "dtype", None) for tensor in tensors)
+        found.add((kernel.fn.__name__, tiles, tuple(sorted(constants.items())), types, kinds))
+
+    monkeypatch.setattr(Call, "launch", record)
+    yield found
+
+
+def model_config(attention: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {
+            "context": 48,
+            "layers": 3,
+            "heads": 2,
+            "width": 32,
+            "attention": attention,
+            "embedding": {"type": "text", "row_width": 8},
+            "dropout": 0.0,
+            "backend": "triton",
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
+    pattern: str, dtype: torch.dtype, recomputed: bool, launches: set[Key]
+) -> None:
+    config = model_config(PATTERNS[pattern])
+    run_attention(config, 2, dtype, torch.device("cpu"))
+    warm = set(launches)
+    launches.clear()
+    model = SparseTransformer(config).to(dtype)
+    if recomputed:
+        model.activation_checkpoint = lambda block, h: torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+    tokens = torch.arange(96).reshape(2, 48)
+    model(tokens, return_nats=True).sum().backward()
+    assert launches == warm and len({key[0] for key in warm}) > 2
+    launches.clear()
+    with torch.no_grad():
+        model.eval()(tokens, return_nats=True)
+    assert launches and launches < warm
+    scored = set(launches)
+    launches.clear()
+    run_attention(config, 2, dtype, torch.device("cpu"), training=False)
+    assert launches == scored
+
+
+def test_other_batches_are_other_kernels(launches: set[Key]) -> None:
+    """So the warm-up has the run's own sizes: this is what the test above can see."""
+    config = model_config(PATTERNS["merged"])
+    run_attention(config, 2, torch.float32, torch.device("cpu"))
+    two = set(launches)
+    launches.clear()
+    run_attention(config.model_copy(update={"context": 40}), 2, torch.float32, torch.device("cpu"))
+    assert launches != two
+
+
+def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "run_attention", pytest.fail)
+    compile_kernels(model_config(PATTERNS["fixed"]), 2, torch.float32, torch.device("cpu"))
+
+
+def test_one_process_compiles_at_a_time_by_a_lock_in_a_folder_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    with warm_up._one_at_a_time():
+        [path] = (tmp_path / "cache").iterdir()
+        with path.open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "home"))
+    with warm_up._one_at_a_time():
+        assert [path.name for path in (tmp_path / "home/.triton/cache").iterdir()] == [path.name]
+
+
+def test_kernels_are_compiled_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(FileNotFoundError, match="inside"), warm_up._one_at_a_time():
+        raise FileNotFoundError("inside")  # what fails there is not passed over

@@ -1,0 +1,262 @@
+"""A score is exact, whatever computes it; by position and with a minimum of context it is that of every byte alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from longstride.data_pipelines import Cut, evaluation_contexts, split_bytes
+from longstride.launcher import cli
+from longstride.launcher.checkpoints.checkpoint import open_checkpoint
+from longstride.launcher.checkpoints.manifest import read_checkpoint_config
+from longstride.launcher.evaluation.by_position import bin_numbers, draw_positions, position_edges
+from longstride.launcher.evaluation.evaluate import evaluation_line, score
+from longstride.launcher.evaluation.exact_sums import ExactSums
+from longstride.launcher.exports.export import export, master_weights
+from longstride.launcher.ranks.processes import Ranks
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from tests.harness.configs import small
+from tests.harness.runs import ROOT, files_under, free_port, plain_environment, rank_environment
+
+Trained = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+def random_model(**changes: Any) -> SparseTransformer:
+    torch.manual_seed(0)
+    model = SparseTransformer(small(backend="reference", layers=2, heads=2, width=32, **changes))
+    torch.nn.init.normal_(model.logits.weight, std=0.2)
+    return model.eval()
+
+
+def scored(model: SparseTransformer, data: Path, **options: Any) -> ExactSums:
+    """The validation split's score by a model, in batches of 16."""
+    edges = options.pop("edges", None)
+    threads = options.pop("threads", 0)
+    asked = {"context": model.config.context, "batch_size": 16, **options}
+    return score(model, lambda: evaluation_contexts(data, **asked), 16, Ranks(), CPU, edges=edges, threads=threads)
+
+
+def evaluate_processes(run: Path, folder: Path, world_size: int, *options: str) -> dict[str, Any]:
+    """The line that so many processes print."""
+    port = free_port()
+    ranks = []
+    for rank in range(world_size):
+        environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+        environment |= rank_environment(rank, world_size, port) if world_size > 1 else {}
+        command = [sys.executable, "-m", "longstride.launcher.cli", "evaluate", str(run), *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen(command, env=environment, cwd=folder, text=True, **pipes))
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, outputs
+    assert not any(out for out, _ in outputs[1:])
+    return json.loads(outputs[0][0].splitlines()[-1])
+
+
+def brute_force(run: Path, data: Path, folder: Path) -> tuple[float, int]:
+    """(nats a byte, bytes) of a run's exported weights over its validation split, batch after batch."""
+    export(run, None, folder / "export")
+    model = SparseTransformer(ModelConfig.model_validate(json.loads((run / "config.json").read_text())["model"])).eval()
+    model.load_state_dict(load_file(folder / "export/model.safetensors"))
+    content = np.frombuffer(b"".join(split_bytes(data, "validation")), dtype=np.uint8)
+    padded = torch.from_numpy(
+        np.resize(np.append(content, np.zeros(-len(content) % 128)), (-(-len(content) // 64), 64))
+    )
+    padded = torch.cat([padded, torch.zeros(len(padded) % 2, 64)]).long()
+    padded.view(-1)[len(content) :] = 0
+    with torch.no_grad():
+        nats = torch.cat([model(rows, return_nats=True) for rows in padded.split(2)])
+    return math.fsum(nats.flatten()[: len(content)].tolist()) / len(content), len(content)
+
+
+def test_two_processes_print_what_brute_force_finds_to_the_last_bit(
+    trained: Trained, data: Path, tmp_path: Path
+) -> None:
+    run = trained("alone", 1)
+    line = evaluate_processes(run, tmp_path, 2)
+    nats, tokens = brute_force(run, data, tmp_path)
+    assert (line["step"], line["split"], line["min_context"], line["weights"]) == (8, "validation", 0, "trained")
+    assert (line["loss_nats"], line["tokens"]) == (nats, tokens)
+    assert line["bits_per_byte"] == nats / math.log(2)
+    assert "bits_per_dimension" not in line
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("options", [(), ("--min-context", "40", "--batch", "3"), ("--precision", "bf16")], ids=str)
+def test_any_number_of_processes_prints_the_same_bits(trained: Trained, tmp_path: Path, options: tuple) -> None:
+    lines = [evaluate_processes(trained("alone", 1), tmp_path, world_size, *options) for world_size in (1, 2, 3, 4)]
+    assert len({line["loss_nats"] for line in lines}) == len({line["tokens"] for line in lines}) == 1
+
+
+def test_ranks_and_threads_do_not_change_a_bit(data: Path) -> None:
+    model, before = random_model(), torch.get_num_threads()
+    whole = scored(model, data, threads=1)
+    assert scored(model, data, threads=3).mean() == whole.mean()
+    assert torch.get_num_threads() == before
+    for world_size in (2, 3, 4):
+        shares = [scored(model, data, rank=rank, world_size=world_size, threads=1) for rank in range(world_size)]
+        everyone = ExactSums()
+        everyone._table = sum(share._table for share in shares)
+        assert (everyone.mean(), everyone.count) == (whole.mean(), whole.count)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_min_context_is_each_bytes_own_window(data: Path, packing: bool) -> None:
+    """Every byte alone: the window that it belongs to is made, run through the logits, and read at its place.
+
+    Tolerance: fp32 in batches of other sizes.
+    """
+    model, context, min_context = random_model(), 40, 29
+    streams = [b"".join(split_bytes(data, "validation"))[:200]]
+    if not packing:
+        streams = [row.tobytes() for row in documents(data)]
+    nats = []
+    for stream in streams:
+        for place in range(len(stream) if packing else min(len(stream), 60)):
+            later = max(0, -(-(place + 1 - context) // (context - min_context)))
+            start = later * (context - min_context)
+            assert place - start >= min(place, min_context)
+            seen = torch.tensor(list(stream[start : place + 1]))[None]
+            with torch.no_grad():
+                logits = model(seen)[0, -1]
+            nats.append(float(F.cross_entropy(logits[None], seen[0, -1:])))
+    found, sizes = [], [0]
+    for batch in evaluation_contexts(
+        data, context=context, batch_size=16, min_context=min_context, cut=Cut(packing=packing)
+    ):
+        with torch.no_grad():
+            each = model(batch.tokens, return_nats=True)
+        for row, marks, first in zip(each, batch.scored, batch.scored_from, strict=True):
+            if not packing and int(first) == 0 and bool(marks.any()):
+                sizes.append(0)
+            sizes[-1] += int(marks.sum())
+            room = int(marks.sum()) if packing else max(0, 60 - (sizes[-1] - int(marks.sum())))
+            found += row[marks][:room].tolist()
+    assert found[: len(nats)] == pytest.approx(nats, rel=2**-17)
+    if not packing:
+        assert len(found) == len(nats) and sizes[1:] == list(map(len, streams))
+
+
+def documents(data: Path) -> list[np.ndarray]:
+    """The validation documents, whole."""
+    batches = evaluation_contexts(data, context=5000, batch_size=1, cut=Cut(packing=False))
+    return [batch.tokens[0, : int(batch.lengths[0])].numpy() for batch in batches]
+
+
+def test_min_context_sees_more_and_scores_the_same_bytes(data: Path) -> None:
+    model = random_model()
+    total = len(b"".join(split_bytes(data, "validation")))
+    assert {scored(model, data, min_context=m).count for m in (1, 36)} == {total}
+
+
+def test_losses_by_position_are_the_whole_loss_taken_apart(data: Path) -> None:
+    model = random_model()
+    edges = position_edges(40)
+    apart, whole = scored(model, data, edges=edges), scored(model, data)
+    assert (apart.count, apart.mean()) == (whole.count, whole.mean())
+    nats, places = [], []
+    for batch in evaluation_contexts(data, context=40, batch_size=16):
+        with torch.no_grad():
+            each = model(batch.tokens, return_nats=True)
+        nats.append(each[batch.scored])
+        places.append(batch.scored.nonzero()[:, 1])
+    for position, mean in enumerate(apart.means()):
+        own = torch.cat(nats)[torch.cat(places) == position].tolist()
+        assert mean == math.fsum(own) / len(own)
+    later = scored(model, data, edges=edges, min_context=30)
+    assert later.counts()[:30] == [1] * 30 and later.counts()[30] > 100  # the first window alone
+
+
+@pytest.mark.parametrize("context", [1, 2, 1023, 1024, 1025, 12288, 2**20])
+def test_bins_of_positions_cover_every_one_once(context: int) -> None:
+    edges = position_edges(context)
+    assert edges[0] == 0 and edges[-1] == context and (np.diff(edges) > 0).all() and len(edges) <= 1025
+    assert (np.diff(edges) == 1).all() or context > 1024
+    numbers = bin_numbers(edges)
+    assert len(numbers) == context and numbers[-1] == len(edges) - 2
+    assert (edges[numbers] <= np.arange(context)).all() and (np.arange(context) < edges[numbers + 1]).all()
+
+
+def test_picture_by_position_shows_the_means_of_its_bins() -> None:
+    edges = position_edges(200)
+    sums = ExactSums(200)
+    sums.add(np.linspace(5, 1, 200, dtype=np.float32), np.arange(200))
+    line = evaluation_line(7, "test", sums, 0.0, "text") | {"min_context": 0}
+    (axis,) = draw_positions(sums, edges, line, Path("runs/mine")).axes
+    (curve,) = axis.patches
+    values, bounds, _ = curve.get_data()
+    assert bounds[0] == 1 and bounds[-1] == 201 and (np.diff(values) < 0).all() and len(values) <= 48
+    assert values[0] == 5 / math.log(2)
+    assert all(word in axis.get_title() for word in ("mine", "step 7", "test"))
+
+
+def test_images_are_told_by_the_dimension() -> None:
+    sums = ExactSums()
+    sums.add(np.full(4, math.log(2), dtype=np.float32))
+    line = evaluation_line(1, "validation", sums, 0.0, "image")
+    assert line["bits_per_dimension"] == line["bits_per_byte"] == pytest.approx(1, rel=2**-22)
+    assert "bits_per_dimension" not in evaluation_line(1, "validation", sums, 0.0, "audio")
+
+
+def test_positions_are_written_beside_each_other(
+    trained: Trained, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")  # which the process group leaves behind, and is to be undone
+    monkeypatch.delenv("LOCAL_RANK")
+    run, output = trained("alone", 1), tmp_path / "by.png"
+    options = ["--positions", str(output), "--split", "train", "--batch", "16", "--weights", "ema"]
+    assert cli.main(["evaluate", str(run), *options]) == 0
+    line = json.loads(capsys.readouterr().out)
+    written = json.loads((tmp_path / "by.json").read_text())
+    assert {key: written[key] for key in line} == line and line["split"] == "train"
+    bins = written["positions"]
+    assert (bins["first"], bins["end"]) == (list(range(64)), list(range(1, 65)))
+    assert sum(bins["bytes"]) == line["tokens"]
+    mean = sum(b * n for b, n in zip(bins["bits_per_byte"], bins["bytes"], strict=True)) / line["tokens"]
+    assert mean == pytest.approx(line["bits_per_byte"])
+    assert output.read_bytes().startswith(b"\x89PNG")
+    found = {}
+    for kind in ("ema", "trained"):
+        model = SparseTransformer(read_checkpoint_config(run).model).eval()
+        model.load_state_dict(master_weights(open_checkpoint(run, None), kind))
+        found[kind] = scored(model, data, split="train").mean()
+    assert line["loss_nats"] == found["ema"] != found["trained"] and line["weights"] == "ema"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--min-context", "64"], "--min-context=64: must be from 0 to 63, less than the model's context; nearest 63"),
+        (["--min-context", "-1"], "--min-context=-1: must be from 0 to 63, less than the model's context; nearest 0"),
+        (["--positions", "{}/a.pdf"], "--positions={}/a.pdf: must be a .png in a folder that exists"),
+        (["--positions", "{}/there.png"], "--positions={}/there.png: exists already; nothing is overwritten"),
+        (
+            ["--positions", "{}/b.png"],
+            "--positions={}/b.png: {}/b.json beside it exists already; nothing is overwritten",
+        ),
+        (["--split", "test"], "manifest.json: no split 'test'; it holds train, validation"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(
+    trained: Trained, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.png").touch()
+    (tmp_path / "b.json").touch()
+    before = files_under(tmp_path)
+    run = trained("alone", 1)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run), *(option.format(tmp_path) for option in options)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("longstride: error: ") and line.endswith(message.format(tmp_path, tmp_path))
+    assert files_under(tmp_path) == before

@@ -1,0 +1,142 @@
+"""Sampling from an exported folder: what is written, that it needs no deepspeed, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from longstride.launcher import cli
+from longstride.launcher.generation.sample import write_text
+from tests.harness.runs import ROOT
+from tests.harness.tiny_models import tiny_export
+
+
+def sampled(capture: pytest.CaptureFixture[bytes], exported: Path, *options: str) -> bytes:
+    assert cli.main(["sample", str(exported), *options]) == 0
+    return capture.readouterr().out
+
+
+def test_sample_writes_prompt_and_bytes_as_they_are(
+    exported: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "prompt").write_bytes(b"ab\xff")
+    first, again, other = (
+        sampled(capsysbinary, exported, "--prompt-file", str(tmp_path / "prompt"), "--bytes", "40", "--seed", seed)
+        for seed in ("1", "1", "2")
+    )
+    assert first == again != other
+    assert first.startswith(b"ab\xff") and len(first) == 43
+
+
+def test_sample_fills_the_context_unless_told(exported: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert len(sampled(capsysbinary, exported, "--prompt", "häl")) == 64
+
+
+def test_sample_slides_beyond_the_context_where_asked(
+    exported: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert cli.main(["sample", str(exported), "--prompt", "x" * 70, "--bytes", "50", "--slide"]) == 0
+    found = capsysbinary.readouterr().out
+    assert found.startswith(b"x" * 70) and len(found) == 120
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [["sample"], ["sample", "--temperature", "0", "--bytes", "5"], ["sample", "--likelihood"], ["compress", "--model"]],
+    ids=" ".join,
+)
+def test_a_model_of_no_numbers_is_told_in_one_line(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    weights = load_file(exported / "model.safetensors")
+    weights["norm.weight"][3] = float("nan")
+    save_file(weights, exported / "model.safetensors")
+    (tmp_path / "file").write_bytes(b"abc")
+    arguments = {
+        "--likelihood": ["sample", str(exported), "--likelihood", str(tmp_path / "file")],
+        "--model": ["compress", str(tmp_path / "file"), "--model", str(exported), "--output", str(tmp_path / "x.lsz")],
+    }.get(verb[-1], [verb[0], str(exported), *verb[1:]])
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    rule = "computes logits that are no numbers; export it anew, or in fp32"
+    assert said.err == f"longstride: error: {exported}: {rule}\n" and said.out == ""
+    assert not (tmp_path / "x.lsz").exists()
+
+
+def test_several_samples_on_a_terminal_have_their_numbers(
+    exported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["sample", str(exported), "--prompt", "ab", "--bytes", "5", "--count", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("=== sample 1 ===\nab") and "\n=== sample 2 ===\nab" in out
+
+
+def test_pictures_and_sounds_are_kept_from_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["sample", str(tiny_export(tmp_path / "image", "image"))]) == 2
+    assert "pictures, which need a file, such as --output samples.png, or a pipe" in capsys.readouterr().err
+
+
+def test_sample_stops_quietly_where_nobody_reads(exported: Path) -> None:
+    command = [sys.executable, "-m", "longstride.launcher.cli", "sample", str(exported)]
+    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stderr is not None
+    writer.stdout.close()
+    assert (writer.stderr.read(), writer.wait()) == (b"", 0)
+    writer.stderr.close()
+
+
+def test_terminal_shows_whole_characters_and_no_controls() -> None:
+    shown = io.StringIO()
+    write_text([b"h\xc3", b"\xa4l\t\n", b"\x1b[2J\xff", b"\xe2\x82"], shown)
+    assert shown.getvalue() == "häl\t\n[2J\ufffd\ufffd\n"
+
+
+def test_terminal_of_another_encoding_shows_what_it_can() -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    write_text(["häl".encode()], shown)
+    shown.seek(0)
+    assert shown.read() == "h?l\n"
+
+
+def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -> None:
+    config = str(exported / "config.json")
+    program = (
+        "import sys\n"
+        "for name in ('deepspeed', 'triton', 'mpi4py', 'webdataset'): sys.modules[name] = None\n"
+        "from launcher.cli import main\n"
+        f"assert main(['sample', {str(exported)!r}, '--bytes', '3']) == 0\n"
+        f"assert main(['sample', {str(exported)!r}, '--likelihood', {config!r}]) == 0\n"
+        f"words = ['compress', {config!r}, '--model', {str(exported)!r}, '--output', {str(tmp_path / 'out.lsz')!r}]\n"
+        "assert main(words) == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--bytes", "65"], "prompt and sample are 65 tokens: they must fit in the model's context of 64"),
+        (["--temperature", "-1"], "temperature=-1.0: must be a number from 0"),
+        (["--top-k", "0"], "top_k=0: must be a whole number from 1"),
+        (["--prompt-file", "nowhere"], "--prompt-file=nowhere: No such file or directory"),
+        (["--device", "tpu"], "--device=tpu: cannot be used"),
+        (["--device", "cuda:99"], "--device=cuda:99: cannot be used"),
+        (["--seed", "99999999999999999999999"], "--seed=99999999999999999999999: must be from 0"),
+    ],
+)
+def test_sample_refuses_options_before_it_writes(
+    exported: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sample", str(exported), *options]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("longstride: error: ") and message in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,79 @@
+"""Prompts and options that do not fit the model are told in one line, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from longstride.data_pipelines.modalities.audio import Audio
+from longstride.launcher import cli
+from longstride.launcher.generation.prompts import read_sound
+from longstride.launcher.models.model_data import ModelData
+from tests.harness.tiny_models import CONTEXT, RATE, content_of, tiny_export
+
+IMAGE = [
+    (["--prompt-image", "{folder}/9x8.png"], "is 9x8 (height x width), and the model's pictures 8x8; scale it, such"),
+    (["--prompt-image", "none.png"], "--prompt-image=none.png: No such file or directory"),
+    (["--prompt-image", "{folder}/s.wav"], "cannot be read as a picture"),
+    (["--prompt-image", "{folder}/8x8.png", "--keep-rows", "8"], "--keep-rows=8: must be from 0 to 7, less than a pic"),
+    (["--keep-rows", "4"], "--keep-rows: is of --prompt-image FILE; leave it out"),
+    (["--bytes", "10"], "--bytes: a picture has 192 bytes, no more and no less"),
+    (["--slide"], "--slide: a picture has 192 bytes, no more and no less"),
+    (["--prompt-file", "{folder}/s.wav"], "--prompt-file: has 458 bytes, and a picture 192; give less of it"),
+    (["--count", "9999999"], "--count: a grid of "),
+    (["--rate", "8000"], "--rate=8000: the model writes pictures; leave it out"),
+]
+AUDIO = [
+    (["--prompt-audio", "none.wav"], "--prompt-audio=none.wav: No such file or directory"),
+    (["--prompt-audio", "{folder}/8x8.png"], "is no WAV file, and"),
+    (["--prompt-audio", "{folder}/s.wav", "--keep-seconds", "3"], "--keep-seconds=3: the sound has 0.05 seconds"),
+    (["--prompt-audio", "{folder}/s.wav", "--keep-seconds", "-1"], "--keep-seconds=-1: must be above 0, in seconds"),
+    (["--seconds", "nan"], "--seconds=nan: must be above 0, in seconds"),
+    (["--seconds", "1"], "are 8000 tokens: they must fit in the model's context of 192; take at most --bytes 192, or "),
+    (["--keep-seconds", "1"], "--keep-seconds: is of --prompt-audio FILE; leave it out"),
+    (["--rate", "0"], "--rate=0: must be from 1 to 2**32 - 1 Hz"),
+    (["--prompt-image", "{folder}/8x8.png"], "the model writes sounds; take --prompt-file for bytes as they are"),
+    (["--modality", "image"], "--modality=image: config.json tells no picture's size; take --modality text"),
+]
+TEXT = [
+    (["--seconds", "1"], "--seconds: the model writes text; take --bytes"),
+    (["--count", "0"], "--count=0: must be at least 1"),
+    (["--bytes", "0"], "--bytes=0: must be at least 1"),
+    (["--prompt", "x" * 200], "of 192; add --slide to go on beyond it"),
+    (["--prompt-audio", "{folder}/s.wav"], "the model writes text; take --prompt-file for bytes as they are"),
+    (["--modality", "audio"], "--rate: config.json does not tell the sounds' rate; add it, such as --rate 12000"),
+]
+CASES = [(name, *case) for name, cases in (("image", IMAGE), ("audio", AUDIO), ("text", TEXT)) for case in cases]
+
+
+@pytest.mark.parametrize(("modality", "options", "message"), CASES, ids=[f"{case[0]}{case[1]}"[:50] for case in CASES])
+def test_options_that_do_not_fit_are_refused(
+    modality: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_export(tmp_path / "model", modality)
+    for height, width in ((8, 8), (9, 8)):
+        Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(tmp_path / f"{height}x{width}.png")
+    sound = np.frombuffer(content_of("audio", 400, 0), dtype=np.uint8)
+    (tmp_path / "s.wav").write_bytes(Audio().encode(sound, {"rate": RATE}))
+    before = sorted(tmp_path.rglob("*"))
+    placed = [option.format(folder=tmp_path) for option in options]
+    output = tmp_path / {"image": "out.png", "audio": "out.wav", "text": "out.wav"}[modality]
+    assert cli.main(["sample", str(model), *placed, "--output", str(output)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+    out, error = capsys.readouterr()
+    assert out == "" and len(error.splitlines()) == 1
+    assert error.startswith("longstride: error: ") and message in error
+
+
+@pytest.mark.parametrize("seconds", [None, 0.01, 0.02])
+def test_sound_of_another_rate_is_brought_to_the_models(seconds: float | None, tmp_path: Path) -> None:
+    path = tmp_path / "s.wav"
+    sound = np.frombuffer(content_of("audio", 800, 0), dtype=np.uint8)
+    path.write_bytes(Audio().encode(sound, {"rate": 2 * RATE}))
+    found = read_sound(path, ModelData("audio", {"rate": RATE}), seconds, CONTEXT // 2)
+    with path.open("rb") as file:
+        whole = Audio().open(path, file, {"rate": RATE, "resampled": 1}).read(0, 400)
+    assert found == whole[: CONTEXT // 2 if seconds is None else round(seconds * RATE)]

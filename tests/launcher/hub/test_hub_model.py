@@ -1,0 +1,160 @@
+"""An export under transformers: loaded by its own classes, with the project's logits and samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.launcher.models.exported import load_model
+from longstride.launcher.models.hub_files import hub_fields, hub_files
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.generation import generate
+from tests.harness.runs import ROOT
+
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
+
+
+@pytest.fixture
+def folder(exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An export with all that transformers needs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    content = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(content | hub_fields() | {"dtype": "float32"}))
+    for name, text in hub_files(load_model(exported).config).items():
+        (exported / name).write_text(text)
+    return exported
+
+
+@pytest.fixture
+def model(folder: Path) -> SparseTransformer:
+    return load_model(folder)
+
+
+@pytest.fixture
+def hub(folder: Path) -> Any:
+    """The same as transformers has it; every tensor found its place."""
+    from transformers import AutoModelForCausalLM
+
+    found, told = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(told.values()), told
+    return found
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+
+
+def rows(model: SparseTransformer, known: Tensor) -> Tensor:
+    """The network's rows 1 to n: row i is what is known before token i."""
+    with torch.no_grad():
+        return model(torch.cat([known, known.new_zeros(len(known), 1)], 1))[:, 1:]
+
+
+def assert_rounded(found: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding in fp64: another number of rows is another order of sums."""
+    assert found.shape == expected.shape and found.dtype == torch.float64
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_logits_are_shifted_by_one(hub: Any, model: SparseTransformer) -> None:
+    known = tokens(2, 40)
+    with torch.no_grad():
+        assert torch.equal(hub(known).logits, rows(model, known))
+        assert torch.equal(hub(known, logits_to_keep=3).logits, rows(model, known)[:, -3:])
+        full = hub(tokens(2, 64)).logits
+        assert torch.equal(full[:, :-1], model(tokens(2, 64))[:, 1:])
+        assert full[:, -1].isnan().all()
+        assert_rounded(hub.double()(known[:, :0]).logits, model.double()(known)[:, :1])
+
+
+def test_loss_is_that_of_all_tokens_but_the_first(hub: Any, model: SparseTransformer) -> None:
+    known = tokens(2, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(hub(known, labels=known).loss, model(known, return_nats=True)[:, 1:].mean())
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 63])
+def test_greedy_sample_is_ours(hub: Any, model: SparseTransformer, length: int) -> None:
+    known = tokens(2, length)
+    found = hub.generate(known, max_length=64, do_sample=False)
+    ours = torch.stack(list(generate(model, known, 64 - length, temperature=0)), 1)
+    assert torch.equal(found, torch.cat([known, ours], 1))
+
+
+def test_cached_steps_are_those_without_a_cache(hub: Any) -> None:
+    known = tokens(2, 30)
+    hub.double()
+    with torch.no_grad():
+        whole = hub(known).logits
+        begun = hub(known[:, :10], use_cache=True)
+        assert_rounded(begun.logits, whole[:, :10])
+        one = hub(known[:, 10:11], past_key_values=begun.past_key_values)
+        several = hub(known[:, 11:], past_key_values=one.past_key_values)
+    assert several.past_key_values.get_seq_length() == 30
+    assert_rounded(torch.cat([one.logits, several.logits], 1), whole[:, 10:])
+
+
+def test_beams_keep_their_own_past(hub: Any) -> None:
+    known = tokens(2, 10)
+    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 4}
+    assert torch.equal(hub.generate(known, **options), hub.generate(known, use_cache=False, **options))
+
+
+def test_gradients_reach_every_weight(hub: Any) -> None:
+    known = tokens(2, 64)
+    hub.train()
+    hub(known, labels=known).loss.backward()
+    assert all(weight.grad is not None for weight in hub.parameters())
+
+
+def test_what_it_cannot_do_is_told(hub: Any) -> None:
+    with pytest.raises(ValueError, match="has zeros; this model takes no padding"):
+        hub(tokens(1, 3), attention_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(ValueError, match="64 tokens: the model's context of 64 has no room for another"):
+        hub.generate(tokens(1, 60), max_new_tokens=5)
+    with pytest.raises(ValueError, match="input_ids: must be given"):
+        hub()
+
+
+def test_saved_again_it_is_an_export(hub: Any, folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hub.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    for model in (again, load_model(tmp_path / "again")):
+        found = model.state_dict()
+        assert found.keys() == hub.state_dict().keys()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in hub.state_dict().items())
+
+
+def test_tokens_are_bytes(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    text = "  hä,\n<s> ▁ €\t𝄞 don't  "
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.decode([0x68, 0xC3]) == "h\ufffd"
+    assert len(tokenizer) == 256
+
+
+def test_neither_deepspeed_nor_triton_is_needed(folder: Path) -> None:
+    script = (
+        "import sys\n"
+        "for name in ('deepspeed', 'triton', 'mpi4py', 'webdataset', 'aiohttp'): sys.modules[name] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+        "print(model.generate(max_new_tokens=3, inputs=__import__('torch').zeros(1, 2, dtype=int)).shape)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "torch.Size([1, 5])\n"), ended.stderr

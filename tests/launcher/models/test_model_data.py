@@ -1,0 +1,93 @@
+"""What an exported model says its bytes are, and what is asked instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.modalities import MODALITIES as MODALITIES_OF_DATA
+from longstride.data_pipelines.modalities.audio import Audio
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.models.model_data import MODALITIES, ModelData, describe
+from longstride.sparse_model import ModelConfig
+from tests.harness.runs import configuration
+
+PICTURE = {"height": 2, "width": 4, "channels": 3}
+
+
+def model(embedding: dict[str, Any], context: int = 24) -> ModelConfig:
+    attention = {"type": "local", "window": 4}
+    return ModelConfig.model_validate(
+        {"context": context, "layers": 1, "heads": 1, "width": 8, "attention": attention, "embedding": embedding}
+    )
+
+
+TEXT, IMAGE = model({"type": "text", "row_width": 4}), model({"type": "image", **PICTURE})
+
+
+def test_modalities_are_the_data_rooms() -> None:
+    assert tuple(sorted(MODALITIES_OF_DATA)) == MODALITIES
+
+
+@pytest.mark.parametrize(
+    ("told", "config", "asked", "expected"),
+    [
+        ({}, TEXT, {}, ModelData("text", {})),
+        ({}, IMAGE, {}, ModelData("image", PICTURE)),
+        ({}, IMAGE, {"modality": "text"}, ModelData("text", {})),
+        ({"modality": "image", "properties": {**PICTURE, "resized": 1}}, TEXT, {}, ModelData("image", PICTURE)),
+        ({"modality": "audio", "properties": {"rate": 8000}}, TEXT, {}, ModelData("audio", {"rate": 8000})),
+        ({"modality": "audio", "properties": {"rate": 8000}}, TEXT, {"rate": 9000}, ModelData("audio", {"rate": 9000})),
+        ({"modality": "audio", "properties": {"rate": "much"}}, TEXT, {}, ModelData("audio", {})),
+        ("nonsense", TEXT, {"modality": "audio", "rate": 5}, ModelData("audio", {"rate": 5})),
+    ],
+)
+def test_data_is_what_is_told_unless_asked(told: Any, config: ModelConfig, asked: dict, expected: ModelData) -> None:
+    assert ModelData.of({"data": told}, config, **asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "config", "message"),
+    [
+        ({"modality": "smell"}, TEXT, "config.json: data.modality='smell': must be one of audio, image, text"),
+        ({"modality": "image", "properties": {}}, TEXT, "--modality=image: config.json tells no picture's size"),
+        ({"modality": "image", "properties": PICTURE | {"width": 5}}, TEXT, "tells pictures of 2 x 5 x 3, and the con"),
+        ({}, model({"type": "image", "height": 3, "width": 4, "channels": 2}), "pictures of 2 channels cannot be draw"),
+    ],
+)
+def test_pictures_that_cannot_be_are_refused(told: dict, config: ModelConfig, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelData.of({"data": told}, config)
+    assert message in str(error.value)
+
+
+def run_config(data: Path | str, **model: Any) -> RunConfig:
+    content = configuration(Path("data"), Path("run"))
+    content["data"]["path"] = str(data)
+    content["model"].update(model)
+    content["deepspeed"] = {}
+    return RunConfig.model_validate(content)
+
+
+def test_export_tells_what_the_data_folder_says(data: Path, tmp_path: Path) -> None:
+    assert describe(run_config(data)) == {"modality": "text", "properties": {}}
+    sounds = tmp_path / "sounds"
+    sounds.mkdir()
+    for name in "abcdef":
+        (sounds / f"{name}.wav").write_bytes(Audio().encode(np.arange(200) % 256, {"rate": 4000}))
+    build([sounds], tmp_path / "audio", modality="audio", validation_fraction=0.3)
+    assert describe(run_config(tmp_path / "audio")) == {"modality": "audio", "properties": {"rate": 4000}}
+
+
+def test_export_tells_what_it_can_where_the_data_is_gone() -> None:
+    assert describe(run_config("/nowhere")) == {"modality": "text", "properties": {}}
+    audio = {"type": "audio", "row_width": 8}
+    assert describe(run_config("s3://bucket/data", embedding=audio)) == {"modality": "audio", "properties": {}}
+    picture = {"type": "image", "height": 4, "width": 4, "channels": 4}
+    expected = {"modality": "image", "properties": {"height": 4, "width": 4, "channels": 4}}
+    assert describe(run_config("/nowhere", embedding=picture)) == expected

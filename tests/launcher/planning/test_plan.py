@@ -1,0 +1,132 @@
+"""`longstride plan`: what it prints, what it refuses, and that it starts nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.launcher import cli
+from longstride.launcher.config.deepspeed_keys import zero_stage
+from longstride.launcher.config.run_config import load_config
+from longstride.launcher.planning.memory import activations, states
+from longstride.launcher.planning.work import parameter_parts
+from tests.harness.runs import ROOT, files_under, plain_environment
+
+Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in which no data lies."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """A function of words -> the JSON object of `longstride plan words --json`."""
+
+    def run(*words: str) -> dict[str, Any]:
+        assert cli.main(["plan", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_table_tells_the_plan(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
+    assert cli.main(["plan", "enwik8_fixed", "--processes", "1", "8"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "parameters  94,949,888, 0.35 GiB in fp32",
+        "  feed-forward      62,991,360   66.3%",
+        "  attention to 25.79% of the pairs of dense causal attention; by layer:",
+        "     25.79%  layers 0, 1, 2, 3, 4, 5, … (30 layers)",
+        "the run  98,304 bytes a step, 73,240 steps, 80 epochs",
+    ):
+        assert text in out.splitlines()
+    assert out.count("*") == 3  # the configured stage of each number of processes, and the legend
+    found = plan("enwik8_fixed", "--processes", "1", "8")
+    assert [(row["processes"], row["stage"]) for row in found["memory"]] == [(w, s) for w in (1, 8) for s in range(4)]
+    # 64.5 keys of the own block and 32 of each of 0 … 95 earlier ones, of 6,144.5
+    assert found["attention"]["density"] == pytest.approx([(64.5 + 32 * 47.5) / 6_144.5] * 30)
+
+
+def test_json_adds_up(plan: Plan) -> None:
+    found = plan("cifar10_strided", "train.epochs=12")
+    parts = dict(found["parameters"])
+    assert parts.pop("total") == sum(parts.values()) == 59_196_928
+    step, length = found["step"], found["length"]
+    flops = step["forward_flops"] + step["backward_flops"] + step["recompute_flops"]
+    assert length["steps"] == 36_000
+    assert length["flops"] == 36_000 * flops
+    assert length["tokens"] == 36_000 * length["tokens_per_step"] == 12 * 48_000 * 3_072
+    assert step["dense_flops"] > 2 * flops
+    for row in found["memory"]:
+        states = sum(row[name] for name in ("weights", "gradients", "masters", "adam", "average", "buffers"))
+        for name, each in found["activations"].items():
+            assert row[f"peak_{name}"] == states + max(each["peak"], row["at_step"])
+    assert {row["processes"] for row in found["memory"]} == {8}
+
+
+def test_without_recomputation_nothing_is_recomputed(plan: Plan) -> None:
+    found = plan("demo")
+    assert found["activation_checkpointing"] is False
+    assert found["step"]["recompute_flops"] == 0
+    assert {row["processes"] for row in found["memory"]} == {2}  # the batch of the demo allows no more
+
+
+def test_million_positions_are_planned(plan: Plan) -> None:
+    found = plan("music_1m")
+    assert found["length"]["tokens_per_step"] == 2**20
+    assert found["step"]["dense_flops"] > 300 * found["step"]["forward_flops"]
+
+
+@pytest.mark.parametrize(
+    "name, processes",
+    [
+        ("cifar10_dense", 8),
+        ("enwik8_fixed", 8),
+        ("imagenet64_strided", 8),
+        ("music_65k", 8),
+        ("music_262k", 8),
+        ("music_1m", 1),
+    ],
+)
+def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -> None:
+    config = load_config(name)
+    held = states(sum(parameter_parts(config.model).values()), config, processes, zero_stage(config.deepspeed))
+    assert held.peak(activations(config, checkpointing=True)) < 14e9  # of 16, the rest for what is not counted
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["enwik9"], "enwik9: no such file, and none of that name in ds_configs/experiments; known: "),
+        (["missing/x.json"], "missing/x.json: cannot be read: No such file or directory"),
+        (["demo", "train.stesp=3"], "train.stesp: unknown key; nearest steps"),
+        (["demo", "--processes", "3"], "train.global_batch=2: must be a multiple of micro_batch 1 × 3 processes"),
+        (["demo", "--processes", "0"], "--processes=0: must be whole numbers of at least 1"),
+        (["demo", "--processes", "1", "x"], "--processes=x: must be whole numbers of at least 1"),
+        (["demo", "--contexts", "0"], "--contexts=0: must be at least 1"),
+        (["demo", "--processes", "2", "train.steps=5"], "train.warmup_steps=100: must be at most steps 5"),
+    ],
+)
+def test_wrong_plan_is_refused_in_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *words]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"longstride: error: {line}")
+
+
+def test_plan_needs_no_deepspeed_and_writes_nothing(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['deepspeed'] = None; from launcher import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "plan", "demo"]
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("parameters  864,128, ") and ended.stderr == ""
+    assert not files_under(tmp_path)

@@ -1,0 +1,195 @@
+"""The page in a real browser, against `longstride serve` in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from longstride.data_pipelines.modalities.audio import mulaw_decode
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from tests.harness.chromium import Page, browser
+from tests.harness.runs import ROOT
+
+pytestmark = pytest.mark.browser
+
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "row_width": 64},
+    "image": {"type": "image", "height": 16, "width": 24, "channels": 3},
+    "audio": {"type": "audio", "row_width": 64},
+}
+
+
+def make_export(folder: Path, kind: str, context: int) -> Path:
+    """A model of random weights."""
+    torch.manual_seed(0)
+    config = ModelConfig.model_validate(
+        {
+            "context": context, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
+            "embedding": EMBEDDINGS[kind],
+        }
+    )  # fmt: skip
+    weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    data = {"modality": kind, "properties": {"rate": 8000} if kind == "audio" else {}}
+    content = {"format": 1, "model": config.model_dump(mode="json"), "data": data}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[str]:
+    command = [sys.executable, "-m", "longstride.launcher.cli", "serve", str(folder), "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        yield (await asyncio.wait_for(process.stderr.readline(), 60)).decode().split()[0]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        told = await process.stderr.read()
+        assert (await process.wait(), told) == (0, b"")
+
+
+async def asked(url: str, content: dict[str, Any]) -> bytes:
+    """The sample that the API gives."""
+    async with aiohttp.ClientSession() as session, session.post(f"{url}sample", json=content) as response:
+        found = [json.loads(line) for line in (await response.text()).splitlines()]
+    assert found[-1].get("done"), found
+    return b"".join(base64.b64decode(line["base64"]) for line in found if "base64" in line)
+
+
+def run(folder: Path, test: Callable[[Page, str], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with served(folder) as url, browser() as page:
+            await page.open(url)
+            await test(page, url)
+            assert all(each.startswith((url, "data:", "blob:")) for each in page.asked), page.asked
+
+    asyncio.run(whole())
+
+
+async def sample(page: Page) -> None:
+    """Clicks, and waits for the end."""
+    await page.click("#sample")
+    await page.until("document.querySelector('#sample').disabled === false")
+
+
+def test_text_is_what_the_api_gives(tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.type("#prompt", "hä ")
+        await page.type("#bytes", "400")
+        await page.type("#seed", "7")
+        await page.type("#top_k", "40")
+        await sample(page)
+        expected = "hä ".encode() + await asked(url, {"prompt": "hä ", "bytes": 400, "seed": 7, "top_k": 40})
+        assert await page.value("document.querySelector('#text').textContent") == expected.decode("utf-8", "replace")
+        assert "400 bytes" in await page.value("document.querySelector('#status').textContent")
+        await page.screenshot(tmp_path / "text.png")
+        assert page.told == []
+
+    run(make_export(tmp_path / "text", "text", 1024), test)
+
+
+def test_refusal_is_shown_and_the_next_sample_goes_well(tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.type("#bytes", "5000")
+        await sample(page)
+        error = "bytes=5000: must be a whole number from 1 to 1024"
+        assert await page.value("document.querySelector('#error').innerText") == error
+        await page.screenshot(tmp_path / "error.png")
+        await page.type("#bytes", "5")
+        await sample(page)
+        assert await page.value("document.querySelector('#error').innerText") == ""
+        assert "5 bytes" in await page.value("document.querySelector('#status').textContent")
+
+    run(make_export(tmp_path / "text", "text", 1024), test)
+
+
+def test_text_grows_while_it_is_sampled_and_stops_when_asked(tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.type("#bytes", "60000")
+        await page.click("#sample")
+        await page.until("document.querySelector('#sampled').textContent.length > 10")
+        first = await page.value("document.querySelector('#sampled').textContent.length")
+        await page.until(f"document.querySelector('#sampled').textContent.length > {first}")
+        await page.click("#stop")
+        await page.until("document.querySelector('#sample').disabled === false")
+        assert "stopped" in await page.value("document.querySelector('#status').textContent")
+        await page.until("fetch('/health').then((r) => r.json()).then((h) => !h.sampling)")
+        shown = await page.value("document.querySelector('#sampled').textContent.length")
+        assert first < shown < 60_000
+
+    run(make_export(tmp_path / "text", "text", 65_536), test)
+
+
+def test_picture_is_what_the_api_gives(tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.type("#seed", "3")
+        await sample(page)
+        pixels = "canvas.getContext('2d').getImageData(0, 0, 24, 16).data"
+        drawn = await page.value(
+            f"(() => {{ const canvas = document.querySelector('#canvas'); return [...{pixels}]; }})()"
+        )
+        rgb = bytes(value for place, value in enumerate(drawn) if place % 4 < 3)
+        assert rgb == await asked(url, {"bytes": 1152, "seed": 3})
+        await page.screenshot(tmp_path / "image.png")
+        assert page.told == []
+
+    run(make_export(tmp_path / "image", "image", 1152), test)
+
+
+def test_picture_goes_on_below_the_rows_that_are_kept(tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.value(
+            """(async () => {
+                const canvas = Object.assign(document.createElement("canvas"), { width: 48, height: 32 });
+                const context = canvas.getContext("2d");
+                context.fillStyle = "rgb(10, 200, 30)";
+                context.fillRect(0, 0, 48, 32);
+                const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+                const files = new DataTransfer();
+                files.items.add(new File([blob], "green.png"));
+                document.querySelector("#picture").files = files.files;
+            })()"""
+        )
+        await page.type("#rows", "4")
+        await page.type("#seed", "3")
+        await sample(page)
+        prompt = bytes([10, 200, 30]) * (4 * 24)
+        sampled = await asked(url, {"prompt_base64": base64.b64encode(prompt).decode(), "seed": 3})
+        pixels = "document.querySelector('#canvas').getContext('2d').getImageData(0, 0, 24, 16).data"
+        drawn = await page.value(f"[...{pixels}]")
+        assert bytes(value for place, value in enumerate(drawn) if place % 4 < 3) == prompt + sampled
+
+    run(make_export(tmp_path / "image", "image", 1152), test)
+
+
+def test_sound_is_what_the_api_gives_and_can_be_played(tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.type("#seed", "3")
+        assert await page.value("document.querySelector('#rate').value") == "8000"  # as the export says
+        await sample(page)
+        sampled = await asked(url, {"seed": 3})
+        await page.until("document.querySelector('#audio').readyState >= 1")
+        assert await page.value("document.querySelector('#audio').duration") == pytest.approx(len(sampled) / 8000)
+        # What the page may fetch does not include its own sound, so it is made again by the page's function.
+        content = json.dumps(list(sampled))
+        file = bytes(await page.value(f"[...new Uint8Array(wav(Uint8Array.from({content}), 8000))]"))
+        assert file[44:] == mulaw_decode(torch.tensor(list(sampled), dtype=torch.uint8).numpy()).astype("<i2").tobytes()
+        await page.screenshot(tmp_path / "audio.png")
+        assert page.told == []
+
+    run(make_export(tmp_path / "audio", "audio", 1024), test)

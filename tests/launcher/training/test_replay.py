@@ -1,0 +1,91 @@
+"""Which batches a replay takes where the run was rewound on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from longstride.data_pipelines import StreamState
+from longstride.kernels.errors import ConfigError
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.data.run_data import RunData, Taken, together
+from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training.incidents import Incident, Origin, write_incident
+from longstride.launcher.training.replay import check_processes, find_record, way_batches
+
+ALONE, CPU = Ranks(), torch.device("cpu")
+
+
+def incident(step: int, back: int | None, before: StreamState, taken: Taken) -> Incident:
+    return Incident(
+        step=step,
+        guard="non_finite",
+        outcome="rewind" if back else "skip",
+        reason="the loss is nan",
+        loss_nats="nan",
+        rank_nats=["nan"],
+        tokens=taken.num_bytes,
+        grad_norm=None,
+        loss_scale=1.0,
+        learning_rate=0.1,
+        world_size=2,
+        origin=Origin(step=0, stream=before.to_json()),
+        stream=before.to_json(),
+        stream_after=taken.batch.state.to_json(),
+        rewound_to=back,
+        sample_ids=list(taken.sample_ids),
+        sample_ids_crc32=taken.sample_ids_crc32,
+    )
+
+
+@pytest.fixture
+def config(config_file: Path, tmp_path: Path) -> RunConfig:
+    (tmp_path / "run").mkdir()
+    return load_config(config_file, [])
+
+
+def batches(data: RunData, count: int) -> list[Taken]:
+    return list(itertools.islice(together(lambda: iter(data.stream()), 8, ALONE, CPU), count))
+
+
+def way(config: RunConfig, data: RunData, count: int) -> list[int]:
+    """The check sums of the first batches of a replay from the beginning."""
+    run = Path(config.train.output)
+    found = way_batches(run, None, find_record(run, count), config, data, ALONE, CPU)
+    return [taken.sample_ids_crc32 for taken in itertools.islice(found, count)]
+
+
+def write_lines(run: Path, sums: list[int]) -> None:
+    rest = {"split": "train", "loss_nats": 1.0, "grad_norm": 1.0}
+    lines = [json.dumps({"step": n, "sample_ids_crc32": crc32} | rest) for n, crc32 in enumerate(sums, 1)]
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(config: RunConfig) -> None:
+    """Rewound from step 4 to 2, from the new step 5 to 2 again, and from the newest step 6 to 4."""
+    run, data = Path(config.train.output), RunData(config, ALONE)
+    start = data.stream().state
+    taken = batches(data, 14)
+    write_incident(run, incident(4, 2, start, taken[3]))  # steps 3, 4, 5 take batches 5, 6, 7
+    write_incident(run, incident(5, 2, start, taken[6]))  # steps 3 to 6 take batches 8 to 11
+    write_incident(run, incident(6, 4, start, taken[10]))  # steps 5, 6 and 7 take batches 12 to 14
+    sums = [taken[number - 1].sample_ids_crc32 for number in (1, 2, 8, 9, 12, 13, 14)]
+    write_lines(run, sums)
+    assert way(config, data, 7) == sums
+    sums = [each.sample_ids_crc32 for each in taken[:7]]  # begun anew by a person: no rewind lies on this way
+    write_lines(run, sums)
+    assert way(config, data, 7) == sums
+
+
+def test_guarded_step_is_replayed_by_as_many_processes(config: RunConfig) -> None:
+    data = RunData(config, ALONE)
+    found = incident(3, None, data.stream().state, batches(data, 1)[0])
+    check_processes(found, 2)
+    line = "--replay=3: it was taken by 2 processes, and is repeated so alone: start as many"
+    with pytest.raises(ConfigError) as caught:
+        check_processes(found, 1)
+    assert str(caught.value) == line

@@ -1,0 +1,245 @@
+"""Which checkpoint a run goes on from: the newest whole one, told by its manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longstride.kernels.errors import ConfigError
+from longstride.launcher import cli
+from longstride.launcher.checkpoints.checkpoint import list_checkpoints, newer_refusals, open_checkpoint, set_aside
+from longstride.launcher.checkpoints.manifest import find_damage, read_manifest
+from longstride.launcher.output import exit_codes
+from longstride.launcher.output.metrics import cut_metrics
+from tests.harness.runs import metrics, spawn
+
+Trained = Callable[..., Path]
+
+
+@pytest.fixture
+def run_copy(trained: Trained, tmp_path: Path) -> Path:
+    """A finished run of one process, to be spoilt."""
+    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_damaged_newest_checkpoint_is_passed_over_and_settings_apply(run_copy: Path, config_file: Path) -> None:
+    """One run for two facts: it goes on from step 4, and with the learning rate that it is given now."""
+    before = metrics(run_copy)
+    damaged = run_copy / "checkpoints/step-00000008/random-00000.pt"
+    flip_byte(damaged)
+    arguments = ["--config", str(config_file), "--resume", "auto", "train.learning_rate=0.0015", "model.backend=auto"]
+    ended = spawn([*arguments, "train.weight_decay=0.1"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert f"longstride: passed over: {damaged}: damaged, its SHA-256 is not the manifest's" in ended.stderr[0]
+    assert f"longstride: going on from {run_copy / 'checkpoints/step-00000004'}" in ended.stderr[0]
+    after = metrics(run_copy)
+    assert after[:5] == before[:5]
+    assert [line["step"] for line in after] == [line["step"] for line in before]
+    assert [line.get("sample_ids_crc32") for line in after] == [line.get("sample_ids_crc32") for line in before]
+    rates = [
+        (new["learning_rate"], old["learning_rate"]) for new, old in zip(after, before, strict=True) if "epoch" in new
+    ]
+    assert all(new == pytest.approx(old / 2) for new, old in rates[4:])
+    # The weights and dropout of step 4, though another backend computes in another order.
+    assert after[5]["loss_nats"] == pytest.approx(before[5]["loss_nats"], rel=2**-20)
+    assert after[6]["loss_nats"] != before[6]["loss_nats"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json"])
+def test_checkpoint_with_damaged_description_is_passed_over(run_copy: Path, config_file: Path, name: str) -> None:
+    before = metrics(run_copy)
+    damaged = run_copy / "checkpoints/step-00000008" / name
+    flip_byte(damaged)
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert f"longstride: passed over: {damaged}:" in ended.stderr[0]  # and maybe line and column
+    assert metrics(run_copy) == before
+
+
+def test_export_tells_what_it_passed_over(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = run_copy / "checkpoints/step-00000008/manifest.json"
+    flip_byte(damaged)
+    assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out")]) == 0
+    passed_over, _, done = capsys.readouterr().err.splitlines()
+    assert passed_over.startswith(f"longstride: passed over: {damaged}: ")
+    assert "step 4 of" in done
+
+
+def damage_second_half(data: Path, folder: Path) -> Path:
+    """A copy of the data in which the training shard has a flipped bit that the second of two ranks reads first."""
+    shutil.copytree(data, folder)
+    (shard,) = folder.glob("train-*.tar")
+    content = bytearray(shard.read_bytes())
+    content[len(content) * 9 // 16] ^= 1
+    shard.write_bytes(content)
+    return shard
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.campaign), 2])
+def test_damaged_sample_ends_all_ranks_at_one_step_and_what_is_done_is_saved(
+    config_file: Path, data: Path, tmp_path: Path, workers: int
+) -> None:
+    """The second of two ranks meets it; the first one tells it, once."""
+    shard = damage_second_half(data, tmp_path / "data")
+    began = time.monotonic()
+    changes = [f"data.path={tmp_path / 'data'}", f"data.workers={workers}", "train.checkpoint_every=0"]
+    ended = spawn(["--config", str(config_file), *changes], 2)
+    assert ended.codes == [2, 2], ended.stderr
+    told = [line for error in ended.stderr for line in error.splitlines() if line.startswith("longstride: error: ")]
+    assert len(told) == 1 and f"{shard}: sample " in told[0]
+    assert time.monotonic() - began < 25  # a rank that holds its line back does so for 30 seconds
+    done = [line["step"] for line in metrics(tmp_path / "run") if line["split"] == "train"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [
+        f"step-{step:08d}" for step in done[-1:]
+    ]
+
+
+def test_validation_data_lost_under_a_run_ends_all_ranks_and_saves(
+    config_file: Path, data: Path, tmp_path: Path
+) -> None:
+    """It is there at the start, and cannot be read when the first evaluation is due."""
+    folder = shutil.copytree(data, tmp_path / "data")
+    (shard,) = folder.glob("validation-*.tar")
+    changes = [f"data.path={folder}", "train.checkpoint_every=0", "data.workers=1"]
+    ended = spawn(["--config", str(config_file), *changes], 2, {"REMOVE_AFTER_STEP_2": str(shard)})
+    assert ended.codes == [2, 2], ended.stderr
+    told = [line for error in ended.stderr for line in error.splitlines() if line.startswith("longstride: error: ")]
+    assert len(told) == 1 and f"{shard}: missing" in told[0]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+def test_substituted_sample_is_told_and_the_run_goes_on(config_file: Path, data: Path, tmp_path: Path) -> None:
+    """What stood in for what is in metrics.jsonl and on the screen."""
+    shard = damage_second_half(data, tmp_path / "data")
+    changes = [f"data.path={tmp_path / 'data'}", "data.on_damage=substitute"]
+    ended = spawn(["--config", str(config_file), *changes], 2)
+    assert ended.codes == [0, 0], ended.stderr
+    lines = [line for line in metrics(tmp_path / "run") if line["split"] == "train"]
+    told = [text for line in lines for text in line["substitutions"]]
+    assert told and all(" stands in for " in text and f"{shard}: sample " in text for text in told)
+    assert all(text in ended.stderr[0] for text in told)
+
+
+def test_failed_evaluation_costs_no_checkpoint_and_is_made_up_for(
+    trained: Trained, config_file: Path, tmp_path: Path
+) -> None:
+    ended = spawn(["--config", str(config_file)], 1, {"FAIL_EVALUATION_AT_STEP": "4"})
+    assert ended.codes == [1]
+    assert "the evaluation fails" in ended.stderr[0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [0], ended.stderr
+    assert metrics(tmp_path / "run") == metrics(trained("alone", 1))
+
+
+def test_failed_last_evaluation_is_made_up_for(trained: Trained, config_file: Path, tmp_path: Path) -> None:
+    assert spawn(["--config", str(config_file)], 1, {"FAIL_EVALUATION_AT_STEP": "8"}).codes == [1]
+    for _ in range(2):  # the second has nothing left to do
+        assert spawn(["--config", str(config_file), "--resume", "auto"], 1).codes == [0]
+        assert metrics(tmp_path / "run") == metrics(trained("alone", 1))
+
+
+def test_loss_that_is_no_number_ends_the_run_before_the_step(config_file: Path, tmp_path: Path) -> None:
+    ended = spawn(["--config", str(config_file), "train.learning_rate=1e30"], 1)
+    assert ended.codes == [exit_codes.GUARDED]
+    (told,) = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride: ")]
+    assert told.startswith("longstride: stopped by a guard: step 2: the loss is ")
+    assert [(line["step"], "guard" in line) for line in metrics(tmp_path / "run")] == [(1, False), (2, True)]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_run_without_a_whole_checkpoint_is_refused(run_copy: Path, config_file: Path) -> None:
+    for step in (4, 8):
+        flip_byte(run_copy / f"checkpoints/step-{step:08d}/deepspeed/mp_rank_00_model_states.pt")
+    ended = spawn(["--config", str(config_file), "--resume", "auto"], 1)
+    assert ended.codes == [2]
+    lines = [line for line in ended.stderr[0].splitlines() if line.startswith("longstride")]
+    assert lines[0] == "longstride: error: no checkpoint is whole:"
+    assert len(lines) == 3
+    assert "Traceback" not in ended.stderr[0]
+    assert len(metrics(run_copy)) == 10
+
+
+def test_checkpoints_are_listed_newest_first_without_partial_ones(run_copy: Path) -> None:
+    (run_copy / "checkpoints/.step-00000012.partial").mkdir()
+    (run_copy / "checkpoints/step-00000010").mkdir()  # a torn one: no manifest
+    found, refused = list_checkpoints(run_copy)
+    assert [checkpoint.manifest.step for checkpoint in found] == [8, 4]
+    assert len(refused) == 1
+    assert refused[0].step == 10
+    assert "step-00000010/manifest.json: cannot be read" in refused[0].line
+    assert newer_refusals(run_copy, found[0]) == [refused[0].line]
+    assert open_checkpoint(run_copy, None).manifest.step == 8
+    with pytest.raises(ConfigError, match=r"step-00000010/manifest\.json: cannot be read"):
+        open_checkpoint(run_copy, 10)
+
+
+def test_manifest_names_every_file(run_copy: Path) -> None:
+    folder = run_copy / "checkpoints/step-00000004"
+    manifest = read_manifest(folder)
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert present == manifest.files.keys() | {"manifest.json"}
+    assert find_damage(folder, sorted(manifest.files), manifest) == []
+    assert (manifest.step, manifest.world_size, manifest.zero_stage, manifest.precision) == (4, 1, 0, "fp32")
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "grow", "remove"])
+@pytest.mark.parametrize("name", ["config.json", "random-00000.pt", "deepspeed/mp_rank_00_model_states.pt"])
+def test_damage_of_every_kind_is_found(run_copy: Path, name: str, spoil: str) -> None:
+    folder = run_copy / "checkpoints/step-00000004"
+    path, manifest = folder / name, read_manifest(folder)
+    if spoil == "flip":
+        flip_byte(path)
+    elif spoil == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif spoil == "grow":
+        path.write_bytes(path.read_bytes() + b"\0")
+    else:
+        path.unlink()
+    (line,) = find_damage(folder, sorted(manifest.files), manifest)
+    assert line.startswith(f"{path}: ")
+
+
+def test_cut_metrics_keeps_what_it_takes_out(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "split": "train"}) + "\n" for step in range(1, 6)]
+    torn = "".join(lines) + '{"step": 6, "spl'
+    (tmp_path / "metrics.jsonl").write_text(torn)
+    copy = cut_metrics(tmp_path, 3)
+    assert copy == tmp_path / "metrics.before-resume-1.jsonl"
+    assert copy.read_text() == torn
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
+    assert cut_metrics(tmp_path, 3) is None
+    assert cut_metrics(tmp_path, 2) == tmp_path / "metrics.before-resume-2.jsonl"
+
+
+def test_cut_metrics_takes_out_what_is_no_text(tmp_path: Path) -> None:
+    content = b'{"step": 1}\n{"step": 2, "split": "\xff"}\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    copy = cut_metrics(tmp_path, 3)
+    assert copy is not None
+    assert copy.read_bytes() == content
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_cut_metrics_of_a_new_run_is_nothing(tmp_path: Path) -> None:
+    assert cut_metrics(tmp_path, 0) is None
+
+
+def test_set_aside_never_overwrites(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / str(number)).touch()
+        assert set_aside(tmp_path / "a") == tmp_path / f"a.replaced-{number}"
+    assert set_aside(tmp_path / "a") is None
+    assert (tmp_path / "a.replaced-1/1").exists()
