@@ -27,7 +27,8 @@ import torch.distributed
 from deepspeed.comm.comm import comms_logger
 
 from benchmarks.counted import Counted, logged
-from longstride.data_pipelines import Batch, StreamState
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data.run_data import together
 from longstride.launcher.engine import build as ours

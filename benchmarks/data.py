@@ -37,9 +37,11 @@ import webdataset as wds
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from longstride.data_pipelines import ByteStream, DataFolder, Manifest, check_split
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, SplitRecord
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, SplitRecord
+from longstride.data_pipelines.shards.reading import DataFolder
+from longstride.data_pipelines.shards.verify import check_split
 
 CONTEXT = 12_288
 BATCH = 8

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from longstride.data_pipelines import StreamState
+from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.saving import Saver
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.engine import build as ours

@@ -24,10 +24,11 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import numpy as np
 
 from benchmarks.data import resident_bytes
-from longstride.data_pipelines import ByteStream, DataFolder, Manifest
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.order.shuffling import LanesReader
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, SplitRecord
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, SplitRecord
+from longstride.data_pipelines.shards.reading import DataFolder
 
 CONTEXT = 12_288
 SHARD_BYTES = 2**27  # of content, more or less

@@ -38,8 +38,11 @@ from benchmarks.paper_table import tables_of
 from benchmarks.paper_training import Learner, curve, spread_regions, train_in_turns
 from benchmarks.pictures_from_fonts import draw_pictures
 from benchmarks.report import add_output_arguments, check_output, write_json
-from longstride.data_pipelines import ByteStream, DataError, DataFolder, evaluation_contexts, split_bytes
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.kernels.errors import ConfigError
 
 SHUFFLE_BYTES = 2**26  # a lane's block: every epoch is shuffled as a whole

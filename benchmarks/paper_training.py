@@ -23,7 +23,8 @@ from benchmarks.machine import synchronize
 from benchmarks.paper_cases import Case
 from benchmarks.peers import dense_attention
 from benchmarks.training_step import attention_replaced
-from longstride.data_pipelines import Batch, EvaluationBatch
+from longstride.data_pipelines.order.evaluation import EvaluationBatch
+from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.engine.optimizer import make_optimizer, make_schedule
 from longstride.sparse_model import SparseTransformer
 

@@ -22,15 +22,16 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from longstride.data_pipelines import Batch, StreamState
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.checkpoints.saving import Saver
 from longstride.launcher.config.json_file import load_json_object
 from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig
 from longstride.launcher.engine import build as ours
 from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.output.metrics import device_seconds
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.launcher.training.loop import sum_nats
+from longstride.launcher.training.recorder import device_seconds
 
 WAYS = {"at once": False, "in the background": True}
 

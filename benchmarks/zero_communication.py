@@ -20,7 +20,8 @@ tests/benchmarks/test_communication.py:
   one collective each (zero/stage3.py, _post_step).
 - Norms and overflow flags are all_reduces of 1 to 8 bytes.
 
-Our own: before a step every rank says that it has its batch (launcher/data/run_data.py, together), after it the losses meet.
+Our own: before a step every rank says that it has its batch (launcher/data/run_data.py, together). After it the
+losses meet.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.collectives import OURS, Collective
 from benchmarks.parameter_gathers import Limits, Trace, gathers, persistent, trace
-from longstride.data_pipelines import Batch, StreamState
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config.deepspeed_keys import precision, zero_stage
 from longstride.launcher.config.run_config import RunConfig

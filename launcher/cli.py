@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
-from longstride.launcher.output import exit_codes
-from longstride.launcher.output.reporting import is_wrong_input, report
-from longstride.launcher.stops.stopping import stopped_at_once
+from longstride.launcher.output import exit_codes, is_wrong_input, report
+from longstride.launcher.stops import stopped_at_once
 
 
 class Verb(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from longstride.data_pipelines import split_bytes
+from longstride.data_pipelines.order import split_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"

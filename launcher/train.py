@@ -21,26 +21,23 @@ if __name__ == "__main__":
     _root = next(folder for folder in _here.parents if (folder / "longstride" / "__init__.py").exists())
     sys.path = [str(_root), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
-from longstride.launcher.stops.stopping import StopFile, StopFlag, TimeIsUp
+from longstride.launcher.stops import StopFile, StopFlag, TimeIsUp
 
 if __name__ == "__main__":
     _stop = StopFlag()
     _stop.listen()  # the imports below take seconds
 
-from longstride.launcher.config.run_config import RunConfig, check_world_size, load_config
-from longstride.launcher.config.trust import add_trust_argument
-from longstride.launcher.output import exit_codes
-from longstride.launcher.output.lasting_output import lasting_output
-from longstride.launcher.output.reporting import is_wrong_input, report, told_at_once
-from longstride.launcher.ranks.rank_environment import adopt_place
-from longstride.launcher.stops.ancestors import LauncherGone
+from longstride.launcher.config import RunConfig, add_trust_argument, check_world_size, load_config
+from longstride.launcher.output import exit_codes, is_wrong_input, lasting_output, report, told_at_once
+from longstride.launcher.ranks import adopt_place
+from longstride.launcher.stops import LauncherGone
 
 if TYPE_CHECKING:
     import torch
 
-    from longstride.launcher.data.run_data import RunData
-    from longstride.launcher.ranks.processes import Ranks
-    from longstride.launcher.training.resume import Asked
+    from longstride.launcher.data import RunData
+    from longstride.launcher.ranks import Ranks
+    from longstride.launcher.training import Asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,15 +105,11 @@ def _process_start() -> float:
 def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: LauncherGone) -> int:
     """Checks everything that can be checked alone, then trains, or replays a step."""
     # Late: with deepspeed come seconds, which a mistake in the file should not cost.
-    from longstride.launcher.data.checks import check_output, check_replay
-    from longstride.launcher.data.run_data import RunData
-    from longstride.launcher.data.steps import resolve_steps
+    from longstride.launcher.data import RunData, check_output, check_replay, resolve_steps
     from longstride.launcher.engine import build as ours
-    from longstride.launcher.engine.accelerator import prepare_accelerator
-    from longstride.launcher.engine.warm_up import compile_kernels
-    from longstride.launcher.ranks.processes import ranks_from_environment
-    from longstride.launcher.training.replay import replay_step
-    from longstride.launcher.training.resume import Asked, choose_start
+    from longstride.launcher.engine import compile_kernels, prepare_accelerator
+    from longstride.launcher.ranks import ranks_from_environment
+    from longstride.launcher.training import Asked, choose_start, replay_step
 
     ranks = ranks_from_environment(os.environ)
     check_world_size(config, ranks.world_size)
@@ -145,14 +138,11 @@ def _train_together(
     config: RunConfig, ranks: Ranks, data: RunData, asked: Asked, stop: StopFlag, gone: LauncherGone
 ) -> int:
     """Joins the other ranks and trains; returns the exit code."""
-    from longstride.launcher.checkpoints.saving import NotSavedError
+    from longstride.launcher.checkpoints import NotSavedError
     from longstride.launcher.engine import build as ours
-    from longstride.launcher.ranks.processes import barrier, process_group
-    from longstride.launcher.ranks.run_lock import run_lock
-    from longstride.launcher.stops.stopping import StopAskedError
-    from longstride.launcher.training.guards import Guards, GuardStopError
-    from longstride.launcher.training.loop import Training
-    from longstride.launcher.training.resume import begin, prepare_folder, restore
+    from longstride.launcher.ranks import barrier, process_group, run_lock
+    from longstride.launcher.stops import StopAskedError
+    from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder, restore
 
     output = Path(config.train.output)
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
@@ -185,7 +175,7 @@ def _attention_runs_in(config: RunConfig, local_rank: int) -> tuple[torch.dtype,
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from longstride.launcher.config.deepspeed_keys import precision
+    from longstride.launcher.config import precision
 
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     return dtypes[precision(config.deepspeed)], torch.device(get_accelerator().device_name(local_rank))

@@ -1,19 +1,33 @@
 """Who may import whom, held by reading the imports of every file."""
 
 import ast
+import importlib
 import subprocess
 import sys
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = {
+BIG_ROOMS = {
     "kernels": set(),
     "sparse_model": {"kernels"},
     "data_pipelines": set(),
     "launcher": {"kernels", "sparse_model", "data_pipelines"},
 }
+# The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
+ORDER = {
+    "data_pipelines": [
+        "errors", "settings", "modalities", "stores", "shards", "documents", "datasets", "order", "plain", "building",
+    ],
+    "launcher": [
+        "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
+        "evaluation", "training", "generation", "compression", "serving", "planning", "drawing", "train", "cluster",
+        "cli", "demo",
+    ],
+}  # fmt: skip
 # Where a package may be imported; elsewhere it must not be.
 ONLY_IN = {
     "deepspeed": ["launcher"],
@@ -21,19 +35,29 @@ ONLY_IN = {
     "webdataset": ["data_pipelines"],
     "mpi4py": ["data_pipelines"],
     "fsspec": ["data_pipelines"],
-    "aiohttp": ["data_pipelines", "launcher/server"],
+    "aiohttp": ["data_pipelines", "launcher/serving"],
     "matplotlib": ["launcher"],
     "safetensors": ["launcher"],
     "tqdm": ["launcher"],
-    "transformers": ["launcher/hub_model.py", "launcher/hub_tokenizer.py"],
+    "transformers": ["launcher/hub"],
     "PIL": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/resampler.py"],
 }
+FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def module(path: Path) -> str:
+    """The full name of a file's module."""
+    name = ".".join(("longstride", *path.relative_to(ROOT).with_suffix("").parts))
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module(path) for path in FILES}
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of every module that a file imports, at its top or inside a function."""
+    """Full names of every module or name that a file imports, at its top or inside a function."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -44,7 +68,12 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+def room_of(name: str) -> tuple[str, str] | None:
+    """(big room, room or file inside) of a full name; None for what is not inside a big room."""
+    parts = name.split(".")
+    if len(parts) < 3 or parts[0] != "longstride" or parts[1] not in ORDER:
+        return None
+    return parts[1], parts[2]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -52,25 +81,64 @@ def test_rooms_import_only_what_they_may(path: Path) -> None:
     relative = path.relative_to(ROOT).as_posix()
     room = relative.split("/")[0]
     for name in imported(path):
-        top = name.split(".")[0]
-        if top in ROOMS:
-            assert top in ROOMS[room] | {room}, f"{room} must not import {name}"
-        if top in ONLY_IN:
-            assert any(f"{relative}/".startswith(f"{place}/") for place in ONLY_IN[top]), f"{name} has no place here"
+        first, *rest = name.split(".")
+        assert first not in BIG_ROOMS, f"{name}: rooms are imported as longstride.{name}"
+        if first == "longstride" and rest:
+            assert rest[0] in BIG_ROOMS[room] | {room}, f"{room} must not import {name}"
+        if first in ONLY_IN:
+            assert any(f"{relative}/".startswith(f"{place}/") for place in ONLY_IN[first]), f"{name} has no place here"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rooms_inside_import_downwards_and_by_faces(path: Path) -> None:
+    here = room_of(f"{module(path)}.")
+    for name in imported(path):
+        there = room_of(name)
+        if there is None or here == there:
+            continue
+        big, inside = there
+        if here is not None and here[0] == big:
+            order = ORDER[big]
+            assert order.index(inside) < order.index(here[1]), (
+                f"{here[1]} stands below {inside}: must not import {name}"
+            )
+        if (ROOT / big / inside).is_dir():
+            face = importlib.import_module(f"longstride.{big}.{inside}")
+            assert name.split(".")[3:] in [[handed_out] for handed_out in face.__all__], f"{name}: past the face"
+
+
+@pytest.mark.parametrize("big", ORDER)
+def test_every_room_has_its_place_in_the_order(big: str) -> None:
+    inside = {path.relative_to(ROOT / big).parts[0].removesuffix(".py") for path in (ROOT / big).rglob("*.py")}
+    assert inside - {"__init__"} == set(ORDER[big])
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Nor lazily: an import inside a function that closes a circle hides that two files are one."""
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        for name in imported(path):
+            target = name if name in MODULES else name.rpartition(".")[0]
+            if target in MODULES and target != module(path):
+                arrows[module(path)].add(target)
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_backends_do_not_import_each_other() -> None:
     backends = ROOT / "kernels" / "backends"
     for path in backends.rglob("*.py"):
-        own = path.relative_to(backends).with_suffix("").parts[0]
+        here = path.relative_to(backends).with_suffix("").parts[0]
         for name in imported(path):
             if name.startswith("longstride.kernels.backends."):
-                assert name.split(".")[2] == own, f"{path.name} imports {name}"
+                assert name.split(".")[3] == here, f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("room", ["sparse_model", "data_pipelines"])
+@pytest.mark.parametrize("room", ["sparse_model", "data_pipelines.order", "data_pipelines.building"])
 def test_a_room_imports_without_the_packages_it_does_not_need(room: str) -> None:
     absent = ["deepspeed", "triton", "mpi4py", "PIL", "aiohttp", "s3fs", "soundfile", "soxr"]
     absent += ["webdataset"] if room == "sparse_model" else []
-    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport {room}"
+    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport longstride.{room}"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

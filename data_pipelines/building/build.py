@@ -16,16 +16,17 @@ from longstride.data_pipelines.building.durable import durable_file, flush_folde
 from longstride.data_pipelines.building.places import check_places, real_path, unfinished_folder
 from longstride.data_pipelines.building.present import PresentOutput, check_output, is_occupied
 from longstride.data_pipelines.building.unfinished import UnfinishedBuild, Workplace
-from longstride.data_pipelines.datasets import dataset_named
-from longstride.data_pipelines.datasets.fetching import default_input, fetched_input
-from longstride.data_pipelines.datasets.plan import DatasetSettings, make_dataset_plan
-from longstride.data_pipelines.documents.documents import Openings
-from longstride.data_pipelines.documents.planning import FileSettings, Plan, Settings, make_plan
-from longstride.data_pipelines.documents.shard_writer import Piece, write_shard
+from longstride.data_pipelines.datasets import (
+    DatasetSettings,
+    dataset_named,
+    default_input,
+    fetched_input,
+    make_dataset_plan,
+)
+from longstride.data_pipelines.documents import FileSettings, Openings, Piece, Plan, Settings, make_plan, write_shard
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
-from longstride.data_pipelines.shards.manifest import Manifest, ShardRecord
-from longstride.data_pipelines.shards.verify import Progress
+from longstride.data_pipelines.shards import Manifest, Progress, ShardRecord
 
 SHARD_BYTES = 16 * 2**20  # payload of a shard, unless told otherwise
 

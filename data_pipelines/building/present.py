@@ -3,12 +3,10 @@
 import os
 from pathlib import Path
 
-from longstride.data_pipelines.documents.planning import Plan, Settings
+from longstride.data_pipelines.documents import Plan, Settings
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.index import load_manifest
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, ShardRecord
-from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.shards import MANIFEST_NAME, Manifest, ShardRecord, load_manifest, verify
+from longstride.data_pipelines.stores import open_store
 
 _KEPT = "nothing is overwritten: name another output, or remove this one first"
 

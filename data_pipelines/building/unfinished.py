@@ -24,11 +24,9 @@ from pathlib import Path
 from longstride.data_pipelines.building.durable import durable_file, flush_folder
 from longstride.data_pipelines.building.places import real_path, unfinished_folder
 from longstride.data_pipelines.building.present import cannot_be_made
-from longstride.data_pipelines.documents.planning import Plan
-from longstride.data_pipelines.documents.shard_writer import Piece
+from longstride.data_pipelines.documents import Piece, Plan
 from longstride.data_pipelines.errors import DataError, os_errors_told
-from longstride.data_pipelines.shards.index import index_bytes
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, ShardRecord, index_name
+from longstride.data_pipelines.shards import MANIFEST_NAME, Manifest, ShardRecord, index_bytes, index_name
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from longstride.data_pipelines.datasets.members import Member
 from longstride.data_pipelines.datasets.planes import interleaved
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import Openings
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.image import CHANNELS
+from longstride.data_pipelines.modalities import CHANNELS
 
 _BYTE_TYPES = (b"u1", b"|u1", b"uint8")
 

@@ -12,7 +12,7 @@ from longstride.data_pipelines.datasets.dataset import Found, files_in
 from longstride.data_pipelines.datasets.members import Member, members_of
 from longstride.data_pipelines.datasets.parts import Parts, Run
 from longstride.data_pipelines.datasets.published import Archive, Known
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import Openings
 from longstride.data_pipelines.errors import DataError
 
 _TRAIN_PERCENT, _VALIDATION_PERCENT = 90, 5

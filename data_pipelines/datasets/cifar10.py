@@ -14,7 +14,7 @@ from longstride.data_pipelines.datasets.members import Member, whole_file
 from longstride.data_pipelines.datasets.parts import Parts, Run
 from longstride.data_pipelines.datasets.planes import PlaneRows, picture_properties
 from longstride.data_pipelines.datasets.published import WAY_OUT, Archive, Known
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import Openings
 from longstride.data_pipelines.errors import DataError
 
 _EDGE = 32

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from longstride.data_pipelines.datasets.members import Member, members_of
 from longstride.data_pipelines.datasets.published import Archive
-from longstride.data_pipelines.documents.documents import Document
-from longstride.data_pipelines.documents.walk import WalkCounts
+from longstride.data_pipelines.documents import Document, WalkCounts
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Properties
 

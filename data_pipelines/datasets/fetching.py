@@ -7,13 +7,19 @@ from pathlib import Path
 
 from longstride.data_pipelines.datasets.dataset import Dataset, files_in, is_archive
 from longstride.data_pipelines.datasets.published import Archive
-from longstride.data_pipelines.documents.documents import reading
+from longstride.data_pipelines.documents import reading
 from longstride.data_pipelines.errors import DataError, os_errors_told
-from longstride.data_pipelines.shards.verify import Progress
-from longstride.data_pipelines.stores.cache import lock_file, unlock_file
-from longstride.data_pipelines.stores.download import Download
-from longstride.data_pipelines.stores.stores import RemoteSettings, StoredFile
-from longstride.data_pipelines.stores.transport import Address, Transport, check_protocol
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.shards import Progress
+from longstride.data_pipelines.stores import (
+    Address,
+    Download,
+    StoredFile,
+    Transport,
+    check_protocol,
+    lock_file,
+    unlock_file,
+)
 
 DOWNLOADS = Path("downloads")
 _PARTIAL = ".partial"

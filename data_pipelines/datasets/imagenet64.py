@@ -17,9 +17,7 @@ from longstride.data_pipelines.datasets.members import Member, whole_file
 from longstride.data_pipelines.datasets.parts import Parts, Run
 from longstride.data_pipelines.datasets.planes import PlaneRows, picture_properties
 from longstride.data_pipelines.datasets.published import WAY_OUT, Known
-from longstride.data_pipelines.documents.documents import FileDocument, Openings
-from longstride.data_pipelines.documents.planning import mix
-from longstride.data_pipelines.documents.walk import WalkCounts, find_documents
+from longstride.data_pipelines.documents import FileDocument, Openings, WalkCounts, find_documents, mix
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longstride.data_pipelines.documents.documents import Openings, changed, check_unchanged
+from longstride.data_pipelines.documents import Openings, changed, check_unchanged
 from longstride.data_pipelines.errors import DataError
 
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import Openings
 from longstride.data_pipelines.modalities import Modality, Properties
 
 

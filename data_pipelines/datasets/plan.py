@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.datasets.dataset import Dataset
-from longstride.data_pipelines.documents.planning import Plan, check_shard_bytes
-from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES
+from longstride.data_pipelines.documents import SAMPLE_BYTES, Plan, check_shard_bytes
 from longstride.data_pipelines.modalities import Modality, modality_named
 
 

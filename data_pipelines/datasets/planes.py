@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from longstride.data_pipelines.datasets.members import Member
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import Openings
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.image import CHANNELS
+from longstride.data_pipelines.modalities import CHANNELS
 
 
 @dataclass(frozen=True, slots=True)

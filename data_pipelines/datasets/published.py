@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longstride.data_pipelines.datasets.members import Member
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import Openings
 from longstride.data_pipelines.errors import DataError
 
 WAY_OUT = "fetch it again, or take it as it is with --unpublished"

@@ -17,7 +17,7 @@ from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES, Piece
 from longstride.data_pipelines.documents.walk import WalkCounts, find_documents
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties
-from longstride.data_pipelines.shards.manifest import FORMAT_VERSION, Manifest, ShardRecord, SplitRecord
+from longstride.data_pipelines.shards import FORMAT_VERSION, Manifest, ShardRecord, SplitRecord
 
 
 class Settings(Protocol):

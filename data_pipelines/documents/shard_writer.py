@@ -14,8 +14,14 @@ import webdataset as wds
 
 from longstride.data_pipelines.documents.documents import Document, Openings
 from longstride.data_pipelines.modalities import Modality, Properties
-from longstride.data_pipelines.shards.index import BLOCK_BYTES, INDEX_DTYPE, index_to_bytes, member_bytes
-from longstride.data_pipelines.shards.manifest import ShardRecord, sample_key
+from longstride.data_pipelines.shards import (
+    BLOCK_BYTES,
+    INDEX_DTYPE,
+    ShardRecord,
+    index_to_bytes,
+    member_bytes,
+    sample_key,
+)
 
 SAMPLE_BYTES = 2**16  # a longer document becomes several samples: each is checked whole, and lost whole if damaged
 

@@ -1,8 +1,8 @@
 """The kinds of data a shard can hold: one file and one line of ``MODALITIES`` each."""
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.audio import Audio
-from longstride.data_pipelines.modalities.image import Image
+from longstride.data_pipelines.modalities.audio import Audio, mulaw_decode
+from longstride.data_pipelines.modalities.image import CHANNELS, MAX_PIXELS, Image
 from longstride.data_pipelines.modalities.modality import Content, Modality, Properties
 from longstride.data_pipelines.modalities.text import Text
 
@@ -17,4 +17,14 @@ def modality_named(name: str) -> Modality:
     return MODALITIES[name]
 
 
-__all__ = ["MODALITIES", "Content", "Modality", "Properties", "modality_named"]
+__all__ = [
+    "CHANNELS",
+    "MAX_PIXELS",
+    "MODALITIES",
+    "Audio",
+    "Content",
+    "Modality",
+    "Properties",
+    "modality_named",
+    "mulaw_decode",
+]

@@ -14,8 +14,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties
 from longstride.data_pipelines.order.lanes import shard_order
-from longstride.data_pipelines.shards.index import index_file, load_index
-from longstride.data_pipelines.shards.reading import OpenShard, SampleReader, Split, document_edges
+from longstride.data_pipelines.shards import OpenShard, SampleReader, Split, document_edges, index_file, load_index
 
 _KEPT_ORDERS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.reading import REPAIR
-
-ON_DAMAGE = ("abort", "substitute")
+from longstride.data_pipelines.shards import REPAIR
 
 
 @dataclass(frozen=True, slots=True)

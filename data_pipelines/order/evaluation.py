@@ -15,8 +15,8 @@ from torch import Tensor
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.windows import Windows, cut_windows
-from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, open_folder
-from longstride.data_pipelines.stores.stores import RemoteSettings
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.shards import DataFolder, SampleReader, open_folder
 
 PADDING_ID = -1  # the sample id of a row that only fills up a batch
 

@@ -13,7 +13,7 @@ from longstride.data_pipelines.order.contexts import Contexts
 from longstride.data_pipelines.order.damage import Substitution, substitute
 from longstride.data_pipelines.order.lanes import Lanes, block_order, substitutes
 from longstride.data_pipelines.order.loading import Rows
-from longstride.data_pipelines.shards.reading import READ_BYTES, SampleReader
+from longstride.data_pipelines.shards import READ_BYTES, SampleReader
 
 
 class LanesReader:

@@ -14,14 +14,12 @@ from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut, cut_contexts
-from longstride.data_pipelines.order.damage import ON_DAMAGE, Substitution
+from longstride.data_pipelines.order.damage import Substitution
 from longstride.data_pipelines.order.lanes import Lanes, StreamState, shard_order
 from longstride.data_pipelines.order.loading import Rows, load_rows, shared_out
 from longstride.data_pipelines.order.shuffling import LanesReader
-from longstride.data_pipelines.shards.reading import DataFolder, open_folder
-from longstride.data_pipelines.stores.stores import RemoteSettings
-
-SHUFFLE_BYTES = 2**20  # of a lane's block: some dozens of source files
+from longstride.data_pipelines.settings import ON_DAMAGE, SHUFFLE_BYTES, RemoteSettings
+from longstride.data_pipelines.shards import DataFolder, open_folder
 
 
 @dataclass(frozen=True, slots=True, eq=False)

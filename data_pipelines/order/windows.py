@@ -14,7 +14,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties
 from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, PackedContexts, settle_cut
-from longstride.data_pipelines.shards.reading import SampleReader, Split
+from longstride.data_pipelines.shards import SampleReader, Split
 
 
 class Windows(Protocol):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from longstride.data_pipelines.order.contexts import Cut, contexts_in, settle_cut
+from longstride.data_pipelines.order import Cut, contexts_in, settle_cut
 from longstride.data_pipelines.plain.plain_shards import Document, PlainSplit
 
 

@@ -11,9 +11,14 @@ import numpy as np
 import torch
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Cut
-from longstride.data_pipelines.order.evaluation import PADDING_ID, EvaluationBatch, check_arguments, no_such_context
-from longstride.data_pipelines.order.windows import settle_windows
+from longstride.data_pipelines.order import (
+    PADDING_ID,
+    Cut,
+    EvaluationBatch,
+    no_such_context,
+    settle_windows,
+)
+from longstride.data_pipelines.order.evaluation import check_arguments
 from longstride.data_pipelines.plain.cutting import CutContext, DocumentCutter, PackedCutter
 from longstride.data_pipelines.plain.plain_shards import PlainSplit, Turn
 

@@ -20,7 +20,7 @@ from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expan
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, modality_named
-from longstride.data_pipelines.shards.index import BLOCK_BYTES, member_bytes
+from longstride.data_pipelines.shards import BLOCK_BYTES, member_bytes
 
 _WHOLE = 2**40  # more bytes than a document has: as many come back as there are
 _PROBED_SHARDS = 8  # read from to learn what share of a tar is content

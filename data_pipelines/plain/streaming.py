@@ -20,12 +20,21 @@ import numpy as np
 import webdataset as wds
 from webdataset.filters import pick
 
-from longstride.data_pipelines.order.contexts import Cut
-from longstride.data_pipelines.order.lanes import Lanes, StreamState, shard_order
-from longstride.data_pipelines.order.loading import Rows, load_rows, shared_out
-from longstride.data_pipelines.order.stream import SHUFFLE_BYTES, Batch, as_batch, check_arguments
+from longstride.data_pipelines.order import (
+    Batch,
+    Cut,
+    Lanes,
+    Rows,
+    StreamState,
+    as_batch,
+    load_rows,
+    shard_order,
+    shared_out,
+)
+from longstride.data_pipelines.order.stream import check_arguments
 from longstride.data_pipelines.plain.cutting import CutContext, Cutter, make_cutter
 from longstride.data_pipelines.plain.plain_shards import Document, PlainShard, PlainSplit, Turn
+from longstride.data_pipelines.settings import SHUFFLE_BYTES
 
 
 class PlainStream:

@@ -17,8 +17,9 @@ from io import BytesIO
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, REBUILD, Manifest, ShardRecord, parse_manifest
-from longstride.data_pipelines.stores.stores import Store, StoredFile, unreadable
+from longstride.data_pipelines.settings import REBUILD
+from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, ShardRecord, parse_manifest
+from longstride.data_pipelines.stores import Store, StoredFile, unreadable
 
 BLOCK_BYTES = 512  # of a tar file: one header, and what payloads are padded to
 INDEX_DTYPE = np.dtype(

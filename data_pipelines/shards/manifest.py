@@ -17,11 +17,11 @@ from typing import Any
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.settings import REBUILD
 
 FORMAT = "longstride-shards"
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
-REBUILD = "build the folder again or fetch it again"
 _SHARD_NAME = re.compile(r"[a-z]+-\d{5,}\.tar")
 
 

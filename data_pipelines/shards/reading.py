@@ -17,6 +17,7 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.index import (
     BLOCK_BYTES,
     index_file,
@@ -27,7 +28,7 @@ from longstride.data_pipelines.shards.index import (
 )
 from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, ShardRecord
 from longstride.data_pipelines.shards.scatter import read_contents
-from longstride.data_pipelines.stores.stores import RemoteSettings, open_store
+from longstride.data_pipelines.stores import open_store
 
 SCATTERED_BYTES = 2**14  # content of a sample, on the average, from which on it is worth a place of its own
 _MOST_SCATTERED = 500  # samples: systems limit the parts of a read to 1,024

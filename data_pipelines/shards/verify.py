@@ -11,10 +11,11 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, modality_named
+from longstride.data_pipelines.settings import REBUILD, RemoteSettings
 from longstride.data_pipelines.shards.index import index_file, load_index, member_ends, shard_file
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, REBUILD, Manifest, ShardRecord, parse_manifest
+from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, ShardRecord, parse_manifest
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, open_folder
-from longstride.data_pipelines.stores.stores import RemoteSettings, Store, open_store, unreadable
+from longstride.data_pipelines.stores import Store, open_store, unreadable
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _CHECKED_AT_START = 1000  # shards

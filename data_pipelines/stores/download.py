@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.stores.stores import RemoteSettings, StoredFile
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.stores.stores import StoredFile
 from longstride.data_pipelines.stores.transport import DifferentFileError, RefusedError, Transport
 
 CHUNK_BYTES = 8 * 2**20  # of a request where bodies cannot be streamed; halved with every failure

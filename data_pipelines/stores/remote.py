@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache
 from longstride.data_pipelines.stores.download import Download, StoppedError, read_whole
-from longstride.data_pipelines.stores.stores import RemoteSettings, StoredFile
+from longstride.data_pipelines.stores.stores import StoredFile
 from longstride.data_pipelines.stores.transport import Address, Transport, check_protocol, mend_after_fork
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,}")

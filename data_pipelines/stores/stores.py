@@ -12,32 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.manifest import REBUILD
+from longstride.data_pipelines.settings import REBUILD, RemoteSettings
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL_PROTOCOLS = ("file://", "local://")
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """How remote files are fetched. Credentials come from the environment of the protocol's library, never from here.
-
-    Raises DataError for a value out of range.
-    """
-
-    cache: str | None = None  # folder of the local cache; None: longstride in XDG_CACHE_HOME or ~/.cache
-    cache_bytes: int = 32 * 2**30  # bound of the cache
-    attempts: int = 8  # in a row without a byte of progress, before it is an error
-    timeout_seconds: float = 30.0  # of a connection, and of a read that brings nothing
-    parallel: int = 4  # fetches ahead at once, per process
-
-    def __post_init__(self) -> None:
-        for name, good in (("cache_bytes", 32 * 2**30), ("attempts", 8), ("parallel", 4)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise DataError(f"{name}={value!r}: must be a whole number of at least 1, such as {good}")
-        if not 0 < self.timeout_seconds < float("inf"):
-            raise DataError(f"timeout_seconds={self.timeout_seconds!r}: must be a positive number, such as 30")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,14 @@ from typing import NamedTuple
 import torch
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines import StreamState
+from longstride.data_pipelines.order import StreamState
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.checkpoints.files import checkpoint_files
 from longstride.launcher.checkpoints.manifest import MANIFEST, Manifest, find_damage, find_foreign, read_manifest
 from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle, refusal
-from longstride.launcher.engine.random_states import set_random_states
-from longstride.launcher.output.folders import CHECKPOINTS, CONFIG
-from longstride.launcher.output.reporting import AgreedError
-from longstride.launcher.ranks.processes import Ranks, gather_objects
-from longstride.launcher.ranks.waiting import look_until, seen
+from longstride.launcher.engine import set_random_states
+from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError
+from longstride.launcher.ranks import Ranks, gather_objects, look_until, seen
 
 DEEPSPEED_TAG = "deepspeed"
 _NAME = re.compile(r"step-(\d{8,})")

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.output.folders import CONFIG
+from longstride.launcher.config import RunConfig, load_json_object
+from longstride.launcher.output import CONFIG
 from longstride.sparse_model.strict import StrictModel
 
 FORMAT_VERSION = 2  # 1 knew none of the keys that may be left out

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from longstride.data_pipelines import StreamState
+from longstride.data_pipelines.order import StreamState
 from longstride.kernels.errors import ConfigError, Problem
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
-from longstride.launcher.config.deepspeed_keys import precision, zero_stage
-from longstride.launcher.config.json_file import flattened
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig, flattened, precision, zero_stage
 
 
 def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:

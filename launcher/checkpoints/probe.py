@@ -17,10 +17,9 @@ from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.config.deepspeed_keys import precision
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.output.reporting import AgreedError
-from longstride.launcher.ranks.processes import Ranks, gather_objects
+from longstride.launcher.config import RunConfig, precision
+from longstride.launcher.output import AgreedError
+from longstride.launcher.ranks import Ranks, gather_objects
 
 PROBE = "probe.npy"  # (N,) uint8, in a checkpoint's folder
 _SEED = 1904

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longstride.launcher.checkpoints.saved_state import MASTER
 from longstride.launcher.checkpoints.universal import Universal
-from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.ranks import Ranks
 
 # How the loss scale's state is called where DeepSpeed keeps it otherwise; a whole number stays one.
 _WHOLE = ("cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -11,7 +11,7 @@ from pathlib import Path
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, checkpoint_folder, list_checkpoints, set_aside
 from longstride.launcher.checkpoints.manifest import flush_folder, missized, write_text
 from longstride.launcher.checkpoints.universal import universal_folder
-from longstride.launcher.output.folders import CHECKPOINTS
+from longstride.launcher.output import CHECKPOINTS
 
 LATEST = "latest"  # for people and their scripts: nothing here reads it
 # What a killed save or removal leaves. Names of ours alone, with a dot that hides them from whatever lists checkpoints.

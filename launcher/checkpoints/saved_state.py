@@ -18,8 +18,8 @@ from torch import Tensor
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.unpickling import read_pickle
-from longstride.launcher.engine.weight_average import AVERAGE
-from longstride.launcher.models.fingerprint import MAPPED_BYTES
+from longstride.launcher.engine import AVERAGE
+from longstride.launcher.models import MAPPED_BYTES
 
 MASTER = "fp32"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq", AVERAGE)  # as DeepSpeed's universal form and the optimiser's state name them

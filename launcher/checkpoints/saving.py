@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines import StreamState
+from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
     checkpoint_folder,
@@ -34,12 +34,10 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.retention import partial_folder, point_to, remove_leftovers, remove_tree, retire
-from longstride.launcher.config.deepspeed_keys import precision, zero_stage
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.engine.optimizer import parameter_groups
-from longstride.launcher.engine.random_states import random_states
-from longstride.launcher.output.folders import CONFIG
-from longstride.launcher.ranks.processes import Ranks, gather_int64, gather_objects
+from longstride.launcher.config import RunConfig, precision, zero_stage
+from longstride.launcher.engine import parameter_groups, random_states
+from longstride.launcher.output import CONFIG
+from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
 
 T = TypeVar("T")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.checkpoints.manifest import FileRecord
-from longstride.launcher.models.fingerprint import STORED, tensor_bytes
+from longstride.launcher.models import STORED, tensor_bytes
 
 ALIGNMENT = 64  # bytes, of the first tensor: mapped ones then lie as torch's own do
 

@@ -28,10 +28,9 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import MANIFEST, FileRecord, find_damage, flush_folder, sealed, write_json
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.checkpoints.tensor_file import write_tensors
-from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.output.reporting import AgreedError
-from longstride.launcher.ranks.processes import Ranks, gather_objects
-from longstride.launcher.ranks.waiting import first_works
+from longstride.launcher.config import load_json_object
+from longstride.launcher.output import AgreedError
+from longstride.launcher.ranks import Ranks, first_works, gather_objects
 from longstride.sparse_model.strict import StrictModel
 
 UNIVERSAL_VERSION = 1

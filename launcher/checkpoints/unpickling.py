@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.trust import TRUST_OPTION
+from longstride.launcher.config import TRUST_OPTION
 
 _PLAIN = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"

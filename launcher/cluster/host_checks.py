@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.ranks.interfaces import is_loopback, source_address
+from longstride.launcher.ranks import is_loopback, source_address
 
 _SSH_SECONDS = 30
 _AT_ONCE = 32  # hosts asked at a time

@@ -26,7 +26,7 @@ from longstride.launcher.cluster.launchers import (
 from longstride.launcher.cluster.remaining import fewer_slots, usable_world_sizes
 from longstride.launcher.cluster.restarts import NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 
 
 class HostRanks:

@@ -22,7 +22,7 @@ from longstride.launcher.cluster.environment import (
 )
 from longstride.launcher.cluster.host_checks import check_program
 from longstride.launcher.cluster.hostfile import Hosts, chosen_hosts, read_hostfile
-from longstride.launcher.config.trust import TRUST_OPTION
+from longstride.launcher.config import TRUST_OPTION
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.cluster.supervisor import Wish
-from longstride.launcher.ranks.run_lock import check_unlocked
-from longstride.launcher.stops.stopping import StopFile
+from longstride.launcher.ranks import check_unlocked
+from longstride.launcher.stops import StopFile
 
 _LOOK_SECONDS = 1.0
 _ENDED_SECONDS = 60.0  # in which the system, or a file system's server, frees the lock of a process that was ended

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from longstride.launcher.output.folders import CHECKPOINTS, CONFIG, METRICS
+from longstride.launcher.output import CHECKPOINTS, CONFIG, METRICS
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TAIL_BYTES = 1 << 16

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.run_config import RunConfig, check_world_size
+from longstride.launcher.config import RunConfig, check_world_size
 
 _COUNT_SECONDS = 120.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # of which the launcher takes all, where it is given no number

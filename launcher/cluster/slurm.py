@@ -14,8 +14,8 @@ from pathlib import Path
 from longstride.kernels.errors import ConfigError, Problem
 from longstride.launcher import train
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS
-from longstride.launcher.config.run_config import RunConfig, check_world_size, find_config, load_config
-from longstride.launcher.data.checks import check_data, check_output
+from longstride.launcher.config import RunConfig, check_world_size, find_config, load_config
+from longstride.launcher.data import check_data, check_output
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)

@@ -19,10 +19,10 @@ from longstride.launcher.cluster.progress import is_done
 from longstride.launcher.cluster.remaining import VISIBLE, count_accelerators, first_visible, usable_world_sizes
 from longstride.launcher.cluster.restarts import run_with_restarts
 from longstride.launcher.cluster.supervisor import Launch, Wish, alone_seconds, supervise, supervised_signals
-from longstride.launcher.config.run_config import RunConfig, check_world_size, load_config
-from longstride.launcher.data.checks import check_data, check_output, check_replay
-from longstride.launcher.output.lasting_output import lasting_output
-from longstride.launcher.ranks.run_lock import check_unlocked
+from longstride.launcher.config import RunConfig, check_world_size, load_config
+from longstride.launcher.data import check_data, check_output, check_replay
+from longstride.launcher.output import lasting_output
+from longstride.launcher.ranks import check_unlocked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

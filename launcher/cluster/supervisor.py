@@ -22,8 +22,7 @@ import psutil
 from longstride.launcher.cluster import bound_process
 from longstride.launcher.cluster.process_tree import adopt_orphans, descendants, kill_all, local_ranks, reap_adopted
 from longstride.launcher.output import exit_codes
-from longstride.launcher.stops.signals import SignalPipe
-from longstride.launcher.stops.stopping import LEAVE_AT_ONCE, SIGNALS, StopFile
+from longstride.launcher.stops import LEAVE_AT_ONCE, SIGNALS, SignalPipe, StopFile
 
 _SAME_PRESS_SECONDS = 0.5  # signals within it are one: a shell and a scheduler may both send theirs
 _ENDING_SECONDS = 10.0  # that a launcher may take to end what it started on other hosts

@@ -1,1 +1,1 @@
-"""TODO face."""
+"""Lossless compression by a model's probabilities: `longstride compress` and `decompress`."""

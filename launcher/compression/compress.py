@@ -12,10 +12,9 @@ from longstride.kernels.errors import ConfigError
 from longstride.launcher.compression.arithmetic_coding import DamagedError
 from longstride.launcher.compression.coded_contexts import decode, encode, rows_for
 from longstride.launcher.compression.compressed_file import Compressed, NotReadableError, Surroundings, shortened
-from longstride.launcher.generation.likelihood import check_bytes
-from longstride.launcher.generation.plain_files import check_new, named, read_file, write_new
-from longstride.launcher.models.exported import computing_numbers, fingerprint, load_model, usable_device
-from longstride.launcher.output.byte_counter import ByteCounter
+from longstride.launcher.generation import check_bytes, check_new, named, read_file, write_new
+from longstride.launcher.models import computing_numbers, fingerprint, load_model, usable_device
+from longstride.launcher.output import ByteCounter
 from longstride.sparse_model import SparseTransformer
 
 

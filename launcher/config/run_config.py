@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from longstride.data_pipelines import SHUFFLE_BYTES, RemoteSettings
+from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels.errors import ConfigError, Problem
 from longstride.launcher.config.deepspeed_keys import check_keys
 from longstride.launcher.config.json_file import load_json_object, parse_override, put

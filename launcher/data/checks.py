@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.data.steps import resolve_steps
-from longstride.launcher.output.folders import CHECKPOINTS, CONFIG, METRICS
-from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.output import CHECKPOINTS, CONFIG, METRICS
+from longstride.launcher.ranks import Ranks
 
 _MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
 

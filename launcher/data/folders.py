@@ -11,14 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from longstride.data_pipelines import DATASETS, MODALITIES, DataError, Manifest, build_dataset, open_store
-from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.building.crew import Crew, join_crew
-from longstride.data_pipelines.building.unfinished import kept_folder
-from longstride.data_pipelines.modalities.image import MAX_PIXELS
-from longstride.data_pipelines.shards.verify import verify
-from longstride.launcher.output.exit_codes import WRONG_INPUT
-from longstride.launcher.output.reporting import is_wrong_input, report
+from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
+from longstride.data_pipelines.datasets import DATASETS
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MAX_PIXELS, MODALITIES
+from longstride.data_pipelines.shards import Manifest, verify
+from longstride.data_pipelines.stores import open_store
+from longstride.launcher.output import WRONG_INPUT, is_wrong_input, report
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build`, by the names that they have here

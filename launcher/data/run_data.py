@@ -16,28 +16,25 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from longstride.data_pipelines import (
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order import (
     Batch,
     ByteStream,
     Cut,
-    DataError,
-    DataFolder,
     EvaluationBatch,
-    PlainStream,
-    RemoteSettings,
     StreamState,
     Substitution,
-    check_split,
     evaluation_contexts,
-    plain_context,
-    plain_contexts,
     read_context,
 )
+from longstride.data_pipelines.plain import PlainStream, plain_context, plain_contexts
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.run_config import DataConfig, RemoteConfig, RunConfig
-from longstride.launcher.output.reporting import AgreedError
-from longstride.launcher.ranks.processes import Ranks, gather_int64, gather_objects
-from longstride.launcher.stops.stopping import StopAskedError, StopFlag
+from longstride.launcher.config import DataConfig, RemoteConfig, RunConfig
+from longstride.launcher.output import AgreedError
+from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
+from longstride.launcher.stops import StopAskedError, StopFlag
 
 _PLACES = {
     "context": "model.context",

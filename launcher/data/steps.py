@@ -6,9 +6,9 @@ import sys
 from fractions import Fraction
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.run_config import RunConfig, TrainConfig
+from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.ranks import Ranks
 
 
 def resolve_steps(config: RunConfig, data: RunData, tell: Ranks | None = None) -> RunConfig:

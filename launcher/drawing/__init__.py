@@ -1,1 +1,1 @@
-"""TODO face."""
+"""Pictures of patterns, of a run's attention and loss, and of samples: `longstride show` and `data show`."""

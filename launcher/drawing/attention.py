@@ -13,16 +13,15 @@ import numpy as np
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.checkpoint import open_checkpoint
-from longstride.launcher.checkpoints.manifest import read_checkpoint_config
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.data.run_data import RunData
+from longstride.launcher.checkpoints import open_checkpoint, read_checkpoint_config
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import RunData
 from longstride.launcher.drawing.attention_rows import attention_rows
 from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, grid_of, window
-from longstride.launcher.engine.weight_average import TRAINED
-from longstride.launcher.exports.export import master_weights
+from longstride.launcher.engine import TRAINED
+from longstride.launcher.exports import master_weights
 from longstride.launcher.pictures import plt
-from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 
 MOST_QUERIES = 6  # one below the other

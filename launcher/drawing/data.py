@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from longstride.data_pipelines import DataError, DataFolder, Sample, sample_documents
-from longstride.launcher.data.folders import check_location
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.shards import DataFolder, Sample, sample_documents
+from longstride.launcher.data import check_location
 
 SHOWN_BYTES = 2000  # of a text
 DEFAULT_COUNT = {"image": 16, "audio": 4}

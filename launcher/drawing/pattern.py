@@ -19,8 +19,7 @@ from matplotlib.patches import Rectangle
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.patterns.base import Pattern
-from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.config.run_config import find_config
+from longstride.launcher.config import find_config, load_json_object
 from longstride.launcher.pictures import plt
 from longstride.sparse_model import ModelConfig
 from longstride.sparse_model.config import ImageEmbedding

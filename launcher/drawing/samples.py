@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from longstride.data_pipelines import Sample
-from longstride.data_pipelines.modalities.audio import mulaw_decode
+from longstride.data_pipelines.modalities import mulaw_decode
+from longstride.data_pipelines.shards import Sample
 from longstride.launcher.pictures import plt
 
 TILE_INCHES = 1.5

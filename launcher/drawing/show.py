@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.trust import TRUST_OPTION, add_trust_argument
-from longstride.launcher.engine.weight_average import WEIGHTS_KINDS
-from longstride.launcher.output.folders import METRICS
+from longstride.launcher.config import TRUST_OPTION, add_trust_argument
+from longstride.launcher.engine import WEIGHTS_KINDS
+from longstride.launcher.output import METRICS
 from longstride.launcher.pictures import check_output, plt, write_picture
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run

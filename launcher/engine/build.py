@@ -19,12 +19,11 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.deepspeed_keys import check_packages, precision, type_problems, zero_stage
-from longstride.launcher.config.run_config import RunConfig, TrainConfig
+from longstride.launcher.config import RunConfig, TrainConfig, check_packages, precision, type_problems, zero_stage
 from longstride.launcher.engine.dropped_steps import drop_plain_step, forget_gradients, leave_floor_to_guards
 from longstride.launcher.engine.optimizer import make_optimizer, make_schedule, rate_factor
 from longstride.launcher.engine.weight_average import forget_average
-from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.strict import config_error
 

@@ -7,6 +7,7 @@ what a dropped step changes nonetheless is put back.
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any
 
@@ -16,10 +17,18 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from longstride.launcher.engine.random_states import random_states, set_random_states
-from longstride.launcher.ranks.processes import Ranks, gather_objects
-from longstride.launcher.training.guards import Overflow
+from longstride.launcher.ranks import Ranks, gather_objects
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Overflow(enum.Enum):
+    """Why the optimiser did not take a step whose loss was a number."""
+
+    SCALE = enum.auto()  # fp16: the loss scale was too high and falls, as it is meant to
+    FLOOR = enum.auto()  # fp16: so it was, and cannot fall
+    FIXED = enum.auto()  # fp16 with a fixed scale
+    GRADIENT = enum.auto()  # bf16, fp32: a gradient is no finite number by itself
 
 
 class Before:

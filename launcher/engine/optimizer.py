@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from longstride.launcher.config.run_config import TrainConfig
+from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.weight_average import keep_average
 
 

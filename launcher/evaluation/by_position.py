@@ -15,7 +15,7 @@ import numpy as np
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.output.metrics import bits_per_byte
+from longstride.launcher.output import bits_per_byte
 
 MOST_BINS = 1024
 DRAWN_BINS = 48

@@ -19,25 +19,24 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from longstride.data_pipelines import EvaluationBatch
+from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, agreed_checkpoints, newer_refusals, open_checkpoint
-from longstride.launcher.checkpoints.manifest import read_checkpoint_config
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.config.trust import add_trust_argument
-from longstride.launcher.data.run_data import RunData, together
-from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.engine.build import quieten
-from longstride.launcher.engine.warm_up import compile_kernels
-from longstride.launcher.engine.weight_average import add_weights_argument
+from longstride.launcher.checkpoints import (
+    Checkpoint,
+    agreed_checkpoints,
+    newer_refusals,
+    open_checkpoint,
+    read_checkpoint_config,
+)
+from longstride.launcher.config import RunConfig, add_trust_argument
+from longstride.launcher.data import RunData, together
+from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator, quieten
 from longstride.launcher.evaluation.by_position import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.exports.export import master_weights
-from longstride.launcher.output.metrics import bits_per_byte
-from longstride.launcher.output.reporting import tell_passed_over, told_at_once
-from longstride.launcher.ranks.processes import Ranks, barrier, process_group, ranks_from_environment
-from longstride.launcher.ranks.rank_environment import adopt_place
-from longstride.launcher.stops.stopping import StopFlag
+from longstride.launcher.exports import master_weights
+from longstride.launcher.output import bits_per_byte, tell_passed_over, told_at_once
+from longstride.launcher.ranks import Ranks, adopt_place, barrier, process_group, ranks_from_environment
+from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import SparseTransformer
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

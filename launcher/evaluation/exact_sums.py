@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from longstride.launcher.ranks.processes import Ranks, sum_int64
+from longstride.launcher.ranks import Ranks, sum_int64
 
 _MANTISSA_BITS = 24
 _LEAST = -148  # of the exponents that frexp gives for fp32, subnormal numbers included

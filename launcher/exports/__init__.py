@@ -1,1 +1,5 @@
-"""TODO face."""
+"""From a checkpoint to safetensors, a configuration and a model card: `longstride export`."""
+
+from longstride.launcher.exports.export import master_weights
+
+__all__ = ["master_weights"]

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.checkpoints.probe import PROBE, probe_tolerance, read_probe, relative_difference
-from longstride.launcher.engine.weight_average import AVERAGE
-from longstride.launcher.models.exported import Exported, empty_model, placed, runnable
-from longstride.launcher.models.fingerprint import DTYPES, TensorHash, combined
+from longstride.launcher.checkpoints import PROBE, Checkpoint, probe_tolerance, read_probe, relative_difference
+from longstride.launcher.engine import AVERAGE
+from longstride.launcher.models import DTYPES, Exported, TensorHash, combined, empty_model, placed, runnable
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 

@@ -21,28 +21,37 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, newer_refusals, open_checkpoint
-from longstride.launcher.checkpoints.manifest import (
+from longstride.launcher.checkpoints import (
+    MASTER,
+    Checkpoint,
+    SavedState,
+    StreamedState,
     find_damage,
     find_foreign,
     flush_folder,
+    newer_refusals,
+    open_checkpoint,
     read_checkpoint_config,
     write_json,
     write_text,
 )
-from longstride.launcher.checkpoints.saved_state import MASTER, SavedState, StreamedState
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.config.trust import add_trust_argument
-from longstride.launcher.engine.weight_average import AVERAGE, TRAINED, add_weights_argument
+from longstride.launcher.config import RunConfig, add_trust_argument
+from longstride.launcher.engine import AVERAGE, TRAINED, add_weights_argument
 from longstride.launcher.exports.check import check_files, check_losses
 from longstride.launcher.exports.model_card import model_card
 from longstride.launcher.exports.weight_files import parse_size, write_weights
-from longstride.launcher.models.exported import EXPORT_FORMAT, Exported, empty_model, usable_device
-from longstride.launcher.models.fingerprint import DTYPES, combined
-from longstride.launcher.models.hub_files import hub_fields, hub_files
-from longstride.launcher.models.model_data import describe
-from longstride.launcher.output.folders import CONFIG, MODEL_CARD
-from longstride.launcher.output.reporting import tell_passed_over
+from longstride.launcher.models import (
+    DTYPES,
+    EXPORT_FORMAT,
+    Exported,
+    combined,
+    describe,
+    empty_model,
+    hub_fields,
+    hub_files,
+    usable_device,
+)
+from longstride.launcher.output import CONFIG, MODEL_CARD, tell_passed_over
 
 DEFAULT_SHARD_SIZE = "5GB"
 _KINDS = {TRAINED: MASTER, AVERAGE: AVERAGE}

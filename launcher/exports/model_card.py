@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.engine.weight_average import AVERAGE
-from longstride.launcher.models.exported import empty_model
-from longstride.launcher.output.metrics import find_lines
+from longstride.launcher.checkpoints import Checkpoint
+from longstride.launcher.config import RunConfig
+from longstride.launcher.engine import AVERAGE
+from longstride.launcher.models import empty_model
+from longstride.launcher.output import find_lines
 
 _KINDS = {"text": "text, byte by byte", "image": "pictures, channel by channel", "audio": "sound, byte by byte"}
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.manifest import write_json
-from longstride.launcher.checkpoints.tensor_file import ALIGNMENT, write_tensors
-from longstride.launcher.models.fingerprint import TensorHash
-from longstride.launcher.output.folders import WEIGHTS, WEIGHTS_INDEX
+from longstride.launcher.checkpoints import ALIGNMENT, write_json, write_tensors
+from longstride.launcher.models import TensorHash
+from longstride.launcher.output import WEIGHTS, WEIGHTS_INDEX
 
 Shapes = Mapping[str, Sequence[int]]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

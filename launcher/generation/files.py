@@ -10,7 +10,7 @@ import numpy as np
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.generation.plain_files import check_new, write_new
-from longstride.launcher.models.model_data import ModelData
+from longstride.launcher.models import ModelData
 
 _SUFFIXES = {"image": ".png", "audio": ".wav"}
 _TILE_PIXELS = 96  # of the longer side, at least: smaller pictures are shown with their pixels as squares
@@ -37,7 +37,7 @@ def output_files(output: Path, data: ModelData, count: int) -> list[Path]:
 
 def write_sounds(files: Sequence[Path], sounds: np.ndarray, rate: int) -> None:
     """(n, frames) uint8 of mu-law -> a WAV file each."""
-    from longstride.data_pipelines.modalities.audio import Audio
+    from longstride.data_pipelines.modalities import Audio
 
     for file, sound in zip(files, sounds, strict=True):
         write_new(file, Audio().encode(sound, {"rate": rate}))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.evaluation.exact_sums import ExactSums
+from longstride.launcher.evaluation import ExactSums
 from longstride.sparse_model import SparseTransformer
 
 _MOST_POSITIONS = 1 << 16  # computed at once, unless told otherwise

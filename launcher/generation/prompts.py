@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.models.model_data import ModelData
+from longstride.launcher.models import ModelData
 
 
 def read_prompt(text: str, path: Path | None) -> bytes:
@@ -77,8 +77,8 @@ def read_sound(
         ConfigError: the model writes no sounds, or the sound is not so long.
         DataError: it cannot be read as a sound.
     """
-    from longstride.data_pipelines import DataError
-    from longstride.data_pipelines.modalities.audio import Audio
+    from longstride.data_pipelines.errors import DataError
+    from longstride.data_pipelines.modalities import Audio
 
     option = f"{name}={path}"
     if data.modality != "audio":

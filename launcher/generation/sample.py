@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.json_file import load_json_object
+from longstride.launcher.config import load_json_object
 from longstride.launcher.generation import files as sample_files
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.generation.plain_files import named, read_file
 from longstride.launcher.generation.prompts import frames_in, kept_rows, read_picture, read_prompt, read_sound
-from longstride.launcher.models.exported import computing_numbers, load_model, usable_device
-from longstride.launcher.models.model_data import MODALITIES, ModelData
-from longstride.launcher.output.byte_counter import ByteCounter
-from longstride.launcher.output.folders import CONFIG
+from longstride.launcher.models import MODALITIES, ModelData, computing_numbers, load_model, usable_device
+from longstride.launcher.output import CONFIG, ByteCounter
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.generation import generate
 

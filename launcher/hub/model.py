@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longstride.launcher.models.hub_files import MODEL_TYPE
+from longstride.launcher.models import MODEL_TYPE
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.session import Session
 

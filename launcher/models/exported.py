@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from longstride.kernels import check_backend
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.json_file import load_json_object
+from longstride.launcher.config import load_json_object
 from longstride.launcher.models.fingerprint import MAPPED_BYTES, STORED, TensorHash, combined
-from longstride.launcher.output.folders import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from longstride.launcher.output import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 EXPORT_FORMAT = 1

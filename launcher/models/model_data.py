@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.output.folders import CONFIG
+from longstride.launcher.output import CONFIG
 from longstride.sparse_model.config import ImageEmbedding, ModelConfig
 
 if TYPE_CHECKING:  # which knows of deepspeed's configurations
-    from longstride.launcher.config.run_config import RunConfig
+    from longstride.launcher.config import RunConfig
 
 MODALITIES = ("audio", "image", "text")  # the data room's, which is imported only where it is needed: it takes a second
 _SIZES = ("height", "width", "channels")
@@ -77,7 +77,9 @@ def describe(config: RunConfig) -> dict[str, Any]:
 
     Nothing is fetched for it.
     """
-    from longstride.data_pipelines import DataError, load_manifest, open_store
+    from longstride.data_pipelines.errors import DataError
+    from longstride.data_pipelines.shards import load_manifest
+    from longstride.data_pipelines.stores import open_store
 
     embedding = config.model.embedding
     properties = {name: getattr(embedding, name) for name in _SIZES} if isinstance(embedding, ImageEmbedding) else {}

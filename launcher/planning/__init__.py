@@ -1,1 +1,1 @@
-"""TODO face."""
+"""What a run costs, before anything starts: `longstride plan`."""

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from longstride.launcher.config.deepspeed_keys import precision
-from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.config import RunConfig, precision
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 REHEARSED_LAYERS = (2, 3)

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.deepspeed_keys import precision, zero_stage
-from longstride.launcher.config.run_config import RunConfig, check_world_size, load_config
+from longstride.launcher.config import RunConfig, check_world_size, load_config, precision, zero_stage
 
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
 _GIB = 2**30

@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 
-from longstride.data_pipelines import DataError
+from longstride.data_pipelines.errors import DataError
 from longstride.kernels.plan import num_pairs
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.data.run_data import RunData
-from longstride.launcher.data.steps import check_warmup, steps_of
-from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import RunData, check_warmup, steps_of
+from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "output")

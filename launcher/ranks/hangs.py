@@ -25,8 +25,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from longstride.launcher.output.exit_codes import HUNG
-from longstride.launcher.output.folders import STACKS
+from longstride.launcher.output import HUNG, STACKS
 from longstride.launcher.ranks.stacks import Address, Neighbour, Reading, Sheet
 
 _LOOK_SECONDS = 0.5

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher.output.folders import LOCK
+from longstride.launcher.output import LOCK
 from longstride.launcher.ranks.processes import Ranks, gather_objects
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)

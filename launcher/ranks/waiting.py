@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from longstride.launcher.output.reporting import AgreedError, is_wrong_input, told_line
+from longstride.launcher.output import AgreedError, is_wrong_input, told_line
 from longstride.launcher.ranks.processes import Ranks, gather_objects
 
 _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest

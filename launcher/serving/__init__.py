@@ -1,1 +1,1 @@
-"""TODO face."""
+"""An exported model behind HTTP, with a page to try it: `longstride serve`. Needs aiohttp."""

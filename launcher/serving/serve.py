@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher.models.exported import Exported, load_model, usable_device
+from longstride.launcher.models import Exported, load_model, usable_device
 from longstride.sparse_model import SparseTransformer
 
 _BYTE_VALUES = 256

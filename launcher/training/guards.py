@@ -5,7 +5,6 @@ Nothing here computes or communicates: the figures are those of all ranks togeth
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ from typing import Any
 
 from pydantic import Field
 
-from longstride.launcher.config.run_config import GuardPolicy, GuardsConfig
+from longstride.launcher.config import GuardPolicy, GuardsConfig
+from longstride.launcher.engine import Overflow
 from longstride.sparse_model.strict import StrictModel
 
 _KEYS = {
@@ -22,15 +22,6 @@ _KEYS = {
     "spike": "train.guards.spike.policy",
     "overflows": "train.guards.max_skips_in_a_row",
 }
-
-
-class Overflow(enum.Enum):
-    """Why the optimiser did not take a step whose loss was a number."""
-
-    SCALE = enum.auto()  # fp16: the loss scale was too high and falls, as it is meant to
-    FLOOR = enum.auto()  # fp16: so it was, and cannot fall
-    FIXED = enum.auto()  # fp16 with a fixed scale
-    GRADIENT = enum.auto()  # bf16, fp32: a gradient is no finite number by itself
 
 
 @dataclass(frozen=True, slots=True)

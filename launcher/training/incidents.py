@@ -14,10 +14,9 @@ from typing import Any
 from pydantic import Field
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.manifest import write_json
-from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.config.run_config import GuardPolicy
-from longstride.launcher.output.folders import GUARDS
+from longstride.launcher.checkpoints import write_json
+from longstride.launcher.config import GuardPolicy, load_json_object
+from longstride.launcher.output import GUARDS
 from longstride.launcher.training.guards import Verdict
 from longstride.sparse_model.strict import StrictModel
 

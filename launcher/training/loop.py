@@ -16,20 +16,20 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from longstride.data_pipelines import Batch, ByteStream, PlainStream, StreamState
-from longstride.launcher.checkpoints.saving import NotSavedError, Saver
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.data.run_data import RunData, Taken, together
+from longstride.data_pipelines.order import Batch, ByteStream, StreamState
+from longstride.data_pipelines.plain import PlainStream
+from longstride.launcher.checkpoints import NotSavedError, Saver
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import RunData, Taken, together
+from longstride.launcher.engine import Before, poisoned, weights_are_finite
 from longstride.launcher.engine import build as ours
-from longstride.launcher.engine.dropped_steps import Before, poisoned, weights_are_finite
-from longstride.launcher.evaluation.evaluate import evaluate_split
-from longstride.launcher.output.metrics import Recorder, bits_per_byte, device_seconds, holds_line
-from longstride.launcher.output.reporting import AgreedError
-from longstride.launcher.ranks.hangs import Watch
-from longstride.launcher.ranks.processes import Ranks, barrier, gather_float64, gather_objects
-from longstride.launcher.stops.stopping import StopAskedError, StopFlag
+from longstride.launcher.evaluation import evaluate_split
+from longstride.launcher.output import AgreedError, bits_per_byte, holds_line
+from longstride.launcher.ranks import Ranks, Watch, barrier, gather_float64, gather_objects
+from longstride.launcher.stops import StopAskedError, StopFlag
 from longstride.launcher.training.guards import Guards, GuardStopError
 from longstride.launcher.training.incidents import as_number
+from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.rewinding import Response
 
 

@@ -18,17 +18,22 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines import Batch, StreamState
+from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, first_whole, list_checkpoints, load_checkpoint
-from longstride.launcher.checkpoints.matching import check_matches, needs_conversion, told_layout
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.data.run_data import RunData, Taken, together
+from longstride.launcher.checkpoints import (
+    Checkpoint,
+    check_matches,
+    first_whole,
+    list_checkpoints,
+    load_checkpoint,
+    needs_conversion,
+    told_layout,
+)
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import RunData, Taken, together
 from longstride.launcher.engine import build as ours
-from longstride.launcher.output import exit_codes
-from longstride.launcher.output.metrics import find_lines
-from longstride.launcher.output.reporting import tell_passed_over, told_at_once
-from longstride.launcher.ranks.processes import Ranks, barrier, gather_objects, process_group
+from longstride.launcher.output import exit_codes, find_lines, tell_passed_over, told_at_once
+from longstride.launcher.ranks import Ranks, barrier, gather_objects, process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards
 from longstride.launcher.training.incidents import Incident, as_number, read_incidents

@@ -10,31 +10,33 @@ from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines import DataError, StreamState
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order import StreamState
 from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher.checkpoints.checkpoint import (
+from longstride.launcher.checkpoints import (
     Checkpoint,
+    check_matches,
+    check_probe,
     first_whole,
     list_checkpoints,
     load_checkpoint,
     load_generators,
+    load_universal,
+    needs_conversion,
     open_checkpoint,
+    point_to,
+    ready_universal,
+    remove_leftovers,
+    seed_generators,
+    set_aside_beyond,
+    told_conversion,
+    write_json,
 )
-from longstride.launcher.checkpoints.manifest import write_json
-from longstride.launcher.checkpoints.matching import check_matches, needs_conversion, told_conversion
-from longstride.launcher.checkpoints.probe import check_probe
-from longstride.launcher.checkpoints.reshape import load_universal, seed_generators
-from longstride.launcher.checkpoints.retention import point_to, remove_leftovers, set_aside_beyond
-from longstride.launcher.checkpoints.universal import ready_universal
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.data.checks import check_output
-from longstride.launcher.data.run_data import RunData
-from longstride.launcher.engine.build import apply_settings
-from longstride.launcher.output.folders import CHECKPOINTS, CONFIG
-from longstride.launcher.output.metrics import cut_metrics
-from longstride.launcher.output.reporting import AgreedError, tell_passed_over
-from longstride.launcher.ranks.processes import Ranks, barrier, gather_objects
-from longstride.launcher.ranks.waiting import first_works, look_until, seen
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import RunData, check_output
+from longstride.launcher.engine import apply_settings
+from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError, cut_metrics, tell_passed_over
+from longstride.launcher.ranks import Ranks, barrier, first_works, gather_objects, look_until, seen
 
 _MARK = ".start-"  # of the file by which all ranks see that they share the run folder
 

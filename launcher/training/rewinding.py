@@ -11,20 +11,25 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines import Batch, StreamState
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, first_whole, list_checkpoints, load_checkpoint
-from longstride.launcher.checkpoints.matching import needs_conversion
-from longstride.launcher.checkpoints.retention import point_to, set_aside_beyond
-from longstride.launcher.checkpoints.saving import told_error
-from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.data.run_data import Taken
-from longstride.launcher.engine.build import apply_settings
-from longstride.launcher.output.folders import GUARDS
-from longstride.launcher.output.metrics import Recorder
-from longstride.launcher.output.reporting import tell_passed_over
-from longstride.launcher.ranks.processes import Ranks, gather_objects
+from longstride.data_pipelines.order import Batch, StreamState
+from longstride.launcher.checkpoints import (
+    Checkpoint,
+    first_whole,
+    list_checkpoints,
+    load_checkpoint,
+    needs_conversion,
+    point_to,
+    set_aside_beyond,
+    told_error,
+)
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import Taken
+from longstride.launcher.engine import apply_settings
+from longstride.launcher.output import GUARDS, tell_passed_over
+from longstride.launcher.ranks import Ranks, gather_objects
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict
 from longstride.launcher.training.incidents import Incident, Origin, make_incident, write_incident
+from longstride.launcher.training.recorder import Recorder
 
 
 class Response:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import long_context
-from longstride.data_pipelines import DataFolder
+from longstride.data_pipelines.shards.reading import DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.order_at_scale import main, paper_manifest, plan_rank
-from longstride.data_pipelines import ByteStream
+from longstride.data_pipelines.order.stream import ByteStream
 
 
 def test_ranks_together_read_what_one_process_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ from benchmarks.paper_training import (
     spread_regions,
     windows,
 )
-from longstride.data_pipelines import Batch, EvaluationBatch, StreamState
+from longstride.data_pipelines.order.evaluation import EvaluationBatch
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import sparse_attention
 from longstride.sparse_model import SparseTransformer
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from longstride.data_pipelines import Manifest
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.shards.manifest import ShardRecord
+from longstride.data_pipelines.shards.manifest import Manifest, ShardRecord
 
 
 @dataclass(frozen=True)

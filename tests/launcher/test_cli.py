@@ -67,7 +67,7 @@ def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_command_line_needs_neither_torch_nor_deepspeed_to_start() -> None:
-    code = "import sys, launcher.cli; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
+    code = "import sys, longstride.launcher.cli; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

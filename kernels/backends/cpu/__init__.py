@@ -1,1 +1,1 @@
-"""TODO face."""
+"""Sparse attention on a CPU: dense products over gathered tiles."""

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import webdataset as wds
 
-from longstride.data_pipelines import DataError, modality_named, open_store
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.documents.documents import FileDocument
 from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES, pack
-from longstride.data_pipelines.errors import os_errors_told
+from longstride.data_pipelines.errors import DataError, os_errors_told
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.verify import verify
+from longstride.data_pipelines.stores.stores import open_store
 from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, write_files
 
 UNFINISHED = ".data.unfinished"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from longstride.data_pipelines import DataError, build_dataset
-from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.building.build import build, build_dataset
 from longstride.data_pipelines.building.crew import Crew, join_crew
 from longstride.data_pipelines.documents.planning import FileSettings, make_plan
+from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from tests.harness.data.builds import ended, folder_bytes, numbered_files, outcome, start, worker_words, write_files
 from tests.harness.data.published_files import CIFAR_BATCHES, pictures, tarred, write_cifar

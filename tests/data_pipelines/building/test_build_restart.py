@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from longstride.data_pipelines import DataError
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
 from tests.harness.data.builds import (
     PATIENCE_SECONDS,
     ended,

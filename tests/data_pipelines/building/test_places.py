@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from longstride.data_pipelines import DataError
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.building.places import check_places
+from longstride.data_pipelines.errors import DataError
 from tests.harness.data.builds import numbered_files, payloads_of, write_files
 
 

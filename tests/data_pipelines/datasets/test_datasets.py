@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from longstride.data_pipelines import DATASETS, DataError, build_dataset, split_bytes
+from longstride.data_pipelines.building.build import build_dataset
+from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.datasets import dataset as dataset_module
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
 from longstride.data_pipelines.datasets.enwik8 import ENWIK8
@@ -23,6 +24,8 @@ from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
 from longstride.data_pipelines.datasets.parts import Parts, Run
 from longstride.data_pipelines.datasets.published import Known
 from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.manifest import Manifest
 from longstride.data_pipelines.shards.verify import verify
 from tests.harness.data.builds import OutOfOrder, folder_bytes, write_files

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longstride.data_pipelines import DATASETS, DataError, build_dataset
+from longstride.data_pipelines.building.build import build_dataset
+from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.datasets.enwik8 import ENWIK8
 from longstride.data_pipelines.datasets.published import Archive, Known
+from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.stores.cache import lock_file, unlock_file
 from tests.harness.data.builds import folder_bytes
 from tests.harness.data.faulty_server import FaultyServer

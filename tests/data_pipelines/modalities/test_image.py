@@ -12,8 +12,11 @@ import webdataset as wds
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from longstride.data_pipelines import MODALITIES, ByteStream, DataError, evaluation_contexts, split_bytes
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MODALITIES
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
+from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.verify import verify
 
 IMAGE = MODALITIES["image"]

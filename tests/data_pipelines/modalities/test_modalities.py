@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from longstride.data_pipelines import MODALITIES, DataError, modality_named
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MODALITIES, modality_named
 
 
 def write_text(path):

@@ -11,13 +11,15 @@ import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longstride.data_pipelines import MODALITIES, DataError, split_bytes
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.modalities.decoder import decoded
 from longstride.data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
 from longstride.data_pipelines.modalities.resampler import resampled, resampled_frames
 from longstride.data_pipelines.modalities.sound import BLOCK_FRAMES
 from longstride.data_pipelines.modalities.stated_length import check_stated_length
+from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.verify import verify
 from tests.data_pipelines.modalities.test_audio import pcm, tone, wav
 from tests.harness.data.builds import OutOfOrder, folder_bytes

@@ -6,7 +6,9 @@ import shutil
 import pytest
 import torch
 
-from longstride.data_pipelines import ByteStream, DataError, evaluation_contexts
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import evaluation_contexts
+from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.stores.stores import open_store
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longstride.data_pipelines import DataError, evaluation_contexts, split_bytes
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 
 
 def test_split_bytes_are_the_shards_payloads(corpus):

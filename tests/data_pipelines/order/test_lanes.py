@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longstride.data_pipelines import DataError, Lanes, StreamState
-from longstride.data_pipelines.order.lanes import block_order, shard_order, substitutes
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.lanes import Lanes, StreamState, block_order, shard_order, substitutes
 
 LANES = st.builds(
     lambda context, extra, global_batch: Lanes(context + extra, context, global_batch),

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longstride.data_pipelines import ByteStream, Cut, DataError, Lanes, StreamState
-from longstride.data_pipelines.order.lanes import block_order, shard_order
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.contexts import Cut
+from longstride.data_pipelines.order.lanes import Lanes, StreamState, block_order, shard_order
+from longstride.data_pipelines.order.stream import ByteStream
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 WORKERS = (0, 1, 3)

@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longstride.data_pipelines import Cut, DataError, evaluation_contexts, plain_context, plain_contexts, read_context
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.contexts import Cut
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, read_context
+from longstride.data_pipelines.plain.plain_evaluation import plain_context, plain_contexts
 from tests.data_pipelines.order.test_contexts import shard_documents
 from tests.data_pipelines.plain.test_streaming import write_shards
 

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 import webdataset as wds
 
-from longstride.data_pipelines import ByteStream, Cut, DataError, evaluation_contexts, modalities
+from longstride.data_pipelines import modalities
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.contexts import Cut
+from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.order.lanes import shard_order
+from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.plain.plain_evaluation import plain_contexts
 from longstride.data_pipelines.plain.plain_shards import Turn
 from longstride.data_pipelines.plain.streaming import PlainStream

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstride.data_pipelines import ByteStream, DataError, evaluation_contexts, open_store
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import evaluation_contexts
+from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.verify import verify
+from longstride.data_pipelines.stores.stores import open_store
 
 VICTIM = "train-00001.tar"
 

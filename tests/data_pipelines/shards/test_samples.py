@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from longstride.data_pipelines import DataError, sample_documents
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.shards.samples import sample_documents
 
 ALL = 10**6
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longstride.data_pipelines import DataError, check_split, load_manifest, open_store
-from longstride.data_pipelines.shards.index import INDEX_DTYPE, index_bytes, index_to_bytes
-from longstride.data_pipelines.shards.verify import verify
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.shards.index import INDEX_DTYPE, index_bytes, index_to_bytes, load_manifest
+from longstride.data_pipelines.shards.verify import check_split, verify
+from longstride.data_pipelines.stores.stores import open_store
 
 
 @pytest.fixture

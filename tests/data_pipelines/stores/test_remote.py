@@ -17,9 +17,10 @@ import fsspec
 import pytest
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores import download
 from longstride.data_pipelines.stores.cache import Cache
-from longstride.data_pipelines.stores.stores import RemoteSettings, StoredFile, open_store
+from longstride.data_pipelines.stores.stores import StoredFile, open_store
 from tests.harness.data.faulty_server import FAULTS, FaultyServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -275,7 +276,8 @@ def test_lock_of_a_killed_parent_does_not_live_on_in_its_child(bucket, tmp_path)
 
 EXPECT = """
 import sys, time
-from data_pipelines.stores import RemoteSettings, StoredFile, open_store
+from longstride.data_pipelines.stores.stores import StoredFile, open_store
+from longstride.data_pipelines.settings import RemoteSettings
 url, cache, name, size, sha256 = sys.argv[1:]
 store = open_store(url, RemoteSettings(cache=cache, timeout_seconds=60))
 store.bind("0123456789abcdef")
@@ -433,7 +435,7 @@ def test_credentials_are_used_and_never_shown(bucket, opened, caplog):
 def test_missing_library_is_named_with_what_to_install():
     script = (
         "import sys; sys.modules.update(aiohttp=None, s3fs=None)\n"
-        "from data_pipelines.stores import open_store\n"
+        "from longstride.data_pipelines.stores.stores import open_store\n"
         "for location in ('https://host/data', 's3://bucket/data'):\n"
         "    try: open_store(location)\n"
         "    except ValueError as error: print(error)"

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstride.data_pipelines import ByteStream, DataError, RemoteSettings, evaluation_contexts
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import evaluation_contexts
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import download
 from tests.harness.data.faulty_server import FaultyServer

@@ -1,6 +1,6 @@
-"""A build in a process of its own, as one rank or alone: `longstride.data_pipelines.building.build` and nothing that it does not need.
+"""A build in a process of its own, as one rank or alone.
 
-Importing torch costs seconds on every rank, and a build never uses it: neither it nor the rest of the room is imported.
+Importing torch costs seconds on every rank, and a build never uses it: it is not imported.
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ import json
 import os
 import shutil
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 sys.modules["torch"] = None  # type: ignore[assignment]  # webdataset would import it
-room = types.ModuleType("data_pipelines")
-room.__path__ = [str(ROOT / "data_pipelines")]
-sys.modules["data_pipelines"] = room  # its __init__ imports the streams, which need torch
 
 from longstride.data_pipelines.building.build import build  # noqa: E402  the path comes first
 from longstride.data_pipelines.building.crew import Crew, join_crew  # noqa: E402

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from longstride.data_pipelines import load_manifest, open_store
 from longstride.data_pipelines.building.crew import Crew
+from longstride.data_pipelines.shards.index import load_manifest
+from longstride.data_pipelines.stores.stores import open_store
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = ROOT / "tests" / "harness" / "data" / "build_worker.py"

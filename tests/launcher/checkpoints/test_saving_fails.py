@@ -16,8 +16,8 @@ import pytest
 
 from longstride.launcher.checkpoints.checkpoint import list_checkpoints, verify_together
 from longstride.launcher.checkpoints.files import write_pickle
-from longstride.launcher.output.metrics import LineFile
 from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training.recorder import LineFile
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import ROOT, metrics, plain_environment
 from tests.launcher.conftest import chunks

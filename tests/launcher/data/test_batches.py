@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from longstride.data_pipelines import EvaluationBatch
+from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data import run_data as batches
 from longstride.launcher.data.run_data import RunData, together

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from longstride.data_pipelines import Cut, evaluation_contexts, split_bytes
+from longstride.data_pipelines.order.contexts import Cut
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config

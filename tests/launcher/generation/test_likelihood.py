@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from longstride.data_pipelines import evaluation_contexts, modality_named, split_bytes
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.launcher import cli
 from longstride.launcher.evaluation.evaluate import evaluation_line, score
 from longstride.launcher.generation.likelihood import likelihood

@@ -112,7 +112,7 @@ def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -
     program = (
         "import sys\n"
         "for name in ('deepspeed', 'triton', 'mpi4py', 'webdataset'): sys.modules[name] = None\n"
-        "from launcher.cli import main\n"
+        "from longstride.launcher.cli import main\n"
         f"assert main(['sample', {str(exported)!r}, '--bytes', '3']) == 0\n"
         f"assert main(['sample', {str(exported)!r}, '--likelihood', {config!r}]) == 0\n"
         f"words = ['compress', {config!r}, '--model', {str(exported)!r}, '--output', {str(tmp_path / 'out.lsz')!r}]\n"

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from longstride.launcher.output.metrics import BarProgress, LineProgress, bits_per_byte, make_progress
+from longstride.launcher.output.metrics_file import bits_per_byte
+from longstride.launcher.training.recorder import BarProgress, LineProgress, make_progress
 
 
 class Terminal(io.StringIO):

@@ -123,7 +123,7 @@ def test_wrong_plan_is_refused_in_one_line(words: list[str], line: str, capsys: 
 
 
 def test_plan_needs_no_deepspeed_and_writes_nothing(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['deepspeed'] = None; from launcher import cli; sys.exit(cli.main(sys.argv[1:]))"
+    code = "import sys; sys.modules['deepspeed'] = None\nfrom longstride.launcher.cli import main\nsys.exit(main())"
     command = [sys.executable, "-c", code, "plan", "demo"]
     environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)

@@ -63,11 +63,11 @@ def test_planned_activations_are_those_of_a_real_step(
 DEEPSPEEDS_OWN = """
 import json, sys
 import deepspeed, torch
-from launcher.config import load_config
-from launcher.cpu_accelerator import prepare_accelerator
-from launcher.plan_memory import activations, count
-from launcher.processes import Ranks, process_group
-from sparse_model import SparseTransformer
+from longstride.launcher.config.run_config import load_config
+from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.planning.memory import activations, count
+from longstride.launcher.ranks.processes import Ranks, process_group
+from longstride.sparse_model import SparseTransformer
 prepare_accelerator()
 config = load_config(sys.argv[1], sys.argv[2:])
 with process_group(Ranks(), 60):

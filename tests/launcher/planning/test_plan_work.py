@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from longstride.data_pipelines import DataError
+from longstride.data_pipelines.errors import DataError
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work

@@ -83,7 +83,7 @@ def test_every_group_has_the_time_out_however_it_is_made() -> None:
 
 STUCK = """
 import sys, time
-from launcher.stacks import Sheet
+from longstride.launcher.ranks.stacks import Sheet
 sheet = Sheet(1)
 sheet.at("step 7")
 def stuck_here():

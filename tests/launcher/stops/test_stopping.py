@@ -45,7 +45,7 @@ def test_signal_to_one_rank_stops_all_and_nothing_is_lost(
 _STUCK = """
 import ctypes, sys, threading, time
 from contextlib import nullcontext
-from launcher import stopping
+from longstride.launcher.stops import stopping
 stopping._ONE_STOP_SECONDS = 0.5
 stop = stopping.StopFlag()
 stop.listen()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstride.data_pipelines import StreamState
+from longstride.data_pipelines.order.lanes import StreamState
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData, Taken, together

@@ -15,7 +15,7 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import list_checkpoints, newer_refusals, open_checkpoint, set_aside
 from longstride.launcher.checkpoints.manifest import find_damage, read_manifest
 from longstride.launcher.output import exit_codes
-from longstride.launcher.output.metrics import cut_metrics
+from longstride.launcher.output.metrics_file import cut_metrics
 from tests.harness.runs import metrics, spawn
 
 Trained = Callable[..., Path]

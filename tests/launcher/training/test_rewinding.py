@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from longstride.data_pipelines import StreamState
+from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder
 from longstride.launcher.checkpoints.retention import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.output import metrics
 from longstride.launcher.output.folders import CHECKPOINTS
-from longstride.launcher.output.metrics import Recorder
 from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training import recorder as metrics
 from longstride.launcher.training import rewinding
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict
 from longstride.launcher.training.incidents import read_incidents
+from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.rewinding import Response
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 
