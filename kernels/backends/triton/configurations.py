@@ -1,4 +1,4 @@
-"""Tile edges, warps and pipeline stages: one table an architecture. ``benchmarks/tune.py`` measures them.
+"""Tile edges, warps and pipeline stages: one table an architecture. ``benchmarks/attention/tune.py`` measures them.
 
 A row serves every case that is no wider than its key; rows go from narrow to wide. Of each kernel it has one or more
 candidates, and a plan takes the one for which the pairs that it computes, divided by the candidate's rate, are fewest:
