@@ -1,7 +1,8 @@
 """Pictures to learn from where a machine has none: letters of matplotlib's own fonts on white paper.
 
 ``python benchmarks/paper/pictures_from_fonts.py DIR --count N`` writes PNG files of up to three letters, each in a
-font, size, ink, place and angle of its own. Inks are few, so that a short training learns more than what colours there are.
+font, size, ink, place and angle of its own. Inks are few, so that a short training learns more than what colours there
+are.
 """
 
 from __future__ import annotations

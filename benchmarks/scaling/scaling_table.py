@@ -1,6 +1,7 @@
 """The tables of docs/clusters.md, made from the file that benchmarks/scaling/scaling.py writes.
 
-`python benchmarks/scaling/scaling_table.py` writes them into the page and draws the picture anew; a test holds that they agree.
+`python benchmarks/scaling/scaling_table.py` writes them into the page and draws the picture anew. A test holds that
+they agree.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Peak memory of `longstride export`: a 152M-parameter model saved in ZeRO 3 by four ranks.
 
-``python benchmarks/training/export.py``: four processes save a checkpoint by the trainer's own code, behind one step on few
-positions; then a fresh process a case exports it. Private memory (RssAnon of /proc/PID/status: what a process has of
-its own; mapped files are the system's cache, and are given back under pressure) is read a thousand times a second from
-outside; the peak of all resident pages (VmHWM) is the kernel's own. Both are told above what the process held once it
-had imported everything, and as they are. The bar: 1.3 × (the largest tensor + the largest file written).
+``python benchmarks/training/export.py``: four processes save a checkpoint by the trainer's own code, behind one step on
+few positions; then a fresh process a case exports it. Private memory (RssAnon of /proc/PID/status: what a process has
+of its own; mapped files are the system's cache, and are given back under pressure) is read a thousand times a second
+from outside; the peak of all resident pages (VmHWM) is the kernel's own. Both are told above what the process held once
+it had imported everything, and as they are. The bar: 1.3 × (the largest tensor + the largest file written).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank that saves one checkpoint: ``python benchmarks/training/export_worker.py RUN.json``, started by benchmarks/training/export.py.
+"""A rank that saves one checkpoint, started by benchmarks/training/export.py: ``export_worker.py RUN.json``.
 
 The model is whole and the engine the trainer's own. It takes one real step on few positions, as no parameter depends on
 their number, and saves by the trainer's own code, which computes the probe on the whole context.

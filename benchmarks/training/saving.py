@@ -1,8 +1,8 @@
 """Seconds for which a checkpoint holds up training, written at once and in the background.
 
-``python benchmarks/training/saving.py``: one process trains a model by DeepSpeed's engine and saves by the trainer's own code.
-The two ways take turns within one run: some steps alone, then a save and the same number of steps. What a save costs is
-what that takes longer, whether the loop stands still or the writing slows the steps down.
+``python benchmarks/training/saving.py``: one process trains a model by DeepSpeed's engine and saves by the trainer's
+own code. The two ways take turns within one run: some steps alone, then a save and the same number of steps. What a
+save costs is what that takes longer, whether the loop stands still or the writing slows the steps down.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Seconds of one whole training step with our sparse attention, and of the same model with torch's dense attention.
 
-``python benchmarks/training/training_step.py``: forward, loss, backward and fused AdamW of the enwik8 model (30 layers, context
-12,288), with activation checkpointing and without. One model serves all variants: where it calls ``sparse_attention``,
-another function stands in its place, and the variants take turns. In bf16 the weights are bf16, as the engine trains.
+``python benchmarks/training/training_step.py``: forward, loss, backward and fused AdamW of the enwik8 model (30 layers,
+context 12,288), with activation checkpointing and without. One model serves all variants: where it calls
+``sparse_attention``, another function stands in its place, and the variants take turns. In bf16 the weights are bf16,
+as the engine trains.
 """
 
 from __future__ import annotations
