@@ -1,4 +1,4 @@
-"""The drawings of README.md and docs/: ``python docs/draw.py`` makes them anew, and a test holds that they are up to date.
+"""The drawings of README.md and docs/. ``python docs/draw.py`` makes them anew; a test holds that they are up to date.
 
 - ``docs/pictures/rooms.svg``: the rooms, from the imports of every file.
 - ``docs/pictures/patterns.svg``: who reads whom under each pattern, with what it costs, from benchmarks/results/.
@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-import torch
+import torch  # noqa: E402  the path comes first
 
-from longstride.kernels.patterns import Pattern, pattern_from_json
+from longstride.kernels.patterns import Pattern, pattern_from_json  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 TOUR = ROOT / "docs" / "tour.md"
@@ -80,7 +81,7 @@ def _with_line(stop: re.Match[str]) -> str:
 
 
 def arrows_of_rooms() -> dict[str, set[str]]:
-    """For every room, or file beside the rooms, those that its files import: ``launcher/data`` -> ``launcher/config``."""
+    """For every room, and every file beside the rooms, those that it imports: ``launcher/data`` -> ``launcher/config``."""
     arrows: dict[str, set[str]] = {}
     for big in BIG_ROOMS:
         for path in sorted((ROOT / big).rglob("*.py")):
@@ -141,12 +142,7 @@ def rooms_drawing(arrows: dict[str, set[str]]) -> str:
         )
         text = f"{inside or big}" + ("" if files else ".py")
         below = f"{big}, {files} files" if files else big
-        lines.append(
-            f"<text x='{x:.0f}' y='{y - 2:.0f}' text-anchor='middle' font-size='13' fill='{INK}'>{text}</text>"
-        )
-        lines.append(
-            f"<text x='{x:.0f}' y='{y + 11:.0f}' text-anchor='middle' font-size='9' fill='{INK}'>{below}</text>"
-        )
+        lines += [_text(x, y - 2, 13, text), _text(x, y + 11, 9, below)]
     head = (
         f"<marker id='head' viewBox='0 0 8 8' refX='6' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
         f"<path d='M0 0L8 4L0 8z' fill='{FAINT}'/></marker>"
@@ -166,9 +162,7 @@ def _arranged(floors: list[list[str]], arrows: dict[str, set[str]]) -> dict[str,
     for turn in range(12):
         for level, rooms in enumerate(floors):
             if turn:
-                rooms.sort(
-                    key=lambda room: sum(places[n][0] for n in sorted(neighbours[room])) / max(len(neighbours[room]), 1)
-                )
+                rooms.sort(key=lambda room: fmean([places[n][0] for n in sorted(neighbours[room])] or [0]))
             step = width / len(rooms)
             y = (len(floors) - level - 0.5) * FLOOR + GAP / 2
             places |= {room: (GAP / 2 + step * (number + 0.5), y) for number, room in enumerate(rooms)}
@@ -176,7 +170,7 @@ def _arranged(floors: list[list[str]], arrows: dict[str, set[str]]) -> dict[str,
 
 
 def patterns_drawing() -> str:
-    """Four patterns as matrices, queries down and keys across, each with its density and speed at a context of 12,288."""
+    """Four patterns as matrices, each with its density and speed at a context of 12,288."""
     (path,) = sorted((ROOT / "benchmarks" / "results").glob("attention-amd-epyc.json"))
     measured = json.loads(path.read_text())
     side, lines = SHOWN * CELL, []
@@ -187,10 +181,7 @@ def patterns_drawing() -> str:
         middle, below = left + side // 2, GAP + side
         cost = "torch's own: 1×" if name == "dense" else f"{speed:.1f}× as fast"
         captions = ((16, 13, name), (33, 11, f"{density:.1%} of the pairs"), (48, 11, cost))
-        for down, size, words in captions:
-            lines.append(
-                f"<text x='{middle}' y='{below + down}' text-anchor='middle' font-size='{size}' fill='{INK}'>{words}</text>"
-            )
+        lines += [_text(middle, below + down, size, words) for down, size, words in captions]
     return _svg(len(DRAWN) * (side + 2 * GAP), side + 2 * GAP + 44, lines)
 
 
@@ -218,6 +209,10 @@ def _cost(measured: dict, name: str) -> tuple[float, float]:
         == (name, CONTEXT, HEAD_WIDTH, "float32", 128)
     )
     return timing["ratio_to_dense"]["both"], timing["density"]
+
+
+def _text(x: float, y: float, size: int, words: str) -> str:
+    return f"<text x='{x:.0f}' y='{y:.0f}' text-anchor='middle' font-size='{size}' fill='{INK}'>{words}</text>"
 
 
 def _svg(width: int, height: int, lines: list[str]) -> str:
