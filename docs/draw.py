@@ -81,7 +81,7 @@ def _with_line(stop: re.Match[str]) -> str:
 
 
 def arrows_of_rooms() -> dict[str, set[str]]:
-    """For every room, and every file beside the rooms, those that it imports: ``launcher/data`` -> ``launcher/config``."""
+    """For every room, and every file beside the rooms, those that it imports, by names such as ``launcher/data``."""
     arrows: dict[str, set[str]] = {}
     for big in BIG_ROOMS:
         for path in sorted((ROOT / big).rglob("*.py")):
