@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from longstride.launcher.output import CHECKPOINTS, CONFIG, METRICS
+from longstride.launcher.output import file_names
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TAIL_BYTES = 1 << 16
@@ -24,13 +24,13 @@ class Progress:
 
 def read_progress(run: Path) -> Progress:
     """How far the run in a folder has come; one that has not begun is at 0."""
-    return Progress(max(saved_steps(run), default=0), _recorded(run / METRICS))
+    return Progress(max(saved_steps(run), default=0), _recorded(run / file_names.METRICS))
 
 
 def saved_steps(run: Path) -> list[int]:
     """The steps that have a checkpoint; it is not looked into."""
     try:
-        names = [path.name for path in (run / CHECKPOINTS).iterdir()]
+        names = [path.name for path in (run / file_names.CHECKPOINTS).iterdir()]
     except OSError:
         return []
     return [int(found[1]) for found in map(_NAME.fullmatch, names) if found]
@@ -43,7 +43,7 @@ def is_done(run: Path, last: int | None) -> bool:
     """
     if last is None:
         try:
-            last = json.loads((run / CONFIG).read_text(encoding="utf-8"))["train"]["steps"]
+            last = json.loads((run / file_names.CONFIG).read_text(encoding="utf-8"))["train"]["steps"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
     return last in saved_steps(run)

@@ -20,8 +20,8 @@ from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.launchers import launcher_command
 from longstride.launcher.output.exit_codes import WRONG_INPUT
-from longstride.launcher.output.folders import LOCK
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.file_names import LOCK
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import spawn
 from tests.launcher.training.test_training import RUNS

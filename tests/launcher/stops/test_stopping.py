@@ -16,7 +16,7 @@ import pytest
 
 from longstride.launcher.cluster.progress import read_progress
 from longstride.launcher.output import exit_codes
-from longstride.launcher.output.lasting_output import LastingOutput, lasting_output
+from longstride.launcher.output.messages import LastingOutput, lasting_output
 from longstride.launcher.stops.ancestors import LauncherGone
 from longstride.launcher.stops.stopping import LEAVE_AT_ONCE, StopFile, StopFlag, TimeIsUp
 from tests.harness.runs import ROOT, hear_hangups, metrics, plain_environment, spawn
