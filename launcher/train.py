@@ -85,12 +85,12 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
 def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
     """Reads the configuration and says what else may ask for a stop, then runs."""
     gone = LauncherGone(os.environ)
-    stop.look(gone)
+    stop.add_source(gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.look(StopFile(options.stop_file), held_only=options.replay is None)  # a replay holds no stop
+        stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
-        stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
+        stop.add_source(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
     return _run(config, options, stop, gone)
 
 
@@ -144,7 +144,7 @@ def _train_together(
 
     output = Path(config.train.output)
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
-    with group as watch, stop.held(), run_lock(output, ranks):
+    with group as watch, stop.handled(), run_lock(output, ranks):
         checkpoint = begin(config, asked, data, ranks)
         with exit_on_mistake(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
