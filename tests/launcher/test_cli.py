@@ -160,7 +160,7 @@ def test_longstride_train_starts_one_process_without_a_gpu(
 ) -> None:
     launches = supervised(monkeypatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("longstride.launcher.cluster.launchers.HOSTFILE", tmp_path / "hostfile")
+    monkeypatch.setattr("longstride.launcher.cluster.hosts.HOSTFILE", tmp_path / "hostfile")
     cli.main(["train", "--config", str(config_file)])
     [alone] = (launch.command for launch in launches)
     assert alone[alone.index("--num_gpus") + 1] == "1"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from longstride.launcher.cluster.progress import read_progress
+from longstride.launcher.cluster.restarts import read_progress
 from longstride.launcher.output import exit_codes
 from longstride.launcher.stops.reasons import LEAVE_AT_ONCE, StopFile
 from longstride.launcher.stops.stop_flag import SignalPipe, StopFlag
