@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
-        for line in newer_refusals(arguments.run, checkpoint):
-            say(f"passed over: {line}")
+        for refusal in newer_refusals(arguments.run, checkpoint):
+            say(f"passed over: {refusal}")
     config = read_checkpoint_config(checkpoint.folder)
     prepare_accelerator()
     quieten(config)

@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell(checkpoint: Checkpoint) -> None:
         if passed_over:
-            for line in newer_refusals(arguments.run, checkpoint):
-                say(f"passed over: {line}")
+            for refusal in newer_refusals(arguments.run, checkpoint):
+                say(f"passed over: {refusal}")
 
     checkpoint, seen = export(arguments.run, arguments.step, arguments.output, options, chosen=tell)
     print(seen, file=sys.stderr)
