@@ -20,7 +20,7 @@ from longstride.launcher.checkpoints.files import checkpoint_files
 from longstride.launcher.checkpoints.manifest import MANIFEST, Manifest, find_damage, find_foreign, read_manifest
 from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle, refusal
 from longstride.launcher.engine import set_random_states
-from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError
+from longstride.launcher.output import AgreedError, file_names
 from longstride.launcher.ranks import Ranks, gather_objects, look_until, seen
 
 DEEPSPEED_TAG = "deepspeed"
@@ -45,14 +45,14 @@ class Refusal(NamedTuple):
 
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run / CHECKPOINTS / f"step-{step:08d}"
+    return run / file_names.CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run: Path, *, trusted: bool = False) -> tuple[list[Checkpoint], list[Refusal]]:
     """The checkpoints of a run whose manifest and configuration are whole, newest first, and what else lies there."""
     found: list[Checkpoint] = []
     refused: list[Refusal] = []
-    folders = [path for path in (run / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
+    folders = [path for path in (run / file_names.CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         try:
             found.append(_checked(folder, trusted))
@@ -106,10 +106,10 @@ def agreed_checkpoints(
     opened: list[Checkpoint] = []
     unseen = None
     for name, sha256 in gather_objects(named, ranks)[0]:
-        checkpoint = seen(partial(_looked_up, run / CHECKPOINTS / name, sha256, trusted), end)
+        checkpoint = seen(partial(_looked_up, run / file_names.CHECKPOINTS / name, sha256, trusted), end)
         if checkpoint is None:
             rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
-            unseen = f"{run / CHECKPOINTS / name}: {rule}"
+            unseen = f"{run / file_names.CHECKPOINTS / name}: {rule}"
             break
         opened.append(checkpoint)
     lines = dict.fromkeys(line for line in gather_objects(unseen, ranks) if line)
@@ -202,7 +202,7 @@ def _checked(folder: Path, trusted: bool) -> Checkpoint:
         ConfigError: manifest or configuration is missing or damaged.
     """
     manifest = read_manifest(folder)
-    damage = find_damage(folder, [CONFIG], manifest)
+    damage = find_damage(folder, [file_names.CONFIG], manifest)
     if damage:
         raise ConfigError(*damage)
     return Checkpoint(folder, manifest, trusted)

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config import RunConfig, load_json_object
-from longstride.launcher.output import CONFIG
+from longstride.launcher.output import file_names
 from longstride.sparse_model.strict import StrictModel
 
 FORMAT_VERSION = 2  # 1 knew none of the keys that may be left out
@@ -106,10 +106,10 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         ConfigError: none, or not one of this version's.
     """
     try:
-        return RunConfig.model_validate(load_json_object(folder / CONFIG))
+        return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG))
     except ConfigError as error:
         lines = str(error).splitlines()
-        prefix = f"{folder / CONFIG}: "
+        prefix = f"{folder / file_names.CONFIG}: "
         raise ConfigError(*(line if line.startswith(str(folder)) else prefix + line for line in lines)) from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, checkpoint_folder, list_checkpoints, set_aside
 from longstride.launcher.checkpoints.manifest import flush_folder, missized, write_text
 from longstride.launcher.checkpoints.universal import universal_folder
-from longstride.launcher.output import CHECKPOINTS
+from longstride.launcher.output import file_names
 
 LATEST = "latest"  # for people and their scripts: nothing here reads it
 # What a killed save or removal leaves. Names of ours alone, with a dot that hides them from whatever lists checkpoints.
@@ -77,7 +77,7 @@ def partial_folder(folder: Path) -> Path:
 
 def remove_leftovers(run: Path) -> None:
     """Removes what a killed save or removal left. Nothing else may be saving to this run."""
-    folder = run / CHECKPOINTS
+    folder = run / file_names.CHECKPOINTS
     for path in folder.iterdir() if folder.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             remove_tree(path)

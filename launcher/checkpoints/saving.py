@@ -36,7 +36,7 @@ from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.retention import partial_folder, point_to, remove_leftovers, remove_tree, retire
 from longstride.launcher.config import RunConfig, precision, zero_stage
 from longstride.launcher.engine import parameter_groups, random_states
-from longstride.launcher.output import CONFIG
+from longstride.launcher.output import file_names
 from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class _Attempt:
     def _make_folder(self) -> None:
         remove_leftovers(self._run)
         self._partial.mkdir()  # not its parents: a folder that has gone, or is not mounted, is not made anew
-        write_json(self._partial / CONFIG, self._config.to_json())
+        write_json(self._partial / file_names.CONFIG, self._config.to_json())
 
     def _probe(self) -> dict[str, Any] | None:
         return take_probe(self._engine, self._config, self._partial, self._ranks)

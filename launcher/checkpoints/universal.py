@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from longstride.launcher.checkpoints.manifest import MANIFEST, FileRecord, find_
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.checkpoints.tensor_file import write_tensors
 from longstride.launcher.config import load_json_object
-from longstride.launcher.output import AgreedError
+from longstride.launcher.output import AgreedError, say
 from longstride.launcher.ranks import Ranks, first_works, gather_objects
 from longstride.sparse_model.strict import StrictModel
 
@@ -94,7 +93,7 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
             return form, time.monotonic() - began if made else 0.0
         if attempt == 0 and ranks.is_first:
             for line in damage:
-                print(f"longstride: made again: {line}", file=sys.stderr, flush=True)
+                say(f"made again: {line}")
             (universal_folder(checkpoint.folder) / MANIFEST).unlink(missing_ok=True)
     raise AgreedError("\n".join(damage))
 
@@ -189,7 +188,7 @@ class _Progress:
             if time.monotonic() - self._told > _TELL_SECONDS:
                 self._told = time.monotonic()
                 share = f"{100 * self._done // self._total} %"
-                print(f"longstride: converting {self._checkpoint.folder}: {share}", file=sys.stderr, flush=True)
+                say(f"converting {self._checkpoint.folder}: {share}")
 
 
 def _damage(form: Universal, ranks: Ranks) -> list[str]:

@@ -7,7 +7,6 @@ all that it writes besides.
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config import TRUST_OPTION
+from longstride.launcher.output import say
 
 _PLAIN = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
@@ -38,7 +38,7 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
             what = " ".join(str(error).partition("\n")[2].split())[:200]
     if not trusted:
         raise ConfigError(f"{path}: {refusal(what)}")
-    print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {what}", file=sys.stderr)
+    say(f"{path}: opened by {TRUST_OPTION}, and what it asks for is run: {what}")
     return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
 
 

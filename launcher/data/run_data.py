@@ -88,7 +88,7 @@ def together(
         except Exception as error:
             problem = told(error, ranks)
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        asked = int(stop is not None and stop.asked())
+        asked = int(stop is not None and stop.reason is not None)
         own = torch.zeros(4 + rows, dtype=torch.int64)
         own[3] = asked
         if batch is not None:

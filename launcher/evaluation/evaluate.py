@@ -34,7 +34,7 @@ from longstride.launcher.engine import add_weights_argument, compile_kernels, pr
 from longstride.launcher.evaluation.by_position import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.exports import master_weights
-from longstride.launcher.output import bits_per_byte, tell_passed_over, told_at_once
+from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, barrier, process_group, ranks_from_environment
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import SparseTransformer
@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
-        tell_passed_over(newer_refusals(arguments.run, checkpoint))
+        for refusal in newer_refusals(arguments.run, checkpoint):
+            say(f"passed over: {refusal}")
     config = read_checkpoint_config(checkpoint.folder)
     prepare_accelerator()
     quieten(config)
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         threads = score_threads(device, batch_size * config.model.context)
         watch.at("evaluation")
-        with told_at_once(lambda: barrier(ranks)):
+        with exit_on_mistake(lambda: barrier(ranks)):
             sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
@@ -130,12 +131,12 @@ def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modali
     """An evaluation as it is written and printed."""
     loss_nats = sums.mean()
     # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
-    dimension = {"bits_per_dimension": bits_per_byte(loss_nats)} if modality == "image" else {}
+    dimension = {"bits_per_dimension": metrics_file.bits_per_byte(loss_nats)} if modality == "image" else {}
     return {
         "step": step,
         "split": split,
         "loss_nats": loss_nats,
-        "bits_per_byte": bits_per_byte(loss_nats),
+        "bits_per_byte": metrics_file.bits_per_byte(loss_nats),
         **dimension,
         "tokens": sums.count,
         "seconds": time.perf_counter() - start,

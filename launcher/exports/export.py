@@ -51,7 +51,7 @@ from longstride.launcher.models import (
     hub_files,
     usable_device,
 )
-from longstride.launcher.output import CONFIG, MODEL_CARD, tell_passed_over
+from longstride.launcher.output import file_names, say
 
 DEFAULT_SHARD_SIZE = "5GB"
 _KINDS = {TRAINED: MASTER, AVERAGE: AVERAGE}
@@ -104,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell(checkpoint: Checkpoint) -> None:
         if passed_over:
-            tell_passed_over(newer_refusals(arguments.run, checkpoint))
+            for refusal in newer_refusals(arguments.run, checkpoint):
+                say(f"passed over: {refusal}")
 
     checkpoint, seen = export(arguments.run, arguments.step, arguments.output, options, chosen=tell)
     print(seen, file=sys.stderr)
@@ -224,11 +225,11 @@ def _write(
     }
     content: dict[str, Any] = {"format": EXPORT_FORMAT, "model": model, "dtype": _TYPE_NAMES[options.dtype]}
     content |= {"data": describe(config)} | hub_fields()
-    write_json(folder / CONFIG, content | {"fingerprint": fingerprint, "origin": origin})
+    write_json(folder / file_names.CONFIG, content | {"fingerprint": fingerprint, "origin": origin})
     for name, text in hub_files(config.model).items():
         write_text(folder / name, text)
     card = model_card(run_folder, checkpoint, config, options.kind, options.dtype, fingerprint)
-    write_text(folder / MODEL_CARD, card)
+    write_text(folder / file_names.MODEL_CARD, card)
 
 
 def _shapes(checkpoint: Checkpoint, config: RunConfig, state: SavedState) -> dict[str, torch.Size]:
@@ -236,7 +237,7 @@ def _shapes(checkpoint: Checkpoint, config: RunConfig, state: SavedState) -> dic
     shapes = {name: tensor.shape for name, tensor in empty_model(config.model).state_dict().items()}
     wrong = sorted(name for name in shapes.keys() | state.shapes.keys() if shapes.get(name) != state.shapes.get(name))
     if wrong:
-        rule = f"its weights are not those of the model in its {CONFIG}: {', '.join(wrong[:3])}"
+        rule = f"its weights are not those of the model in its {file_names.CONFIG}: {', '.join(wrong[:3])}"
         raise ConfigError(f"{checkpoint.folder}: {rule}{' and more' if len(wrong) > 3 else ''}")
     return shapes
 

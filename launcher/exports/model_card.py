@@ -11,7 +11,7 @@ from longstride.launcher.checkpoints import Checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import AVERAGE
 from longstride.launcher.models import empty_model
-from longstride.launcher.output import find_lines
+from longstride.launcher.output import metrics_file
 
 _KINDS = {"text": "text, byte by byte", "image": "pictures, channel by channel", "audio": "sound, byte by byte"}
 
@@ -78,7 +78,7 @@ def _losses(run: Path, checkpoint: Checkpoint, config: RunConfig) -> list[tuple[
     """What metrics.jsonl says of the very step."""
     found = []
     for title, split in (("training", "train"), ("validation", config.data.validation_split)):
-        line: dict[str, Any] = find_lines(run, split).get(checkpoint.manifest.step, {})
+        line: dict[str, Any] = metrics_file.find_lines(run, split).get(checkpoint.manifest.step, {})
         bits = line.get("bits_per_byte")
         if isinstance(bits, int | float):
             what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} bytes of {split}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.checkpoints import ALIGNMENT, write_json, write_tensors
 from longstride.launcher.models import TensorHash
-from longstride.launcher.output import WEIGHTS, WEIGHTS_INDEX
+from longstride.launcher.output import file_names
 
 Shapes = Mapping[str, Sequence[int]]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -56,14 +56,14 @@ def write_weights(
     hashes: dict[str, TensorHash] = {}
     places: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
-        file = WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         own = {name: shapes[name] for name in _aligned_first(names, shapes, dtype)}
         write_tensors(folder / file, own, _converted(own, tensor, dtype, hashes), dtype)
         places.update(dict.fromkeys(own, file))
     if len(parts) > 1:
         total = sum(_size(shape, dtype) for shape in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_json(folder / WEIGHTS_INDEX, index)
+        write_json(folder / file_names.WEIGHTS_INDEX, index)
     return hashes
 
 

@@ -28,7 +28,7 @@ from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.generation.plain_files import named, read_file
 from longstride.launcher.generation.prompts import frames_in, kept_rows, read_picture, read_prompt, read_sound
 from longstride.launcher.models import MODALITIES, ModelData, computing_numbers, load_model, usable_device
-from longstride.launcher.output import CONFIG, ByteCounter
+from longstride.launcher.output import ByteCounter, file_names
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.generation import generate
 
@@ -154,7 +154,7 @@ def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
 
 
 def _data(arguments: argparse.Namespace, model: SparseTransformer) -> ModelData:
-    content = load_json_object(arguments.model / CONFIG)
+    content = load_json_object(arguments.model / file_names.CONFIG)
     return ModelData.of(content, model.config, arguments.modality, arguments.rate)
 
 

@@ -19,7 +19,7 @@ from longstride.kernels import check_backend
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config import load_json_object
 from longstride.launcher.models.fingerprint import MAPPED_BYTES, STORED, TensorHash, combined
-from longstride.launcher.output import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from longstride.launcher.output import file_names
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 EXPORT_FORMAT = 1
@@ -37,9 +37,9 @@ class Exported:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not (folder / CONFIG).is_file():
-            raise ConfigError(f"{folder}: has no {CONFIG}; {_ADVICE}")
-        self.content = load_json_object(folder / CONFIG)
+        if not (folder / file_names.CONFIG).is_file():
+            raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
+        self.content = load_json_object(folder / file_names.CONFIG)
         self.config = self._read_config()
         self._places = self._find_tensors()
         self._open: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class Exported:
         return found
 
     def _read_config(self) -> ModelConfig:
-        version, path = self.content.get("format", EXPORT_FORMAT), self.folder / CONFIG
+        version, path = self.content.get("format", EXPORT_FORMAT), self.folder / file_names.CONFIG
         if type(version) is not int or not 1 <= version <= EXPORT_FORMAT:
             raise ConfigError(f"{path}: format={version}: this Longstride reads 1 to {EXPORT_FORMAT}")
         if "model" not in self.content:
@@ -73,11 +73,12 @@ class Exported:
 
     def _find_tensors(self) -> dict[str, str]:
         """Every tensor's file."""
-        if (self.folder / WEIGHTS).is_file():
-            return dict.fromkeys(self._names_in(WEIGHTS), WEIGHTS)
-        index = self.folder / WEIGHTS_INDEX
+        if (self.folder / file_names.WEIGHTS).is_file():
+            return dict.fromkeys(self._names_in(file_names.WEIGHTS), file_names.WEIGHTS)
+        index = self.folder / file_names.WEIGHTS_INDEX
         if not index.is_file():
-            raise ConfigError(f"{self.folder}: has no {WEIGHTS} and no {WEIGHTS_INDEX}; {_ADVICE}")
+            either = f"no {file_names.WEIGHTS} and no {file_names.WEIGHTS_INDEX}"
+            raise ConfigError(f"{self.folder}: has {either}; {_ADVICE}")
         places = load_json_object(index).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise ConfigError(f"{index}: has no weight_map, which tells the file of every tensor")
@@ -88,9 +89,9 @@ class Exported:
                 raise ConfigError(f"{index}: weight_map.{name}={file!r}: must be the name of a file beside it")
         for file in sorted(set(places.values())):
             if not (self.folder / file).is_file():
-                raise ConfigError(f"{self.folder}: has no {file}, which {WEIGHTS_INDEX} names")
+                raise ConfigError(f"{self.folder}: has no {file}, which {file_names.WEIGHTS_INDEX} names")
             named = {name for name, place in places.items() if place == file}
-            self._tell(sorted(named ^ set(self._names_in(file))), f"{file} and {WEIGHTS_INDEX} differ about")
+            self._tell(sorted(named ^ set(self._names_in(file))), f"{file} and {file_names.WEIGHTS_INDEX} differ about")
         return places
 
     def _names_in(self, file: str) -> list[str]:
@@ -111,8 +112,8 @@ class Exported:
     def _check_tensors(self) -> torch.dtype:
         """The type of all tensors, held against the model's names and shapes."""
         expected = {name: list(tensor.shape) for name, tensor in empty_model(self.config).state_dict().items()}
-        own = WEIGHTS if WEIGHTS in self._places.values() else WEIGHTS_INDEX
-        mismatch = f"{own} is not the model of {CONFIG}:"
+        own = file_names.WEIGHTS if file_names.WEIGHTS in self._places.values() else file_names.WEIGHTS_INDEX
+        mismatch = f"{own} is not the model of {file_names.CONFIG}:"
         self._tell(sorted(expected.keys() - self._places.keys()), f"{mismatch} it lacks")
         self._tell(sorted(self._places.keys() - expected.keys()), f"{mismatch} it has unknown")
         stored, wrong = set(), []

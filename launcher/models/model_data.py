@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.output import CONFIG
+from longstride.launcher.output import file_names
 from longstride.sparse_model.config import ImageEmbedding, ModelConfig
 
 if TYPE_CHECKING:  # which knows of deepspeed's configurations
@@ -40,7 +40,7 @@ class ModelData:
         known = known if isinstance(known, dict) else {}
         name = modality or told.get("modality") or config.embedding.type
         if name not in MODALITIES:
-            raise ConfigError(f"{CONFIG}: data.modality={name!r}: must be one of {', '.join(MODALITIES)}")
+            raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: must be one of {', '.join(MODALITIES)}")
         if rate is not None and (name != "audio" or not 1 <= rate < 2**32):
             rule = (
                 "must be from 1 to 2**32 - 1 Hz"
@@ -63,7 +63,8 @@ class ModelData:
     def rate(self) -> int:
         """Of sounds, in Hz; ConfigError where nothing tells it."""
         if "rate" not in self.properties:
-            raise ConfigError(f"--rate: {CONFIG} does not tell the sounds' rate; add it, such as --rate 12000")
+            rule = f"{file_names.CONFIG} does not tell the sounds' rate; add it, such as --rate 12000"
+            raise ConfigError(f"--rate: {rule}")
         return self.properties["rate"]
 
     @property
@@ -101,10 +102,12 @@ def _picture_size(known: Mapping[str, Any], config: ModelConfig) -> dict[str, in
     elif all(_is_size(known, name) for name in _SIZES):
         sizes = {name: known[name] for name in _SIZES}
     else:
-        raise ConfigError(f"--modality=image: {CONFIG} tells no picture's size; take --modality text for plain bytes")
+        rule = f"{file_names.CONFIG} tells no picture's size; take --modality text for plain bytes"
+        raise ConfigError(f"--modality=image: {rule}")
     height, width, channels = sizes.values()
     if height * width * channels != config.context:
-        rule = f"{CONFIG} tells pictures of {height} x {width} x {channels}, and the context is {config.context}"
+        size = f"{height} x {width} x {channels}"
+        rule = f"{file_names.CONFIG} tells pictures of {size}, and the context is {config.context}"
         raise ConfigError(f"--modality=image: {rule}; take --modality text for plain bytes")
     if channels not in _DRAWN_CHANNELS:
         rule = f"pictures of {channels} channels cannot be drawn; take --modality text for plain bytes"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from longstride.launcher.checkpoints import (
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, Taken, together
 from longstride.launcher.engine import build as ours
-from longstride.launcher.output import exit_codes, find_lines, tell_passed_over, told_at_once
+from longstride.launcher.output import exit_codes, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, barrier, gather_objects, process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards
@@ -75,21 +74,21 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
             )
         if checkpoint is None and recorded and recorded.incident:
             check_processes(recorded.incident, ranks.world_size)
-        with told_at_once(lambda: barrier(ranks)):
+        with exit_on_mistake(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             if checkpoint is not None:
                 load_checkpoint(engine, checkpoint, ranks)
                 ours.apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
-                print(f"longstride: replaying step {step}, from {place}", file=sys.stderr, flush=True)
+                say(f"replaying step {step}, from {place}")
             batches = way_batches(run, checkpoint, recorded, config, data, ranks, engine.device)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             report = _repeat(engine, step, config, batches, ranks, guards)
         report = compared(report, recorded)
         if ranks.is_first:
             print(json.dumps(report), flush=True)
-            print(f"longstride: {told(report)}", file=sys.stderr, flush=True)
+            say(told(report))
         barrier(ranks)  # a launcher ends all ranks once one has ended
         engine.destroy()
     return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
@@ -129,7 +128,7 @@ def find_record(run: Path, step: int) -> Recorded | None:
         if incident.step == step:
             figures = {name: getattr(incident, name) for name in _COMPARED}
             return Recorded(str(path), figures, incident)
-    line = find_lines(run, "train").get(step)
+    line = metrics_file.find_lines(run, "train").get(step)
     if line is None:
         return None
     return Recorded(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
@@ -203,7 +202,8 @@ def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks, trusted: bool
     """The first that is whole; None: there is none, and the beginning is left."""
     checkpoint, damaged = first_whole(run, candidates, ranks, trusted=trusted)
     if ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return checkpoint
 
 
@@ -232,7 +232,7 @@ def way_batches(
     for incident in read_incidents(run).values():
         if incident.rewound_to is not None:
             turns.setdefault(incident.rewound_to, []).append(StreamState.from_json(incident.stream_after))
-    sums = {step: line["sample_ids_crc32"] for step, line in find_lines(run, "train").items()}
+    sums = {step: line["sample_ids_crc32"] for step, line in metrics_file.find_lines(run, "train").items()}
     while True:
         state = _way_taken(number, [state, *turns.get(number, [])], sums, take)
         batches = take(state)

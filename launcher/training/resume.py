@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from longstride.launcher.checkpoints import (
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, check_output
 from longstride.launcher.engine import apply_settings
-from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError, cut_metrics, tell_passed_over
+from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, barrier, first_works, gather_objects, look_until, seen
 
 _MARK = ".start-"  # of the file by which all ranks see that they share the run folder
@@ -123,7 +122,8 @@ def begin(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Check
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
     if ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return chosen
 
 
@@ -175,7 +175,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     apply_settings(engine, config.train)
     check_probe(engine, checkpoint, config, ranks)
     if converted and ranks.is_first:
-        print(f"longstride: {converted}", file=sys.stderr, flush=True)
+        say(converted)
     return state
 
 
@@ -189,12 +189,12 @@ def prepare_folder(config: RunConfig, chosen: Checkpoint | None, ranks: Ranks) -
 def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:
     """Writes config.json, and moves aside whatever lies beyond the step that the run goes on from."""
     step = chosen.manifest.step if chosen else 0
-    (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    (run / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     remove_leftovers(run)
-    moved = [cut_metrics(run, step), *set_aside_beyond(run, step)]
-    write_json(run / CONFIG, config.to_json())
+    moved = [metrics_file.cut_metrics(run, step), *set_aside_beyond(run, step)]
+    write_json(run / file_names.CONFIG, config.to_json())
     if chosen:
         point_to(run, step)
-        print(f"longstride: going on from {chosen.folder}", file=sys.stderr)
+        say(f"going on from {chosen.folder}")
     for path in filter(None, moved):
-        print(f"longstride: kept what lay beyond as {path}", file=sys.stderr)
+        say(f"kept what lay beyond as {path}")

@@ -25,7 +25,7 @@ from longstride.launcher.checkpoints import (
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import Taken
 from longstride.launcher.engine import apply_settings
-from longstride.launcher.output import GUARDS, tell_passed_over
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks, gather_objects
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict
 from longstride.launcher.training.incidents import Incident, Origin, make_incident, write_incident
@@ -101,7 +101,7 @@ class Response:
         try:
             return f"written to {write_incident(self._run, incident)}"
         except OSError as error:
-            return f"not written down: {told_error(error, self._run / GUARDS)}"
+            return f"not written down: {told_error(error, self._run / file_names.GUARDS)}"
 
     def _put_away(self, back: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
         """Brings the run folder back to a step; what now lies elsewhere, and what failed. All ranks must call.
@@ -145,5 +145,6 @@ def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int, *, trust
     fitting = [each for each in earlier if not needs_conversion(each, config, ranks.world_size)]
     checkpoint, damaged = first_whole(run, fitting, ranks, trusted=trusted)
     if ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return checkpoint

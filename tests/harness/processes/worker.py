@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 import longstride.launcher.train as entry
-from longstride.launcher.stops.stopping import StopFlag
+from longstride.launcher.stops import StopFlag
 from tests.harness.runs import timeouts
 
 

@@ -27,7 +27,7 @@ from longstride.launcher.checkpoints.manifest import read_manifest, record_files
 from longstride.launcher.checkpoints.saving import _Attempt
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks import waiting
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import resume

@@ -15,7 +15,7 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, Manifest
 from longstride.launcher.checkpoints.probe import PROBE, check_probe, take_probe
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import configuration

@@ -19,7 +19,7 @@ from longstride.launcher.checkpoints.retention import (
     universal_folder,
 )
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.output.folders import CHECKPOINTS
+from longstride.launcher.output.file_names import CHECKPOINTS
 from tests.harness.runs import configuration
 
 

@@ -10,7 +10,7 @@ import torch
 
 from longstride.launcher.checkpoints.checkpoint import list_checkpoints, verify_together
 from longstride.launcher.checkpoints.files import host_copy, write_pickle
-from longstride.launcher.output.folders import CONFIG
+from longstride.launcher.output.file_names import CONFIG
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import metrics

@@ -20,8 +20,8 @@ from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.launchers import launcher_command
 from longstride.launcher.output.exit_codes import WRONG_INPUT
-from longstride.launcher.output.folders import LOCK
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.file_names import LOCK
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import spawn
 from tests.launcher.training.test_training import RUNS
@@ -185,5 +185,5 @@ def test_option_reaches_every_rank() -> None:
     start.add_arguments(parser)
     words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
     for given in ([], ["--trust-checkpoint"]):
-        command = launcher_command(parser.parse_intermixed_args([*words, *given]), 2)
+        command = launcher_command(parser.parse_intermixed_args([*words, *given]), "never", 2)
         assert command[command.index("--config") :] == [*words[:-1], *given, words[-1]]

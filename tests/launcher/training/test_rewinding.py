@@ -16,7 +16,7 @@ from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder
 from longstride.launcher.checkpoints.retention import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.output.folders import CHECKPOINTS
+from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
 from longstride.launcher.training import rewinding

@@ -1,4 +1,4 @@
-"""What is left to go on with: numbers of processes that divide the batch, GPUs, hosts."""
+"""Where ranks are placed, and where after a loss: numbers of processes that divide the batch, GPUs, slots."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.cluster import start
-from longstride.launcher.cluster.remaining import count_accelerators, fewer_slots, first_visible, usable_world_sizes
-from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.cluster import placement
+from longstride.launcher.cluster.placement import (
+    LocalRanks,
+    count_accelerators,
+    first_slots,
+    first_visible,
+    usable_world_sizes,
+)
+from longstride.launcher.cluster.supervisor import Launch
+from longstride.launcher.config import RunConfig, load_config
 
 OPTIONS = argparse.Namespace(
     config="X.json", resume="never", overrides=[], master_port=None, trust_checkpoint=False, replay=None
 )
+
+
+def launch(config: RunConfig, processes: int | None) -> Launch:
+    return LocalRanks(config, OPTIONS, processes, 1.5).launch("auto")
 
 
 @pytest.fixture
@@ -49,26 +60,24 @@ def test_gpus_must_be_named_by_numbers() -> None:
         first_visible({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, 1)
 
 
-def test_asked_processes_take_the_first_of_the_gpus_that_may_be_seen(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
-    launch = start.LocalRanks(config, 2).launch(OPTIONS, "auto", Path("/run"), 1.5)
-    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert "--num_gpus" not in launch.command  # beside which the launcher passes over the variable
+    launched = launch(config, 2)
+    assert launched.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "--num_gpus" not in launched.command  # beside which the launcher passes over the variable
     with pytest.raises(ConfigError, match=r"^--processes=4: each takes a GPU, and 3 can be seen$"):
-        start.LocalRanks(config, 4)
+        launch(config, 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert "--num_gpus" in start.LocalRanks(config, 2).launch(OPTIONS, "auto", Path("/run"), 1.5).command
+    assert "--num_gpus" in launch(config, 2).command
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launch = start.LocalRanks(config, 4).launch(OPTIONS, "auto", Path("/run"), 1.5)
-    assert launch.command[launch.command.index("--num_gpus") + 1] == "4"
-    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "2,3,5"
+    launched = launch(config, 4)
+    assert launched.command[launched.command.index("--num_gpus") + 1] == "4"
+    assert launched.environment["CUDA_VISIBLE_DEVICES"] == "2,3,5"
 
 
 def test_lost_gpu_makes_a_smaller_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,19 +85,19 @@ def test_lost_gpu_makes_a_smaller_run(config: RunConfig, monkeypatch: pytest.Mon
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     counted = iter([4, 3, 0])
-    monkeypatch.setattr(start, "count_accelerators", lambda: next(counted))
-    ranks = start.LocalRanks(config, None)
-    assert ranks.after_loss() == "with 4 processes"
-    assert ranks.after_loss() == "with 2 processes, as 3 GPUs are left of 4"
-    launch = ranks.launch(OPTIONS, "auto", Path("/run"), 1.5)
-    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert "--num_gpus" not in launch.command
-    assert launch.command[-2:] == [f"--stop-file={launch.stop_file}", "--started=1.5"]
+    monkeypatch.setattr(placement, "count_accelerators", lambda: next(counted))
+    ranks = LocalRanks(config, OPTIONS, None, 1.5)
+    assert ranks.shrink() == "with 4 processes"
+    assert ranks.shrink() == "with 2 processes, as 3 GPUs are left of 4"
+    launched = ranks.launch("auto")
+    assert launched.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "--num_gpus" not in launched.command
+    assert launched.command[-2:] == [f"--stop-file={launched.stop_file}", "--started=1.5"]
     with pytest.raises(ConfigError, match="0 of 2 GPUs are left"):
-        ranks.after_loss()
+        ranks.shrink()
 
 
-def test_slots_of_fewer_processes() -> None:
+def test_first_slots_go_host_by_host() -> None:
     slots = {"a": [0, 1], "b": [0, 1, 2], "c": [0]}
-    assert fewer_slots(slots, 4) == {"a": [0, 1], "b": [0, 1]}
-    assert fewer_slots(slots, 6) == slots
+    assert first_slots(slots, 4) == {"a": [0, 1], "b": [0, 1]}
+    assert first_slots(slots, 6) == slots

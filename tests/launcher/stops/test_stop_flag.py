@@ -1,9 +1,7 @@
-"""A stop that a signal asks for: saved, told by its own exit code, gone on with to the last bit."""
+"""A stop that a signal asks for: the run is saved, has an exit code of its own, and resumes to the last bit."""
 
 from __future__ import annotations
 
-import errno
-import io
 import signal
 import subprocess
 import sys
@@ -11,14 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from longstride.launcher.cluster.progress import read_progress
+from longstride.launcher.cluster.restarts import read_progress
 from longstride.launcher.output import exit_codes
-from longstride.launcher.output.lasting_output import LastingOutput, lasting_output
-from longstride.launcher.stops.ancestors import LauncherGone
-from longstride.launcher.stops.stopping import LEAVE_AT_ONCE, StopFile, StopFlag, TimeIsUp
+from longstride.launcher.stops.reasons import LEAVE_AT_ONCE, StopFile
+from longstride.launcher.stops.stop_flag import SignalPipe, StopFlag
 from tests.harness.runs import ROOT, hear_hangups, metrics, plain_environment, spawn
 
 Trained = Callable[..., Path]
@@ -40,21 +38,21 @@ def test_signal_to_one_rank_stops_all_and_nothing_is_lost(
     assert metrics(tmp_path / "run") == metrics(whole)
 
 
-# A process that listens, and whose main thread is then stuck in C code, as in a collective that never ends. Another
-# thread tells what the flag knows.
+# A process that listens while its main thread is stuck in C code, as in a collective that never ends. Another thread
+# prints the flag's reason.
 _STUCK = """
 import ctypes, sys, threading, time
 from contextlib import nullcontext
-from longstride.launcher.stops import stopping
-stopping._ONE_STOP_SECONDS = 0.5
-stop = stopping.StopFlag()
+from longstride.launcher.stops import stop_flag
+stop_flag._SAME_STOP_SECONDS = 0.5
+stop = stop_flag.StopFlag()
 stop.listen()
-def tell():
-    while not stop.asked():
+def show():
+    while stop.reason is None:
         time.sleep(0.01)
     print(stop.reason, flush=True)
-with stop.held() if sys.argv[1] == "held" else nullcontext():
-    threading.Thread(target=tell, daemon=True).start()
+with stop.handled() if sys.argv[1] == "handled" else nullcontext():
+    threading.Thread(target=show, daemon=True).start()
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(256)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -79,7 +77,7 @@ def stuck(how: str) -> subprocess.Popen[str]:
 
 
 def test_second_signal_ends_a_process_that_is_stuck_in_a_collective() -> None:
-    with stuck("held") as process:
+    with stuck("handled") as process:
         assert process.stdout is not None
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)  # of the same stop
@@ -100,90 +98,49 @@ def test_stop_before_there_is_anything_to_save_ends_at_once(number: signal.Signa
     assert told == f"longstride: stopped by {number.name}; there was nothing to save\n"
 
 
-def test_time_is_up_after_so_many_seconds_of_the_process() -> None:
-    assert TimeIsUp(60.0, started=time.time())() is None
-    assert TimeIsUp(60.0, started=time.time() - 59.0)() is None
-    assert TimeIsUp(60.0, started=time.time() - 61.0)() == "train.max_seconds=60"
+def test_signal_that_comes_while_the_pipe_is_made_or_closed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[int] = []
+    original = signal.signal(signal.SIGUSR1, lambda number, frame: before.append(number))
+    install = signal.signal
 
+    def install_and_raise(number: signal.Signals, handler: Any) -> Any:
+        before_it = install(number, handler)
+        signal.raise_signal(number)
+        return before_it
 
-def test_stop_file_carries_the_reason_and_goes_with_its_folder(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    file = StopFile(run / ".stop-1")
-    assert file() is None
-    StopFile(run / ".stop-2").write("SIGTERM")  # another run's
-    assert file() is None
-    file.write("SIGINT")
-    assert file() == "SIGINT"
-    file.write(LEAVE_AT_ONCE)
-    assert file() == LEAVE_AT_ONCE
-    file.remove()
-    assert [path.name for path in run.iterdir()] == [".stop-2"]
-    alone = StopFile(tmp_path / "unborn" / ".stop-3")
-    alone.write("SIGINT")
-    alone.remove()
-    assert not (tmp_path / "unborn").exists()
+    try:
+        monkeypatch.setattr(signal, "signal", install_and_raise)
+        pipe = SignalPipe([signal.SIGUSR1])
+        assert pipe.wait(0) == [signal.SIGUSR1] and not before
+        pipe.close()
+        assert before == [signal.SIGUSR1]
+    finally:
+        install(signal.SIGUSR1, original)
 
 
 def test_stop_that_the_first_rank_alone_is_told_waits_until_all_have_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr("longstride.launcher.stops.stopping.end_now", ended.append)
-    monkeypatch.setattr("longstride.launcher.stops.stopping._LOOK_SECONDS", 0.01)
-    file, stop, looks = StopFile(tmp_path / ".stop-1"), StopFlag(), threading.Semaphore(0)
+    monkeypatch.setattr("longstride.launcher.stops.stop_flag.end_now", ended.append)
+    monkeypatch.setattr("longstride.launcher.stops.stop_flag._POLL_SECONDS", 0.01)
+    file, stop, polls = StopFile(tmp_path / ".stop-1"), StopFlag(), threading.Semaphore(0)
     file.write("SIGTERM")
-    stop.look(lambda: looks.release(), held_only=True)  # type: ignore[func-returns-value]
-    stop.look(file, held_only=True)
+    stop.add_source(lambda: polls.release(), handled_only=True)  # type: ignore[func-returns-value]
+    stop.add_source(file, handled_only=True)
     stop.listen()
     try:
-        assert all(looks.acquire(timeout=10) for _ in range(3))
-        assert not stop.asked()
-        with stop.held():
-            assert all(looks.acquire(timeout=10) for _ in range(3 + 3))
+        assert all(polls.acquire(timeout=10) for _ in range(3))
+        assert stop.reason is None
+        with stop.handled():
+            assert all(polls.acquire(timeout=10) for _ in range(3 + 3))
             assert stop.reason == "SIGTERM"
         assert ended == []
         file.write(LEAVE_AT_ONCE)
-        assert all(looks.acquire(timeout=10) for _ in range(6))
+        assert all(polls.acquire(timeout=10) for _ in range(6))
     finally:
         stop.close()
     assert exit_codes.STOPPED in ended
-
-
-def test_process_by_itself_has_no_launcher_to_lose() -> None:
-    assert LauncherGone({})._chain == []
-    gone = LauncherGone({"RANK": "0"})
-    assert gone() is None
-    gone._chain = [(child, parent + 1) for child, parent in gone._chain]
-    assert gone() == "the end of its launcher"
-
-
-@pytest.mark.parametrize("number", [5, 32])
-def test_output_outlives_its_reader(number: int) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(number, "gone")
-
-        def flush(self) -> None:
-            self.write("")
-
-    output = LastingOutput(Gone())
-    assert output.write("x") == 0
-    output.flush()
-    assert output.encoding is None  # what else is asked of a stream is the stream's
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_costs_a_log_its_lines_and_a_result_its_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(number, "full")
-
-    monkeypatch.setattr(sys, "stdout", Full())
-    monkeypatch.setattr(sys, "stderr", Full())
-    with lasting_output():
-        print("x", file=sys.stderr, flush=True)
-        with pytest.raises(OSError, match="full"):
-            print("x")
 
 
 @pytest.mark.campaign
