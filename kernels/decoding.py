@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import head_patterns
-from longstride.kernels.checks import check_tensors, choose_backend
-from longstride.kernels.patterns.base import Pattern
-from longstride.kernels.reads import num_reads, reads
+from longstride.kernels.attention import check_tensors, choose_backend, head_patterns, load
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import num_reads, reads
 
 BACKENDS = ("triton", "cpu", "reference")
 
@@ -224,19 +222,4 @@ def _prepare(
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
     advice = 'backend="reference" runs everywhere, and reads the whole cache'
-    return _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice)).prepare(k, v, patterns, scale, once)
-
-
-def _load(backend: str) -> ModuleType:
-    """The backend's module, imported when it is asked for: triton need not be there."""
-    if backend == "triton":
-        from longstride.kernels.backends import triton
-
-        return triton
-    if backend == "cpu":
-        from longstride.kernels.backends.cpu import decode as cpu_decode
-
-        return cpu_decode
-    from longstride.kernels.backends import reference
-
-    return reference
+    return load(choose_backend(backend, BACKENDS, (q, k, v), advice)).prepare(k, v, patterns, scale, once)

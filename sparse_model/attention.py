@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from longstride.kernels import sparse_attention
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.cache import KeyValues
 from longstride.sparse_model.config import ModelConfig
 

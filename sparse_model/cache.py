@@ -5,15 +5,13 @@ Letters: B batch, H heads, N positions there is room for, n positions at hand, D
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from longstride.kernels import CachedAttention, ConfigError, empty_cache, sparse_attention
-from longstride.kernels.patterns.base import Pattern
-from longstride.sparse_model.config import ModelConfig
+from longstride.kernels import CachedAttention, sparse_attention
+from longstride.kernels.patterns import Pattern
 
 
 class KeyValues:
@@ -74,38 +72,3 @@ class KeyValues:
         for rows in (self.keys, self.values):
             rows[:, :, :known] = rows[order, :, :known]
         self._attend_one.forget()
-
-
-def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
-    """Room for ``length`` positions, layer by layer: pages of a CPU's memory are taken when they are written.
-
-    Raises:
-        ConfigError: the model's backend cannot run here.
-    """
-    widths = (config.query_key_width // config.heads, config.width // config.heads)
-    caches = []
-    for patterns in config.layer_patterns():
-        keys, values = (
-            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
-        )
-        caches.append(KeyValues(keys, values, patterns, config.backend))
-    return caches
-
-
-def even_length(config: ModelConfig, least: int) -> int:
-    """The smallest length, from ``least`` to the context, that all patterns divide evenly.
-
-    A causal pattern means the same rows at any length, but only where its stride divides the length are its reads found
-    in closed form, and its columns read in place.
-    """
-    patterns = {pattern for layer in config.layer_patterns() for pattern in layer}
-    return next((n for n in range(max(least, 1), config.context) if _divided(patterns, n)), config.context)
-
-
-def _divided(patterns: Iterable[Pattern], length: int) -> bool:
-    try:
-        for pattern in patterns:
-            pattern.check(length)
-    except ConfigError:
-        return False
-    return True

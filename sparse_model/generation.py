@@ -49,7 +49,7 @@ def generate(
     problems = list(_prompt_problems(model, prompt))
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     problems += [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
-    if not is_whole(num_tokens) or num_tokens < 0:
+    if type(num_tokens) is not int or num_tokens < 0:
         problems.append(f"num_tokens={num_tokens}: must be 0 or more, and whole")
     elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
         length, context = prompt.shape[1] + num_tokens, model.config.context
@@ -171,15 +171,10 @@ def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterato
     """The name of every setting of ``generate`` that is out of range, and its rule."""
     if not _real(temperature) or not temperature >= 0:
         yield "temperature", "must be a number from 0, which takes the most likely token; 1 is as trained"
-    if top_k is not None and (not is_whole(top_k) or not top_k >= 1):
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
         yield "top_k", "must be a whole number from 1; leave it out to sample from all"
     if top_p is not None and (not _real(top_p) or not 0 < top_p <= 1):
         yield "top_p", "must be above 0 and at most 1; leave it out to sample from all"
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is an integer, and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _real(value: object) -> TypeGuard[float]:

@@ -5,14 +5,21 @@ Letters: B batch, N positions, C width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as every
 
-from longstride.sparse_model.bare import bare
-from longstride.sparse_model.cache import allocate, even_length
+from longstride.kernels import ConfigError, empty_cache
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.transformer import SparseTransformer
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Session:
@@ -142,3 +149,79 @@ class Session:
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:
             raise ValueError(f"{self.position + rows} tokens: the session has room for {self.length}")
+
+
+def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
+    """Room for ``length`` positions, layer by layer: pages of a CPU's memory are taken when they are written.
+
+    Raises:
+        ConfigError: the model's backend cannot run here.
+    """
+    widths = (config.query_key_width // config.heads, config.width // config.heads)
+    caches = []
+    for patterns in config.layer_patterns():
+        keys, values = (
+            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
+        )
+        caches.append(KeyValues(keys, values, patterns, config.backend))
+    return caches
+
+
+def even_length(config: ModelConfig, least: int) -> int:
+    """The smallest length, from ``least`` to the context, that all patterns divide evenly.
+
+    A causal pattern means the same rows at any length, but only where its stride divides the length are its reads found
+    in closed form, and its columns read in place.
+    """
+    patterns = {pattern for layer in config.layer_patterns() for pattern in layer}
+    return next((n for n in range(max(least, 1), config.context) if _divided(patterns, n)), config.context)
+
+
+def _divided(patterns: Iterable[Pattern], length: int) -> bool:
+    try:
+        for pattern in patterns:
+            pattern.check(length)
+    except ConfigError:
+        return False
+    return True
+
+
+def bare(module: Module) -> Module:
+    """The same module to call, without what ``nn.Module`` adds to every call and every name; it shares its tensors.
+
+    One row of a small model is some hundred operations of a few microseconds each: looking for hooks that are not
+    there, and for parameters by name, takes time that shows. It holds as long as nothing is assigned to either module.
+    A part that has hooks, was compiled, or had its ``forward`` set stays as it is, and is called as ever; so does
+    everything where there are hooks of all modules. Hooks that come later are not called.
+    """
+    return _bare(module, {})
+
+
+def _bare(module: Any, known: dict[int, Any]) -> Any:
+    """``known``: what stands for modules that were met before, by their ids, as a part may stand in several places."""
+    if id(module) not in known:
+        known[id(module)] = module if module is None or _is_surrounded(module) else _twin(module, known)
+    return known[id(module)]
+
+
+def _twin(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+    own = vars(module)
+    kind: Any = type(module)
+    twin: nn.Module = object.__new__(_called_by(kind, kind.forward))
+    children = {name: _bare(child, known) for name, child in own["_modules"].items()}
+    # As plain attributes they are found before nn.Module is asked.
+    vars(twin).update(own | own["_parameters"] | own["_buffers"] | children, _modules=children)
+    return twin
+
+
+def _is_surrounded(module: nn.Module) -> bool:
+    """Whether to call it is more than its class's ``forward``."""
+    own = vars(module)
+    hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], every._global_forward_hooks)
+    return any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in own))
+
+
+@lru_cache
+def _called_by(kind: Any, forward: Any) -> Any:
+    """The class, called by its ``forward`` of now."""
+    return type(kind.__name__, (kind,), {"__call__": forward})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from longstride.kernels.errors import ConfigError, Problem, join_paths
+from longstride.kernels import ConfigError, Problem, join_paths, nearest
 
 
 class StrictModel(BaseModel):
@@ -51,14 +50,6 @@ def config_error(model: type[BaseModel], data: object, error: ValidationError) -
         rules = list(dict.fromkeys(problem.rule for problem in same_path))
         problems.append(Problem(same_path[0].path, " or ".join(rules), same_path[0].value))
     return ConfigError(*problems)
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """Advice for an unknown key: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if close:
-        return f"nearest {close[0]}"
-    return f"known: {', '.join(known)}" if known else "no key is known here"
 
 
 def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.patterns import Pattern
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:

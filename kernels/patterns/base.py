@@ -1,4 +1,4 @@
-"""What a pattern is, and the parts that a plan is built from.
+"""What a pattern is, the parts that a plan is built from, and what patterns have in common.
 
 Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 """
@@ -9,11 +9,12 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from longstride.kernels.patterns.forms import Bounds, Intervals, Order
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.forms import Bounds, Intervals, Order
 
 
 @runtime_checkable
-class Part(Protocol):
+class PatternPart(Protocol):
     """Pairs that become one interval a query once queries and keys are put in the right orders. Frozen, hashable."""
 
     def __hash__(self) -> int:
@@ -61,10 +62,56 @@ class Pattern(Protocol):
         """The factors that blocks or heads take in turn (Child et al. 2019, section 4.2): patterns of their own."""
         ...
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PatternPart, ...]:
         """Disjoint parts whose union is the pattern: a softmax over it is their merge by logsumexp."""
         ...
 
     def check(self, context: int) -> None:
         """Raise ConfigError where a model of this context cannot use the pattern evenly."""
         ...
+
+
+class SinglePart:
+    """A pattern that is its own only factor and its own only part, in the natural order."""
+
+    __slots__ = ()
+
+    def for_head(self, head: int) -> Pattern:
+        """All heads are alike."""
+        return self
+
+    def factors(self) -> tuple[Pattern, ...]:
+        """There is nothing to take apart."""
+        return (self,)
+
+    def parts(self) -> tuple[PatternPart, ...]:
+        """One interval a query is enough."""
+        return (self,)
+
+    def query_order(self, context: int) -> Order:
+        """Natural."""
+        return None
+
+    def key_order(self, context: int) -> Order:
+        """Natural, all keys."""
+        return None
+
+    def check(self, context: int) -> None:
+        """Any context will do."""
+
+
+def require_positive(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError.at(name, value, "must be an integer of at least 1")
+
+
+def require_divides(name: str, value: int, context: int) -> None:
+    """Raise ConfigError, naming the nearest divisors, unless ``value`` divides the context."""
+    if context % value == 0:
+        return
+    divisors = [d for d in range(1, context + 1) if context % d == 0]
+    below = max(d for d in divisors if d < value) if value > 1 else None
+    above = min((d for d in divisors if d > value), default=None)
+    nearest = ", ".join(str(d) for d in (below, above) if d is not None)
+    raise ConfigError.at(name, value, f"must divide context {context}; nearest {nearest}")

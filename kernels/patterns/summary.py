@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
-from longstride.kernels.patterns.single import require_divides, require_positive
+from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
+from longstride.kernels.patterns.base import Pattern, PatternPart, require_divides, require_positive
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Summary:
         """There is nothing to take apart."""
         return (self,)
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PatternPart, ...]:
         """The gathered summary keys, and self where it is asked for and no summary position."""
         keys = SummaryKeys(self)
         if not self.include_self:

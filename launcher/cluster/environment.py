@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 
 ENVIRONMENT_FILE = "DS_ENV_FILE"  # where the deepspeed launcher looks for the file's name
 _USUAL = ".deepspeed_env"

@@ -6,7 +6,7 @@ import argparse
 import secrets
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.host_checks import (
     check_reachable,
     end_launches,

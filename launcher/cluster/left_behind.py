@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.supervisor import Wish
 from longstride.launcher.ranks import check_unlocked
 from longstride.launcher.stops import StopFile

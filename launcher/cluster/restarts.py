@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.progress import Progress, read_progress, saved_steps
 from longstride.launcher.cluster.supervisor import Launch, Outcome, Wish
 from longstride.launcher.output import exit_codes

@@ -11,7 +11,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher import train
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS
 from longstride.launcher.config import RunConfig, check_world_size, find_config, load_config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import train
 from longstride.launcher.cluster.host_ranks import HostRanks
 from longstride.launcher.cluster.launchers import add_host_arguments, find_hosts, launcher_command, launcher_environment

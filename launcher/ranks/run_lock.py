@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.output import LOCK
 from longstride.launcher.ranks.processes import Ranks, gather_objects
 

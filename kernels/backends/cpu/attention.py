@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.backends.cpu.chunks import Batch, Chunks, chunked
-from longstride.kernels.memory import empty_like_rows
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Fold
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks, chunked
+from longstride.kernels.forms import Fold
+from longstride.kernels.patterns import Pattern, PatternPart
 
 SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
 VALUES_IN_WORK = 1 << 20  # of q (or v) at once, likewise
@@ -109,7 +108,7 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
 
 
-def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float) -> tuple[Tensor, Tensor]:
     """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
     chunks = chunked(part, q.shape[1])
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
@@ -162,7 +161,7 @@ def _part_backward(
     v: Tensor,
     minus_lse: Tensor,
     minus_delta: Tensor,
-    part: Part,
+    part: PatternPart,
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
@@ -237,7 +236,7 @@ def _put_keys(whole: Tensor, found: Tensor, chunks: Chunks) -> None:
         whole.zero_().index_copy_(1, chunks.key_order, found)
 
 
-def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, shift: Tensor | None) -> None:
+def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> None:
     """Fill (b, R, W) with q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1)."""
     edges = batch.edges
     # What is added first costs nothing more: the product accumulates onto it.
@@ -281,7 +280,7 @@ class Scratch:
 class Slab(NamedTuple):
     """The chunks of a batch that are in work at once: ``chunks`` from the first, of ``groups`` from the first."""
 
-    batch: Batch
+    batch: EqualChunks
     columns: Fold | None  # the order of rows and keys, where x is in the natural one all the same
     first_group: int
     groups: int

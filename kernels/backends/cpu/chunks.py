@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Part
-from longstride.kernels.patterns.forms import Fold
+from longstride.kernels.forms import Fold
+from longstride.kernels.patterns import PatternPart
 from longstride.kernels.plan import View, view
 
 # The cost of a chunk in pairs of a query and a key, as measured: reading a row of keys and adding to its gradient costs
@@ -36,7 +36,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Batch:
+class EqualChunks:
     """``count`` chunks of R x W: chunk i has rows ``row + i * row_step`` … and keys ``key + i * key_step`` …"""
 
     count: int
@@ -63,7 +63,7 @@ class Chunks:
     query_inverse: Tensor | None  # (N,) int64, the row of each original position
     key_order: Tensor | None  # (M,) int64
     num_keys: int
-    batches: tuple[Batch, ...]
+    batches: tuple[EqualChunks, ...]
     has_all_rows: bool  # every row is in a batch
     has_all_keys_once: bool  # every key is in exactly one chunk
 
@@ -73,7 +73,7 @@ class Chunks:
 
 
 @lru_cache(maxsize=64)
-def chunked(part: Part, context: int) -> Chunks:
+def chunked(part: PatternPart, context: int) -> Chunks:
     """The chunks of a part for N = ``context`` positions, of the size that is estimated to be fastest; cached."""
     o = view(part, context, "queries")
     start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
@@ -97,7 +97,7 @@ def chunked(part: Part, context: int) -> Chunks:
     )
 
 
-def _in_place(o: View, order: Fold, batches: tuple[Batch, ...]) -> bool:
+def _in_place(o: View, order: Fold, batches: tuple[EqualChunks, ...]) -> bool:
     """Whether all chunks lie each in one column, and at equal steps there: then they are views of what is unordered."""
     rows = order.period
     return (
@@ -161,7 +161,7 @@ def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, 
     return reading[before[start]], reading[before[stop] - 1] + 1
 
 
-def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
+def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[EqualChunks]:
     """Chunks of the same relative intervals whose rows and keys lie at equal steps, together."""
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     alike: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
@@ -175,7 +175,7 @@ def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
         edges = tuple(_edges(inside_low, inside_high, biases))
         blind = bool((inside_low >= inside_high).any())
         for count, (row, key), (row_step, key_step) in _progressions(places):
-            yield Batch(count, rows, int(inside_high[-1]), row, row_step, key, key_step, edges, blind)
+            yield EqualChunks(count, rows, int(inside_high[-1]), row, row_step, key, key_step, edges, blind)
 
 
 def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:

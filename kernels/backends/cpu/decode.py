@@ -1,34 +1,32 @@
 """One query on the CPU: a softmax over the rows of the cache that it reads.
 
 Letters: B batch, H heads of one pattern, N positions, M keys that are read, D and E widths of keys and values.
+CachedRows are read in place where they lie regularly, and otherwise from copies that are made once.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.backends.cpu.cached_rows import Rows, Wanted, in_dtype, wanted_by
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Read, RegularPositions, positions, reads
 
+MOST_GATHERED = 4_096  # positions; of more each copy takes longer than the operations that it saves
 MOST_ALONE = 1 << 16  # elements of keys that one thread reads: to wake another, as torch would, takes longer
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Reads CPU memory."""
-    return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
-
-
-def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool) -> Decoder:
+def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool) -> PreparedCache:
     """What computes one query after another from these caches; ``patterns`` is one a head."""
-    return Decoder(k, v, patterns, scale, once)
+    return PreparedCache(k, v, patterns, scale, once)
 
 
-class Decoder:
+class PreparedCache:
     """Attention of single queries against one cache; a position that comes back says that rows are new from it on."""
 
     def __init__(self, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool) -> None:
@@ -37,7 +35,8 @@ class Decoder:
         self.unread = torch.empty(1, dtype=self.wide, device=k.device)
         self.last = -1  # position that was asked for
         self.groups = [
-            (pattern, heads, Rows(k[:, heads], once), Rows(v[:, heads], once)) for pattern, heads in _groups(patterns)
+            (pattern, heads, CachedRows(k[:, heads], once), CachedRows(v[:, heads], once))
+            for pattern, heads in _groups(patterns)
         ]
 
     def __call__(self, q: Tensor, position: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -63,11 +62,11 @@ class Decoder:
         return out, lse
 
     def _attend(
-        self, q: Tensor, k: Rows, v: Rows, pattern: Pattern, position: int, return_lse: bool
+        self, q: Tensor, k: CachedRows, v: CachedRows, pattern: Pattern, position: int, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The same for heads of one pattern."""
         batch, heads, width = q.shape
-        wanted = wanted_by(pattern, position, self.context)
+        wanted = query_reads(pattern, position, self.context)
         if not wanted.reads:
             none = q.new_full((batch, heads), -math.inf, dtype=self.wide) if return_lse else None
             return q.new_zeros(batch, heads, self.value_width), none
@@ -80,7 +79,9 @@ class Decoder:
         finally:
             torch.set_num_threads(threads)
 
-    def _softmax(self, q: Tensor, k: Rows, v: Rows, wanted: Wanted, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _softmax(
+        self, q: Tensor, k: CachedRows, v: CachedRows, wanted: QueryReads, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """One softmax over all that is read."""
         # Three axes and sums within the products: a call is a handful of small operations, each of which costs its
         # start. As q·K, as torch gives K·q to one thread.
@@ -116,3 +117,115 @@ def _groups(patterns: tuple[Pattern, ...]) -> tuple[tuple[Pattern, slice], ...]:
         else:
             groups += [(pattern, slice(head, head + 1)) for head in heads]
     return tuple(groups)
+
+
+class CachedRows:
+    """Rows of the keys or the values of some heads, to be read wide and as (M, B·H, ·)."""
+
+    def __init__(self, x: Tensor, once: bool) -> None:
+        """Nothing is read yet.
+
+        Args:
+            x: (B, H, N, ·), a view, as its rows are written later.
+            once: whether there is one query alone, for which no copy is worth keeping.
+        """
+        self.once = once
+        batch, heads = x.shape[:2]
+        by_position = x.permute(2, 0, 1, 3)
+        # Flat where that is a view too; else what is read is made flat.
+        flat = batch == 1 or heads == 1 or x.stride(0) == heads * x.stride(1)
+        self.x = by_position.flatten(1, 2) if flat else by_position
+        self.whole_rows = self.x.is_contiguous()  # of all heads
+        self.wide = accumulator_dtype(x.dtype)
+        self.scratch = torch.empty(0)
+        self.kept: dict[tuple[int, int, int], _CopiedBlocks] = {}
+
+    def of(self, wanted: QueryReads) -> list[Tensor]:
+        """What is read, in as few tensors as there are good reasons for: views where they can be."""
+        if wanted.together is not None and self.whole_rows:
+            return [self._gathered(wanted.together)]
+        return [
+            self._flat(read.rows_of(self.x) if place is None or self.once else self._kept(read, place))
+            for read, place in zip(wanted.reads, wanted.places, strict=True)
+        ]
+
+    def forget_from(self, position: int) -> None:
+        """Rows from here on are written anew."""
+        for (_, _, step), blocks in self.kept.items():
+            blocks.count = min(blocks.count, position // step)
+
+    def _gathered(self, index: Tensor) -> Tensor:
+        """Rows of all heads in one buffer, used again, as new memory may be new pages each time."""
+        if len(index) > len(self.scratch):
+            self.scratch = _normal_empty(self.x, len(index), *self.x.shape[1:])
+        return self._flat(torch.index_select(self.x, 0, index, out=self.scratch[: len(index)]))
+
+    def _flat(self, rows: Tensor) -> Tensor:
+        rows = in_dtype(rows, self.wide)
+        return rows if rows.dim() == 3 else rows.flatten(1, 2)
+
+    def _kept(self, read: Read, place: tuple[int, int, int]) -> Tensor:
+        assert isinstance(read, RegularPositions)
+        if place not in self.kept:
+            self.kept[place] = _CopiedBlocks()
+        return self.kept[place].of(read, self.x)
+
+
+class _CopiedBlocks:
+    """The same few rows of every block side by side, copied when they are first read and kept for what reads them next.
+
+    Once copied a block is read at every later position: this way a summary costs no more than a slice.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # blocks that are copied, from the first on
+        self.rows = torch.empty(0)  # (·, …), in memory head by head
+
+    def of(self, read: RegularPositions, x: Tensor) -> Tensor:
+        """The rows of a run of blocks, (M, …) of (N, …)."""
+        first, (width, step) = read.first // read.step, (read.width, read.step)
+        last = first + read.blocks
+        if last > self.count:
+            new = RegularPositions(read.first % step + self.count * step, width, last - self.count, step)
+            if not len(self.rows):
+                room = -(-len(x) // step) * width
+                self.rows = _normal_empty(x, *x.shape[1:-1], room, x.shape[-1]).movedim(-2, 0)
+            self.rows[self.count * width : last * width] = new.rows_of(x)
+            self.count = last
+        return self.rows[first * width : last * width]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryReads:
+    """What the query of a position reads."""
+
+    reads: tuple[Read, ...]
+    places: tuple[tuple[int, int, int] | None, ...]  # of several rows of several blocks: which
+    together: Tensor | None  # all positions, where to gather them is no worse than to read them in place
+    count: int  # M
+
+
+@lru_cache(maxsize=64)
+def query_reads(pattern: Pattern, position: int, context: int) -> QueryReads:
+    """What heads of this pattern read; cached, as layers ask alike."""
+    found = reads(pattern, position, context)
+    places = tuple(
+        (read.first % read.step, read.width, read.step)
+        if isinstance(read, RegularPositions) and read.blocks > 1 and read.width > 1
+        else None
+        for read in found
+    )
+    count = sum(map(len, found))
+    gathers = len(found) > 1 and not any(places) and count <= MOST_GATHERED
+    return QueryReads(found, places, positions(found) if gathers else None, count)
+
+
+def _normal_empty(like: Tensor, *shape: int) -> Tensor:
+    """Memory that may be written within ``torch.inference_mode`` and without, whichever it was made in."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``; asked first, as a conversion that changes nothing costs an operation's start too."""
+    return x if x.dtype == dtype else x.to(dtype)

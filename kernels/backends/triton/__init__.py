@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 
 WIDEST = 256  # head width
 OLDEST_CAPABILITY = (8, 0)
@@ -44,7 +44,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
-    from longstride.kernels.backends.triton.launch_forward import forward
+    from longstride.kernels.backends.triton.launch import forward
 
     return forward(q, k, v, patterns, scale)
 
@@ -61,7 +61,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
-    from longstride.kernels.backends.triton.launch_backward import backward
+    from longstride.kernels.backends.triton.launch import backward
 
     return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.described import load_tile
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -25,6 +24,7 @@ from longstride.kernels.backends.triton.tile import (
     intervals,
     load_fold,
     load_rows,
+    load_tile,
     narrow,
     original_positions,
     store_rows,

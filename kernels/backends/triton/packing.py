@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Order, constant, whole
+from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
+from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import Side, View, edge_of, view
 
 FOLD = ("period", "magic", "bits", "step", "stride", "shift")
@@ -50,6 +50,15 @@ class Form(IntEnum):
     NATURAL = 0  # positions are row numbers
     FOLDED = 1  # closed form
     LISTED = 2  # vectors
+
+
+class Shape(IntEnum):
+    """How a tile lies in the (outer, inner) axes of a descriptor: see ``call``."""
+
+    ADDRESSES = 0  # no descriptor
+    NATURAL = 1
+    COLUMN = 2
+    BLOCKS = 3
 
 
 # Of a pattern: everything, its one part whose runs of rows stand alone, or what is left without that.
@@ -105,7 +114,7 @@ def _groups_of(pattern: Pattern, context: int, rows: Side, parts: Parts) -> tupl
     return tuple(tuple(group) for group in found)
 
 
-def closed_part(pattern: Pattern, context: int) -> Part | None:
+def closed_part(pattern: Pattern, context: int) -> PatternPart | None:
     """The first part of a pattern whose runs of rows stand alone, if there is one."""
     return next((part for part in pattern.parts() if view(part, context, "keys").closed_period() is not None), None)
 
@@ -139,7 +148,7 @@ def packed(
     row_form = max(form_of(one.row_order) for head in group for one in head)
     columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
     bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
-    data, table, num_row_tiles = Data(), [], 0
+    data, table, num_row_tiles = Vectors(), [], 0
     for head in group:
         edge = row_edge(head, tile_rows, apart)
         num_row_tiles = max(num_row_tiles, -(-head[0].num_rows // edge))
@@ -156,7 +165,7 @@ def packed(
     )
 
 
-def view_fields(one: View, edge: int, data: Data, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
+def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
     """One row of the table."""
     lists = [0, 0, 0, 0]
     if row_form == Form.LISTED:
@@ -197,7 +206,7 @@ def sources(
     passes = groups(patterns, context, "keys", parts)[: len(slices)]
     form = max((form_of(head[0].row_order) for group in passes for head in group), default=Form.FOLDED)
     form = max(form, Form.FOLDED)
-    data, table = Data(), []
+    data, table = Vectors(), []
     for head in range(len(patterns)):
         base = 0
         for group, count in zip(passes, slices, strict=True):
@@ -262,7 +271,7 @@ def int32_table(rows: list[list[int]], device: torch.device) -> Tensor:
     return torch.from_numpy(wide.astype(np.uint32).view(np.int32)).to(device)
 
 
-class Data:
+class Vectors:
     """Vectors laid end to end; the same tensor twice is stored once."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form
+from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form, Shape
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -19,6 +19,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
 LISTED = tl.constexpr(int(Form.LISTED))
+
+NATURAL_SHAPE = tl.constexpr(int(Shape.NATURAL))
+COLUMN_SHAPE = tl.constexpr(int(Shape.COLUMN))
 
 NUM_FIELDS = tl.constexpr(len(FIELDS))
 NUM_ROWS = tl.constexpr(FIELDS.index("num_rows"))
@@ -136,6 +139,45 @@ def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constex
         tile = tl.load(address)
     else:
         tile = tl.load(address, mask=(column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def place(first, fold, SHAPE: tl.constexpr):
+    """(outer, inner) of a tile's first column."""
+    period, magic, bits, _step, _stride, shift = fold
+    if SHAPE == NATURAL_SHAPE:
+        outer, inner = first, 0
+    elif SHAPE == COLUMN_SHAPE:
+        inner = divided(first, magic, bits)
+        outer = first - inner * period
+    else:
+        outer, inner = divided(first, magic, bits), shift
+    return outer, inner
+
+
+@triton.jit
+def load_tile(
+    base,  # a pointer, or a descriptor
+    batch,
+    head,
+    first,
+    position,
+    stride,
+    inside,
+    fold,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """(BLOCK, W) rows of a tile that begins at column ``first``; those behind the end are 0 or any other positions'."""
+    if SHAPE == 0:
+        tile = load_rows(base, position, stride, inside, WIDTH, W, CHECKED)
+    else:
+        outer, inner = place(first, fold, SHAPE)
+        tile = base.load([batch, head, outer, inner, 0]).reshape(BLOCK, W)
     return tile
 
 

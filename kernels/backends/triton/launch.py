@@ -1,5 +1,6 @@
-"""Launches the backward kernels: delta, passes over keys, passes over queries, or closed runs with all three at once.
+"""Launches the kernels. Forward: pass by pass. Backward: delta, then passes over keys and passes over queries.
 
+Where runs of rows stand alone (``closed_kernel``), one pass over them gives all three gradients at once.
 Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R rows of the workspace.
 """
 
@@ -12,20 +13,51 @@ import torch
 import triton
 from torch import Tensor
 
+from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.triton.call import Call, positive_scale
-from longstride.kernels.backends.triton.choice import Choice, closed_choice
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.delta_kernel import delta_kernel
-from longstride.kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.configurations import Choice, closed_choice
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
+from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, groups, sources
-from longstride.kernels.memory import empty_like_rows
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 
 BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
 
 
-class Inputs(NamedTuple):
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+    q, scale = positive_scale(q, scale)
+    call = Call(q, v, patterns)
+    out = empty_like_rows(v, call.readable_dtype())
+    q, k, v = (call.readable(t) for t in (q, k, v))
+    lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
+    choices = call.choices("forward", "all")
+    between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
+    for number, choice in enumerate(choices):
+        final = number == len(choices) - 1
+        one = call.packed("queries", "all", number, choice)
+        target = out if final else between
+        descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
+        call.launch(
+            forward_kernel,
+            one.num_row_tiles,
+            (q, k, v, between, target, lse, one.table, one.data, *descriptors),
+            (q, k, v, target),
+            (one.num_row_tiles,),
+            choice.configuration,
+            **call.widths,
+            **call.forms(one),
+            SHAPES=shapes,
+            SCALE=scale,
+            RESUME=number > 0,
+            FINAL=final,
+        )
+    return out.to(call.dtype), lse
+
+
+class BackwardInputs(NamedTuple):
     """What every backward kernel reads."""
 
     q: Tensor
@@ -70,7 +102,7 @@ def backward(
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     closed = closed_choice(call.candidates("closed"), patterns, call.context)
     if closed is None:
-        inputs = Inputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
+        inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
         over_keys(call, inputs, "all", (results[1], results[2]), scale)
         over_queries(call, inputs, "all", results[0], scale)
     else:
@@ -99,7 +131,9 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
     return delta
 
 
-def over_keys(call: Call, inputs: Inputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float) -> Sums:
+def over_keys(
+    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float
+) -> Sums:
     """dK and dV of some parts, into ``results`` or, where there are none, only into the workspace that is returned."""
     choices = call.choices("dkdv", parts)
     passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
@@ -148,7 +182,7 @@ def _gather(call: Call, sums: Sums, results: tuple[Tensor, Tensor]) -> None:
     call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes()), None, **constants)
 
 
-def over_queries(call: Call, inputs: Inputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
+def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
     """dQ of some parts, into ``result`` or, where there is none, kept wide: (B, H, N, D) contiguous."""
     q, k, v, grad_out = inputs[:4]
     choices = call.choices("dq", parts)
@@ -191,7 +225,7 @@ def over_closed_runs(
     delta = lse if grad_lse is None else grad_lse
     if resume:
         delta = delta_of(call, out, grad_out, lse, grad_lse)
-        inputs = Inputs(q, k, v, grad_out, lse, delta)
+        inputs = BackwardInputs(q, k, v, grad_out, lse, delta)
         sums = over_keys(call, inputs, "open", None, scale)
         previous = over_queries(call, inputs, "open", None, scale)
     one, tiles = call.packed("keys", "closed", 0, choice), choice.configuration
