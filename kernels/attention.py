@@ -71,13 +71,13 @@ def sparse_attention(
     Args:
         q, k: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
         v: (B, H, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head; where heads differ by themselves (``num_summaries``) each gets its own.
+        pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
 
     Returns:
-        (B, H, N, Dv) in q's dtype, and the logsumexp where it was asked for.
+        (B, H, N, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, something is no pattern, or the scale is not finite.
@@ -110,7 +110,7 @@ def check_backend(
         name: auto, triton, cpu, reference or flex.
         device, dtype: of q, k and v.
         head_width, value_width: D of q and k, and Dv.
-        training: whether a backward pass will follow.
+        training: a backward pass will follow.
 
     Raises:
         ConfigError: the backend is unknown or cannot run there; the path is ``backend``.

@@ -17,14 +17,14 @@ from longstride.sparse_model.strict import StrictModel
 
 POSITIVE = Field(gt=0)
 COMBINATIONS = ("merged", "interleaved", "multihead")
-RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that the schedule sets: given, they would hold for all heads alike
-WHOLE = 1e-6  # channels that a ratio may miss a whole number by: 2.3 x 100 is no 230 in binary
+RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
+WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
 
 
 class FoldedEmbedding(StrictModel):
     """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
 
-    type: Literal["text", "audio"] = "text"  # the same of both
+    type: Literal["text", "audio"] = "text"  # the same tables for both
     row_width: Annotated[int, POSITIVE]  # positions; usually the attention's stride
 
     def table_sizes(self, context: int) -> tuple[int, ...]:

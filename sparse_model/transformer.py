@@ -32,7 +32,7 @@ class SparseTransformer(nn.Module):
         self.blocks = nn.ModuleList(ResidualBlock(config, patterns) for patterns in config.layer_patterns())
         self.norm = nn.LayerNorm(config.width)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
-        # Called as (block, h) around every residual block where set, to recompute activations in the backward pass.
+        # Where set, called as (block, h) in place of each block, to recompute activations in the backward pass.
         self.activation_checkpoint: Callable[..., Tensor] | None = None
         initialize(self, config)
 
@@ -47,8 +47,8 @@ class SparseTransformer(nn.Module):
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
-                Bytes take an eighth of the way that int64 takes to a device.
-            return_nats: return each token's cross-entropy instead of the logits, which never stand in memory whole.
+                As bytes, they reach a device with an eighth of the traffic of int64.
+            return_nats: return each token's cross-entropy instead of the logits, which are then never in memory whole.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32.
@@ -65,18 +65,18 @@ class SparseTransformer(nn.Module):
         return self.logits(self.norm(h), tokens if return_nats else None)
 
     def through(self, h: Tensor, caches: Sequence[KeyValues], first: int) -> Tensor:
-        """All residual blocks, for positions that come after known ones.
+        """All residual blocks, for positions after those in the caches.
 
         Args:
             h: (B, n, C), embedded positions from ``first`` on: any one, or the first n.
-            caches: of each block; its rows before ``first`` are read, those of ``h`` written.
+            caches: one a block; rows before ``first`` are read, those of ``h`` are written.
             first: position of the first row of ``h``.
 
         Returns:
-            (B, n, C), as ``forward`` has it before the last norm.
+            (B, n, C), as in ``forward`` before the last norm.
 
         Raises:
-            ValueError: several rows that are no beginning.
+            ValueError: several rows that do not begin at 0.
         """
         for block, cache in zip(self.blocks, caches, strict=True):
             h = block(h, cache, first)
@@ -110,7 +110,7 @@ class Embedding(nn.Module):
         return h.unsqueeze(1)
 
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
-        """Each position table and where positions stand in it."""
+        """Each position table, with the index of the positions in it."""
         # Mixed radix, last table fastest: row-major (row, column[, channel]).
         for size, table in reversed(list(zip(self.sizes, self.positions, strict=True))):
             assert isinstance(table, nn.Embedding)
@@ -130,12 +130,12 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C); with a cache, one position that attends to the known ones too, or the first N."""
+        """(B, N, C) to (B, N, C). With a cache: one position, which attends to the cached ones too, or the first N."""
         h = h + self._dropped(self.attention(self.attention_norm(h), cache, first))
         return h + self._dropped(self.feed_forward(self.feed_forward_norm(h)))
 
     def _dropped(self, h: Tensor) -> Tensor:
-        # Asked here and not in the module: where one row is computed at a time, its call takes longer than an addition.
+        # Tested here and not in the module: for a single row, calling it takes longer than an addition.
         return self.dropout(h) if self.dropout.training else h
 
 

@@ -12,9 +12,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised (B, H, N, D); the heads of a position are side by side where they are so in ``like``.
+    """Uninitialised (B, H, N, D); the heads of a position are adjacent in memory where they are so in ``like``.
 
-    A model cuts its heads out of (B, N, H * D), and puts them back: results in that order go back without a copy.
+    A model views its heads in (B, N, H * D) and joins them again: in that order, results are joined without a copy.
     """
     batch, heads, context, width = like.shape
     dtype = dtype or like.dtype

@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
     """Output (B, H, N, Dv) and logsumexp (B, H, N)."""
     context = q.shape[2]
     if not torch.is_grad_enabled():
-        q, k, v = q.detach(), k.detach(), v.detach()  # FlexAttention refuses the flag itself on the CPU
+        q, k, v = q.detach(), k.detach(), v.detach()  # on the CPU, FlexAttention refuses tensors that require gradients
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = torch.zeros_like(i, dtype=torch.bool)

@@ -15,7 +15,7 @@ from longstride.kernels.forms import Bounds, Intervals, Order
 
 @runtime_checkable
 class PatternPart(Protocol):
-    """Pairs that become one interval a query once queries and keys are put in the right orders. Frozen, hashable."""
+    """Pairs of which each query has one interval of keys, with queries and keys in the right orders. Hashable."""
 
     def __hash__(self) -> int:
         """Plans are cached by part."""
@@ -34,11 +34,11 @@ class PatternPart(Protocol):
         ...
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """The keys of each reordered query, counted in the key order."""
+        """The interval of keys of each reordered query, counted in the key order."""
         ...
 
     def by_key(self, context: int) -> Bounds | None:
-        """The queries of each reordered key, counted in the query order; None: no closed form, they are derived."""
+        """The interval of queries of each reordered key, counted in the query order; None: no closed form."""
         ...
 
 
@@ -47,7 +47,7 @@ class Pattern(Protocol):
     """Which earlier positions each position attends to. A frozen, hashable value."""
 
     def __hash__(self) -> int:
-        """What is known of a pattern is cached by it."""
+        """Plans are cached by pattern."""
         ...
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
@@ -59,11 +59,11 @@ class Pattern(Protocol):
         ...
 
     def factors(self) -> tuple[Pattern, ...]:
-        """The factors that blocks or heads take in turn (Child et al. 2019, section 4.2): patterns of their own."""
+        """The factors that layers or heads take in turn (Child et al. 2019, section 4.2), each a pattern."""
         ...
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """Disjoint parts whose union is the pattern: a softmax over it is their merge by logsumexp."""
+        """Disjoint parts whose union is the pattern: merged by logsumexp, their softmaxes are that of the pattern."""
         ...
 
     def check(self, context: int) -> None:
@@ -81,11 +81,11 @@ class SinglePart:
         return self
 
     def factors(self) -> tuple[Pattern, ...]:
-        """There is nothing to take apart."""
+        """Itself alone."""
         return (self,)
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """One interval a query is enough."""
+        """Itself alone: one interval a query is enough."""
         return (self,)
 
     def query_order(self, context: int) -> Order:
@@ -97,7 +97,7 @@ class SinglePart:
         return None
 
     def check(self, context: int) -> None:
-        """Any context will do."""
+        """Any context is fine."""
 
 
 def require_positive(name: str, value: object) -> None:

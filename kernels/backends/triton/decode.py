@@ -46,7 +46,7 @@ from longstride.kernels.forms import Fold
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import View, most_reads, query_views
 
-ELEMENTS_A_TILE = 4096  # of keys, and of values: 32 registers a thread each, in fp32
+ELEMENTS_A_TILE = 4096  # of keys, and of values: 32 fp32 registers a thread for each
 LONGEST_TILE = 128  # keys
 KEYS_A_SPLIT = 256
 MOST_SPLITS = 32
@@ -55,11 +55,11 @@ NUM_WARPS = 4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What the kernel reads of all heads, on the device; the same for all positions."""
+    """What the kernel reads about all heads, on the device; the same for all positions."""
 
     table: Tensor  # (H, S, FIELDS) int32
     data: Tensor  # int32
-    rows: tuple[Form, ...]  # of each segment: how the row of a position is found
+    rows: tuple[Form, ...]  # for each segment, how the row of a position is found
     columns: tuple[Form, ...]
     bounds: tuple[Form, ...]
     splits: int  # programs a head, a power of two
@@ -74,7 +74,7 @@ def attend_one(
     one = layout(patterns, call.context, KEYS_A_SPLIT, q.device)
     out = v.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=call.wide)
-    partial, partial_stats = out, lse  # not looked at where nothing is split
+    partial, partial_stats = out, lse  # unread where nothing is split
     if one.splits > 1:
         partial = q.new_empty(*q.shape[:2], one.splits, v.shape[-1], dtype=call.wide)
         partial_stats = q.new_empty(2, *q.shape[:2], one.splits, dtype=call.wide)
@@ -107,13 +107,13 @@ def block_of(width: int) -> int:
 
 
 def num_splits(most_keys: int, keys_a_split: int) -> int:
-    """Programs a head where no position reads more keys than this."""
+    """Programs a head, where no position reads more than ``most_keys`` keys."""
     return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-most_keys // keys_a_split))))
 
 
 @lru_cache(maxsize=64)
 def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, device: torch.device) -> Layout:
-    """What heads of these patterns read at this context, whatever the position; cached."""
+    """What heads of these patterns read at this context, for all positions; cached."""
     heads = {pattern: query_views(pattern, context) for pattern in patterns}
     num_segments = max(len(views) for views in heads.values())
     nothing = no_columns(context, "queries")
@@ -139,7 +139,7 @@ def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, devic
 
 
 def _by_position(one: View) -> View:
-    """The view with the inverse of its rows' order: what a position's row is, not what a row's position is."""
+    """The view with the inverse of its rows' order: from positions to rows."""
     if one.row_order is None:
         return one
     inverse = one.row_order.inverse() if isinstance(one.row_order, Fold) else one.row_of_position

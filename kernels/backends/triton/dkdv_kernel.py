@@ -1,13 +1,15 @@
-"""Backward without atomics, second of three: dK and dV by tiles of keys.
+"""Backward without atomics, first and second of three: delta, then dK and dV by tiles of keys.
 
-Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
-With P the weights, recomputed from lse (the merged one, whatever part this pass holds):
+Letters: BLOCK queries of delta, BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v,
+N positions, H heads.
+With P the weights, recomputed from lse (that of the whole pattern, whatever parts this pass holds):
 
+    delta = sum(out * dOut) - dLse
     dV = P^T dOut        dP = dOut V^T        dS = scale * P * (dP - delta)        dK = dS^T Q        dQ = dS K
 
 The scale goes into dS before it is rounded to 16 bits, so that gradients under a loss scale neither overflow nor vanish
-there. A pass writes what it finds into rows of a workspace of its own, one for each slice of queries that it is split
-into; the last pass adds them up in a fixed order as it finishes each key. Where that does not hold every key, or is
+there. Each pass writes its sums into its rows of a workspace, one set for each slice of queries that it is split into.
+The last pass adds them up in a fixed order as it finishes each key. Where the last pass does not hold every key, or is
 split itself, it writes to the workspace too and ``gather_kernel`` adds up.
 """
 
@@ -72,7 +74,7 @@ def delta_kernel(
     result = tl.sum(out_tile.to(ACCUMULATOR) * grad_tile.to(ACCUMULATOR), 1)  # (BLOCK,)
     if GRAD_LSE:
         result -= tl.load(grad_lse + first_row + position, mask=inside, other=0.0).to(ACCUMULATOR)
-    # A query without keys has no gradient, whatever a caller that merged by lse hands back for its -inf.
+    # A query without keys has no gradient, whatever gradient a caller that merges by lse gives its -inf.
     blind = tl.load(lse + first_row + position, mask=inside, other=0.0) == float("-inf")
     tl.store(delta + first_row + position, tl.where(blind, 0.0, result), mask=inside)
 
