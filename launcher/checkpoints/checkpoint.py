@@ -15,7 +15,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import StreamState
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.files import checkpoint_files
 from longstride.launcher.checkpoints.manifest import MANIFEST, Manifest, find_damage, find_foreign, read_manifest
 from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle, refusal

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_json_object
 from longstride.launcher.output import file_names
-from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model import StrictModel
 
 FORMAT_VERSION = 2  # 1 knew none of the keys that may be left out
 MANIFEST = "manifest.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longstride.data_pipelines.order import StreamState
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.config import RunConfig, flattened, precision, zero_stage

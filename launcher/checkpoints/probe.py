@@ -15,7 +15,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.config import RunConfig, precision
 from longstride.launcher.output import AgreedError

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import MANIFEST, FileRecord, find_damage, flush_folder, sealed, write_json
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
@@ -30,7 +30,7 @@ from longstride.launcher.checkpoints.tensor_file import write_tensors
 from longstride.launcher.config import load_json_object
 from longstride.launcher.output import AgreedError, say
 from longstride.launcher.ranks import Ranks, first_works, gather_objects
-from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model import StrictModel
 
 UNIVERSAL_VERSION = 1
 _TELL_SECONDS = 10.0

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.ranks import is_loopback, source_address
 
 HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one

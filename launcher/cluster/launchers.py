@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import train
 from longstride.launcher.cluster.hosts import Hosts
 from longstride.launcher.config import TRUST_OPTION

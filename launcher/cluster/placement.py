@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.hosts import (
     Hosts,
     check_reachable,

@@ -11,7 +11,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, training_script
 from longstride.launcher.config import RunConfig, check_world_size, find_config, load_config
 from longstride.launcher.data import check_data, check_output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import train
 from longstride.launcher.cluster.hosts import add_host_arguments, find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks

@@ -8,7 +8,7 @@ import time
 import zlib
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.compression.arithmetic_coding import DamagedError
 from longstride.launcher.compression.coded_contexts import decode, encode, rows_for
 from longstride.launcher.compression.compressed_file import Compressed, NotReadableError, Surroundings, shortened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.data.steps import resolve_steps

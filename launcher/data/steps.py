@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.output import say

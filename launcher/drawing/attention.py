@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import open_checkpoint, read_checkpoint_config
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData

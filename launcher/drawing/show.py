@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
 from longstride.launcher.engine import WEIGHTS_KINDS
 from longstride.launcher.output import file_names

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.output import metrics_file
 

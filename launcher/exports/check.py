@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import PROBE, Checkpoint, probe_tolerance, read_probe, relative_difference
 from longstride.launcher.engine import AVERAGE
 from longstride.launcher.models import DTYPES, Exported, TensorHash, combined, empty_model, placed, runnable

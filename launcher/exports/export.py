@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     MASTER,
     Checkpoint,

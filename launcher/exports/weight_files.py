@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import ALIGNMENT, write_json, write_tensors
 from longstride.launcher.models import TensorHash
 from longstride.launcher.output import file_names

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
 from longstride.launcher.generation import files as sample_files
 from longstride.launcher.generation.likelihood import likelihood
@@ -29,8 +29,7 @@ from longstride.launcher.generation.plain_files import named, read_file
 from longstride.launcher.generation.prompts import frames_in, kept_rows, read_picture, read_prompt, read_sound
 from longstride.launcher.models import MODALITIES, ModelData, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter, file_names
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 
 DEFAULT_BYTES = 256  # of text
 _OF_SAMPLES = (

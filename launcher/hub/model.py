@@ -17,8 +17,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longstride.launcher.models import MODEL_TYPE
-from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.session import Session
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 
 
 class LongstrideConfig(PreTrainedConfig):

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from longstride.kernels import check_backend
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import load_json_object
 from longstride.launcher.models.fingerprint import MAPPED_BYTES, STORED, TensorHash, combined
 from longstride.launcher.output import file_names

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.output import file_names
-from longstride.sparse_model.config import ImageEmbedding, ModelConfig
+from longstride.sparse_model import ImageEmbedding, ModelConfig
 
 if TYPE_CHECKING:  # which knows of deepspeed's configurations
     from longstride.launcher.config import RunConfig

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.output import say
 from longstride.launcher.serving.application import Service
 from longstride.launcher.serving.guards import is_loopback

@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import Field
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import write_json
 from longstride.launcher.config import GuardPolicy, load_json_object
 from longstride.launcher.output import file_names
 from longstride.launcher.training.guards import Verdict
-from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model import StrictModel
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.json")
 Number = float | str

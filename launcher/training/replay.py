@@ -18,7 +18,7 @@ from typing import Any
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, StreamState
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
     check_matches,

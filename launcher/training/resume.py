@@ -11,7 +11,7 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import StreamState
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
     Checkpoint,
     check_matches,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.cluster.launchers import host_environment, plain_values, write_environment_file
 from longstride.launcher.cluster.supervisor import Launch, Outcome

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster import placement
 from longstride.launcher.cluster.placement import (
     LocalRanks,

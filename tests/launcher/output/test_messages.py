@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from longstride.data_pipelines.errors import DataError
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.output import AgreedError, exit_codes, exit_on_mistake, lasting_output, mistake, report, say
 from longstride.launcher.output.messages import LastingOutput
 

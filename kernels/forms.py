@@ -1,8 +1,8 @@
 """Closed forms of orders and intervals: a few integers in place of a vector, which a kernel evaluates by itself.
 
 Letters: N positions, M rows of an order, P its period.
-An order that has no closed form (a context that the stride does not divide, say) is a vector; all that read orders
-and intervals take either.
+An order without a closed form (for example where the stride does not divide the context) is a vector; whatever reads
+orders and intervals takes either.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Intervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Fold:
-    """An order that is a table read another way: row r stands for position
+    """An order in closed form, a table read another way: row r stands for position
 
         (r // period) * step + (r % period + shift) * stride        0 <= r < length
 
@@ -42,13 +42,13 @@ class Fold:
     step: int
     stride: int
     shift: int = 0
-    width: int | None = None  # None: every r below the length counts
+    width: int | None = None  # None: every r below the length stands for a position
 
     def __post_init__(self) -> None:
         assert self.stride == 1 or (self.step == 1 and self.shift == 0), self
 
     def __call__(self, row: Row) -> Row:
-        """The positions of rows; where a row does not count, something else."""
+        """The positions of rows; of a row that stands for none, any number."""
         return row // self.period * self.step + (row % self.period + self.shift) * self.stride
 
     def inverse(self) -> Fold:
@@ -67,14 +67,14 @@ class Bound(NamedTuple):
     most: int
 
     def __call__(self, row: Row, period: int) -> Row:
-        """Of rows, in columns."""
+        """This end of the intervals of rows, as a column."""
         rest = row % period + self.offset
         if isinstance(rest, int):
             return row // period * self.step + min(max(rest, self.least), self.most)
         return row // period * self.step + rest.clamp(self.least, self.most)
 
     def total(self, rows: int, period: int) -> int:
-        """The sum over rows 0 … rows - 1, exact, at a cost that does not grow with them."""
+        """The exact sum over rows 0 … rows - 1, at a cost that does not grow with their number."""
         runs, rest = divmod(rows, period)
         steps = self.step * (period * runs * (runs - 1) // 2 + runs * rest)
         return steps + runs * self._ramp_total(period) + self._ramp_total(rest)
@@ -101,13 +101,13 @@ class Bounds:
         return Intervals(self.low(row, self.period), self.high(row, self.period))
 
     def num_pairs(self) -> int:
-        """Columns of all rows together; at a cost that does not grow with the length."""
+        """The columns of all rows together, at a cost that does not grow with the length."""
         return self.high.total(self.length, self.period) - self.low.total(self.length, self.period)
 
     def closed_period(self) -> int | None:
-        """P where rows and columns fall into runs of P and no interval leaves its own, else None."""
-        own = all(bound.step == self.period for bound in (self.low, self.high))
-        return self.period if own and self.low.least >= 0 and self.high.most <= self.period else None
+        """P where rows and columns fall into runs of P and no interval leaves its run, else None."""
+        closed = all(bound.step == self.period for bound in (self.low, self.high))
+        return self.period if closed and self.low.least >= 0 and self.high.most <= self.period else None
 
 
 Order = Fold | Tensor | None  # original position of each row; None is the natural order of all positions
@@ -124,15 +124,15 @@ def intervals_of(bounds: Bounds | Intervals) -> Intervals:
 
 
 def whole(context: int) -> int:
-    """A period that no row reaches, for forms that do not repeat."""
+    """The period of a form that does not repeat: no row reaches it."""
     return max(context, 1)
 
 
 def ramp(offset: int, least: int, most: int) -> Bound:
-    """r + offset within limits, where the period is the whole context."""
+    """``clip(r + offset, least, most)``, where the period is the whole context."""
     return Bound(0, offset, least, most)
 
 
 def constant(value: int, step: int = 0) -> Bound:
-    """The same of every row of a period."""
+    """The same value for every row of a period."""
     return Bound(step, 0, value, value)
