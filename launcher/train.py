@@ -136,11 +136,11 @@ def _train_together(
     config: RunConfig, ranks: Ranks, data: RunData, asked: Asked, stop: StopFlag, gone: LauncherGone
 ) -> int:
     """Joins the other ranks and trains; returns the exit code."""
-    from longstride.launcher.checkpoints import NotSavedError
+    from longstride.launcher.checkpoints import NotSavedError, restore
     from longstride.launcher.engine import build as ours
     from longstride.launcher.ranks import barrier, process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder, restore
+    from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder
 
     output = Path(config.train.output)
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)

@@ -23,17 +23,14 @@ from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    agreed_checkpoints,
-    newer_refusals,
+    master_weights,
     open_checkpoint,
-    read_checkpoint_config,
 )
 from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import RunData, together
 from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator, quieten
 from longstride.launcher.evaluation.by_position import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.exports import master_weights
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, barrier, process_group, ranks_from_environment
 from longstride.launcher.stops import StopFlag
@@ -78,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
-        for refusal in newer_refusals(arguments.run, checkpoint):
+        for refusal in checkpoint.newer_refusals():
             say(f"passed over: {refusal}")
-    config = read_checkpoint_config(checkpoint.folder)
+    config = checkpoint.config
     prepare_accelerator()
     quieten(config)
     batch_size = arguments.batch or config.train.micro_batch
@@ -95,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     compile_kernels(config.model, batch_size, _DTYPES[precision], device, training=False)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watch:
         # A run that goes on may have saved once more while the ranks looked.
-        trusted = arguments.trust_checkpoint
-        (checkpoint,) = agreed_checkpoints(arguments.run, [checkpoint], ranks, trusted=trusted)
+        checkpoint = checkpoint.agreed(ranks)
         precision = arguments.precision or checkpoint.manifest.precision
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         threads = score_threads(device, batch_size * config.model.context)

@@ -21,12 +21,8 @@ from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    check_matches,
     first_whole,
     list_checkpoints,
-    load_checkpoint,
-    needs_conversion,
-    told_layout,
 )
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, Taken, together
@@ -66,7 +62,7 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
     candidates = _candidates(run, config, step, recorded, data, ranks, trusted)
     config = _without_monitors(config)
     with process_group(ranks, config.train.timeout_seconds, run):
-        checkpoint = _choose(run, candidates, ranks, trusted)
+        checkpoint = _choose(run, candidates, ranks)
         if checkpoint is None and recorded and recorded.incident and recorded.incident.origin.step:
             first = recorded.incident.origin.step
             raise ConfigError(
@@ -77,7 +73,7 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
         with exit_on_mistake(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             if checkpoint is not None:
-                load_checkpoint(engine, checkpoint, ranks)
+                checkpoint.load(engine, ranks)
                 ours.apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
@@ -190,17 +186,15 @@ def _candidates(
     listed, _ = list_checkpoints(run, trusted=trusted)
     found = [each for each in listed if first <= each.manifest.step < step]
     for checkpoint in found[:1]:
-        check_matches(checkpoint, config, data.stream().fingerprint)
-        if needs_conversion(checkpoint, config, ranks.world_size):
-            raise ConfigError(
-                f"--replay={step}: {told_layout(checkpoint)}, and is repeated so alone: start as it was saved"
-            )
+        checkpoint.check_matches(config, data.stream().fingerprint)
+        if checkpoint.needs_conversion(config, ranks.world_size):
+            raise ConfigError(f"--replay={step}: {checkpoint.layout}, and is repeated so alone: start as it was saved")
     return found
 
 
-def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks, trusted: bool) -> Checkpoint | None:
+def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks) -> Checkpoint | None:
     """The first that is whole; None: there is none, and the beginning is left."""
-    checkpoint, damaged = first_whole(run, candidates, ranks, trusted=trusted)
+    checkpoint, damaged = first_whole(run, candidates, ranks)
     if ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longstride.launcher.checkpoints.tensor_file import write_tensors
+from longstride.launcher.models.tensors import write_tensors
 
 
 @pytest.mark.parametrize("names", [["a"], ["layer.weight", "layer.bias", "scalar", "ümlaut"]])
@@ -17,9 +17,9 @@ def test_written_tensors_are_read_by_the_formats_library(names: list[str], tmp_p
     shapes = [(3, 5), (7,), (), (0, 2)]
     tensors = {name: torch.randn(shape) for name, shape in zip(names, shapes, strict=False)}
     path = tmp_path / "x.safetensors"
-    record = write_tensors(path, {name: tensor.shape for name, tensor in tensors.items()}, tensors.values())
-    assert record.bytes == path.stat().st_size
-    assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    size, sha256 = write_tensors(path, {name: tensor.shape for name, tensor in tensors.items()}, tensors.values())
+    assert size == path.stat().st_size
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     read = load_file(path)
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():

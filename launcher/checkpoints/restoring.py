@@ -1,7 +1,8 @@
-"""Loads a checkpoint's universal form into an engine of any ZeRO stage, precision and number of ranks.
+"""Brings an engine back to a checkpoint, in the layout that saved it or in another one.
 
-An engine is given what it would have saved itself: its own optimiser's state dictionary, with every tensor filled in
-for this rank's part. So DeepSpeed loads it as any checkpoint of its own, and saves normally afterwards.
+In another one the universal form is loaded, into any ZeRO stage, precision and number of ranks. The engine gets what it
+would have saved itself: its own optimiser's state dictionary, with this rank's part of every tensor filled in. So
+DeepSpeed loads it like a checkpoint of its own, and saves normally afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,21 +23,54 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+from longstride.data_pipelines.order import StreamState
+from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.saved_state import MASTER
-from longstride.launcher.checkpoints.universal import Universal
+from longstride.launcher.checkpoints.universal import Universal, ready_universal
+from longstride.launcher.config import RunConfig
+from longstride.launcher.engine import apply_settings
 from longstride.launcher.ranks import Ranks
 
-# How the loss scale's state is called where DeepSpeed keeps it otherwise; a whole number stays one.
-_WHOLE = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+_WHOLE_NUMBERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a loss scale's state
 
 
-class _Part(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter lie from ``at`` on in a flat vector of this rank's."""
+class _Slice(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, which begin at ``at`` in a flat vector of this rank."""
 
     name: str
     at: int
     start: int
     stop: int
+
+
+def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
+    """Brings a fresh engine to a verified checkpoint's state, whatever saved it; returns the next batch.
+
+    The settings of the run's own configuration are kept, and the probe is checked. All ranks must call. Nothing of the
+    run is changed; only the universal form may be new beside the checkpoint.
+
+    Raises:
+        AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
+    """
+    manifest, conversion = checkpoint.manifest, None
+    if checkpoint.needs_conversion(config, ranks.world_size):
+        form, seconds = ready_universal(checkpoint, ranks)
+        load_universal(engine, form)
+        took = f"{seconds:.0f} s" if seconds else "converted before"
+        conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({took})"
+        if ranks.world_size == manifest.world_size:
+            checkpoint.load_generators(ranks, engine.device)
+        else:
+            seed_generators(config.train.seed, manifest.step, ranks)
+        state = StreamState.from_json(manifest.stream)
+    else:
+        state = checkpoint.load(engine, ranks)
+    apply_settings(engine, config.train)
+    if (probe := checkpoint.probe) is not None:
+        probe.check(engine, config, ranks)
+    if conversion and ranks.is_first:
+        print(f"longstride: {conversion}", file=sys.stderr, flush=True)
+    return state
 
 
 def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
@@ -56,11 +92,17 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
     for name, value in manifest.numbers.items():
         setattr(engine, name, value)
     if manifest.loss_scale is not None and engine.fp16_enabled():
-        _carry_loss_scale(engine, manifest.loss_scale)
+        # A static one is the configuration's. Window and bounds are the new run's too.
+        half = isinstance(optimizer, FP16_UnfusedOptimizer)
+        scaler = optimizer.loss_scale_config if half else optimizer.loss_scaler
+        if scaler.dynamic_loss_scale if half else scaler.dynamic:
+            for key, number in manifest.loss_scale.items():
+                if hasattr(scaler, key):
+                    setattr(scaler, key, int(number) if key in _WHOLE_NUMBERS else number)
 
 
 def seed_generators(seed: int, step: int, ranks: Ranks) -> None:
-    """Begins this rank's random generators anew: a number of ranks that saved none has no others to go on with."""
+    """Seeds this rank's random generators anew: another number of ranks saved no states for all of these."""
     text = f"{seed} {step} {ranks.world_size} {ranks.rank}".encode()
     torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
 
@@ -70,20 +112,22 @@ def _fill_group_shards(engine: DeepSpeedEngine, form: Universal) -> None:
     optimizer = engine.optimizer
     vectors, masters = [], []
     if isinstance(optimizer, BF16_Optimizer):
-        own = optimizer.fp32_groups_flat_partition
-        groups = [(group, _ends(group)) for group in optimizer.bf16_groups]
+        partitions = optimizer.fp32_groups_flat_partition
+        sizes = ([parameter.numel() for parameter in group] for group in optimizer.bf16_groups)
+        starts = [list(accumulate(each, initial=0))[:-1] for each in sizes]
+        groups = list(zip(optimizer.bf16_groups, starts, strict=True))
     else:
-        own = optimizer.single_partition_of_fp32_groups
+        partitions = optimizer.single_partition_of_fp32_groups
         pairs = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
         groups = [(group, list(offsets)) for group, offsets in pairs]
-    for number, (partition, (group, offsets)) in enumerate(zip(own, groups, strict=True)):
+    for number, (partition, (group, offsets)) in enumerate(zip(partitions, groups, strict=True)):
         size = partition.numel()
         low = size * torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
         parts = []
         for parameter, offset in zip(group, offsets, strict=True):
             begin, end = max(offset, low), min(offset + parameter.numel(), low + size)
             if begin < end:
-                parts.append(_Part(engine.param_names[parameter], begin - low, begin - offset, end - offset))
+                parts.append(_Slice(engine.param_names[parameter], begin - low, begin - offset, end - offset))
         vectors.append((parts, size))
         masters.append(_filled(form, MASTER, parts, size))
     state = optimizer.state_dict()
@@ -106,7 +150,7 @@ def _fill_parameter_shards(engine: DeepSpeedEngine, form: Universal) -> None:
             size = parameter.ds_tensor.ds_numel
             begin, end = rank * size, min((rank + 1) * size, parameter.ds_numel)
             if begin < end:  # the last rank may have padding alone
-                parts.append(_Part(engine.param_names[parameter], at, begin, end))
+                parts.append(_Slice(engine.param_names[parameter], at, begin, end))
             at += size
         vectors.append((parts, flat.numel()))
         masters.append(_filled(form, MASTER, parts, flat.numel()))
@@ -120,11 +164,11 @@ def _fill_whole(engine: DeepSpeedEngine, form: Universal) -> None:
     """ZeRO 0: every rank has everything; in half precision DeepSpeed's optimiser keeps the master weights."""
     optimizer = engine.optimizer
     half = isinstance(optimizer, FP16_UnfusedOptimizer)
-    own = optimizer.fp16_groups if half else [group["params"] for group in optimizer.param_groups]
-    parameters = [parameter for group in own for parameter in group]
+    groups = optimizer.fp16_groups if half else [group["params"] for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group]
     vectors = []
     for parameter in parameters:
-        vectors.append(([_Part(engine.param_names[parameter], 0, 0, parameter.numel())], parameter.numel()))
+        vectors.append(([_Slice(engine.param_names[parameter], 0, 0, parameter.numel())], parameter.numel()))
     masters = [_filled(form, MASTER, *vector).view_as(each) for vector, each in zip(vectors, parameters, strict=True)]
     for parameter, master in zip(parameters, masters, strict=True):
         parameter.copy_(master)
@@ -140,22 +184,14 @@ def _fill_whole(engine: DeepSpeedEngine, form: Universal) -> None:
             place.copy_(master)
 
 
-def _ends(group: Sequence[Tensor]) -> list[int]:
-    """Where each parameter begins in a vector of all of them."""
-    offsets = [0]
-    for parameter in group[:-1]:
-        offsets.append(offsets[-1] + parameter.numel())
-    return offsets
-
-
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, form: Universal, vectors: Sequence[tuple[list[_Part], int]]
+    optimizer: torch.optim.Optimizer, form: Universal, vectors: Sequence[tuple[list[_Slice], int]]
 ) -> dict[str, Any]:
     """A state dictionary of torch's optimiser for these vectors, with its own settings."""
     return optimizer.state_dict() | {"state": _states(form, vectors)}
 
 
-def _states(form: Universal, vectors: Sequence[tuple[list[_Part], int]]) -> dict[int, dict[str, Tensor]]:
+def _states(form: Universal, vectors: Sequence[tuple[list[_Slice], int]]) -> dict[int, dict[str, Tensor]]:
     """Adam's state and the average for each flat vector; none before Adam's first step."""
     step = form.manifest.adam_step
     if step is None:
@@ -167,26 +203,9 @@ def _states(form: Universal, vectors: Sequence[tuple[list[_Part], int]]) -> dict
     }
 
 
-def _filled(form: Universal, kind: str, parts: Sequence[_Part], size: int) -> Tensor:
+def _filled(form: Universal, kind: str, parts: Sequence[_Slice], size: int) -> Tensor:
     """This rank's flat vector of a kind; what no parameter fills is padding, and zero."""
     flat = torch.zeros(size)
     for part in parts:
         flat[part.at : part.at + part.stop - part.start] = form.flat(part.name, kind)[part.start : part.stop]
     return flat
-
-
-def _carry_loss_scale(engine: DeepSpeedEngine, saved: dict[str, float]) -> None:
-    """Goes on with the loss scale; a static one is the configuration's. Window and bounds are the new run's own."""
-    half = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
-    scaler = engine.optimizer.loss_scale_config if half else engine.optimizer.loss_scaler
-    if not (scaler.dynamic_loss_scale if half else scaler.dynamic):
-        return
-    for key, value in _held(saved, scaler):
-        setattr(scaler, key, value)
-
-
-def _held(saved: dict[str, float], scaler: object) -> Iterator[tuple[str, float]]:
-    """The numbers that this kind of loss scale has as well."""
-    for key, value in saved.items():
-        if hasattr(scaler, key):
-            yield key, int(value) if key in _WHOLE else value
