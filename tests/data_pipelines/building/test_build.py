@@ -17,13 +17,13 @@ import pytest
 import webdataset as wds
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.documents.documents import FileDocument
-from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES, pack
-from longstride.data_pipelines.errors import DataError, os_errors_told
+from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, pack
+from longstride.data_pipelines.documents import FileDocument
+from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, write_files
 
 UNFINISHED = ".data.unfinished"
@@ -353,7 +353,7 @@ def test_build_that_is_interrupted_keeps_what_is_finished(tmp_path):
 )
 def test_build_reports_file_that_changes(tmp_path, monkeypatch, change: Callable[[Path], object], rule):
     source = write_files(tmp_path / "source", numbered_files(10))
-    module = importlib.import_module("longstride.data_pipelines.documents.planning")
+    module = importlib.import_module("longstride.data_pipelines.building.planning")
     find = module.find_documents
 
     def find_then_change(*arguments):
@@ -394,7 +394,7 @@ def test_build_that_cannot_write_says_where_and_goes_on(tmp_path):
 
 def test_build_names_the_path_where_the_system_names_none(tmp_path):
     full = pytest.raises(DataError, match=rf"^{tmp_path}/shard: No space left on device$")
-    with full, os_errors_told(tmp_path / "shard"):
+    with full, os_errors_as_data_errors(tmp_path / "shard"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from longstride.data_pipelines.building.build import build, build_dataset
 from longstride.data_pipelines.building.crew import Crew, join_crew
-from longstride.data_pipelines.documents.planning import FileSettings, make_plan
+from longstride.data_pipelines.building.planning import FileSettings
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from tests.harness.data.builds import ended, folder_bytes, numbered_files, outcome, start, worker_words, write_files
@@ -70,7 +70,7 @@ def documents_by_shard(source: Path) -> list[list[Path]]:
     """The documents of each shard, in the order in which shards are dealt to ranks."""
     text = modality_named("text")
     settings = FileSettings(text, {}, text.suffixes, (), ARGUMENTS["validation_fraction"], ARGUMENTS["shard_bytes"], 0)
-    return [[piece.document.path for piece in pieces] for _, pieces in make_plan([source], settings).shards()]
+    return [[piece.document.path for piece in pieces] for _, pieces in settings.plan([source]).shards()]
 
 
 @pytest.mark.parametrize(("what", "rule"), [("vanishes", "cannot be read (No such file"), ("grows", "changed since")])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.building.planning import FileSettings
 from longstride.data_pipelines.errors import DataError
 from tests.harness.data.builds import (
     PATIENCE_SECONDS,
@@ -270,7 +271,7 @@ def test_build_is_refused_while_another_is_under_way(tmp_path):
 
 def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
     """A build that ends removes its lock; one that had opened the file before holds nothing by it, and tries again."""
-    module = importlib.import_module("longstride.data_pipelines.building.unfinished")
+    module = importlib.import_module("longstride.data_pipelines.building.folders")
     folder = tmp_path / ".data.unfinished"
     flock = module.fcntl.flock
     calls: list[int] = []
@@ -285,7 +286,7 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
     held = module.UnfinishedBuild(tmp_path / "data")
     with pytest.raises(DataError, match="another build into the same output"):
         module.UnfinishedBuild(tmp_path / "data")
-    held.let_go()
+    held.unlock()
     assert len(calls) == 4
 
 
@@ -297,7 +298,7 @@ def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, 
     def fail(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(importlib.import_module("longstride.data_pipelines.building.unfinished").fcntl, "flock", fail)
+    monkeypatch.setattr(importlib.import_module("longstride.data_pipelines.building.folders").fcntl, "flock", fail)
     if refused:
         with pytest.raises(DataError, match=r"unfinished/lock: cannot be locked \(Permission denied\)"):
             build([source], tmp_path / "data", **ARGUMENTS)
@@ -309,10 +310,10 @@ def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, 
 def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
     """Let another build end while the next one looks for files."""
     module = importlib.import_module("longstride.data_pipelines.building.build")
-    make_plan = module.make_plan
+    make_plan = FileSettings.plan
 
     def plan_and_lose(*arguments):
-        monkeypatch.setattr(module, "make_plan", make_plan)
+        monkeypatch.setattr(FileSettings, "plan", make_plan)
         plan = make_plan(*arguments)
         monkeypatch.setattr(module, "is_occupied", second_look)
         return plan
@@ -329,7 +330,7 @@ def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
             return found
         raise AssertionError
 
-    monkeypatch.setattr(module, "make_plan", plan_and_lose)
+    monkeypatch.setattr(FileSettings, "plan", plan_and_lose)
 
 
 def test_build_compares_with_what_a_build_made_meanwhile(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.building.places import check_places
+from longstride.data_pipelines.building.folders import check_apart
 from longstride.data_pipelines.errors import DataError
 from tests.harness.data.builds import numbered_files, payloads_of, write_files
 
@@ -36,7 +36,7 @@ def texts(tmp_path, monkeypatch) -> Path:
 )
 def test_places_that_overlap_are_refused(texts, inputs, output, rule):
     with pytest.raises(DataError, match=f"^{rule.replace('HERE', str(texts))}") as caught:
-        check_places([Path(name) for name in inputs], Path(output).resolve())
+        check_apart([Path(name) for name in inputs], Path(output).resolve())
     assert "\n" not in str(caught.value)
 
 

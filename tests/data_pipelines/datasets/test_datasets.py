@@ -1,7 +1,6 @@
 """Published datasets: read in every form in which they are distributed, whoever builds them."""
 
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -16,14 +15,15 @@ import pytest
 from PIL import Image
 
 from longstride.data_pipelines.building.build import build_dataset
+from longstride.data_pipelines.building.planning import DatasetSettings
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.datasets import dataset as dataset_module
+from longstride.data_pipelines.datasets.byte_corpus import ENWIK8
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
-from longstride.data_pipelines.datasets.enwik8 import ENWIK8
+from longstride.data_pipelines.datasets.dataset import PublishedFile
+from longstride.data_pipelines.datasets.excerpts import Excerpts, Stretch
 from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
-from longstride.data_pipelines.datasets.parts import Parts, Run
-from longstride.data_pipelines.datasets.published import Known
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.manifest import Manifest
@@ -97,10 +97,10 @@ def test_cifar10_splits_are_those_of_the_paper(cifar_built):
 
 def test_cifar10_of_the_published_size_is_cut_as_documented():
     """Without reading any: 50,000 pictures are 48,000 and 2,000."""
-    runs = Parts([Run(None, 0, 10_000, 3072) for _ in range(5)])
-    train, validation = runs[:48_000], runs[48_000:]
-    assert (len(train), len(validation)) == (48_000, 2_000) and len(train.runs) == 5
-    assert (validation.runs[0].first, validation[0].start, validation[-1].start) == (
+    pictures = Excerpts([Stretch(None, 0, 10_000, 3072) for _ in range(5)])
+    train, validation = pictures[:48_000], pictures[48_000:]
+    assert (len(train), len(validation)) == (48_000, 2_000) and len(train.stretches) == 5
+    assert (validation.stretches[0].first, validation[0].start, validation[-1].start) == (
         8000 * 3072,
         8000 * 3072,
         9999 * 3072,
@@ -115,8 +115,8 @@ def test_cifar10_is_the_same_in_every_form(cifar, cifar_built, tmp_path, form):
     assert folder_bytes(tmp_path / "data") == folder_bytes(cifar_built)
 
 
-def known(content: bytes, algorithm: str = "md5") -> Known:
-    return Known(len(content), algorithm, hashlib.new(algorithm, content).hexdigest())
+def known(content: bytes, algorithm: str = "md5") -> PublishedFile:
+    return PublishedFile(len(content), algorithm, hashlib.new(algorithm, content).hexdigest())
 
 
 def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
@@ -355,7 +355,7 @@ def test_batch_is_never_held_whole(tmp_path):
 
 def test_documents_of_a_million_pictures_are_a_few_numbers():
     tracemalloc.start()
-    parts = Parts([Run(("batch", number), 128, 128_117, 12_288) for number in range(10)])
+    parts = Excerpts([Stretch(("batch", number), 128, 128_117, 12_288) for number in range(10)])
     assert len(parts) == 1_281_170 and parts[-1].start == 128 + 128_116 * 12_288
     assert [part.start for part in islice(parts, 128_115, 128_119)][1:3] == [128 + 128_116 * 12_288, 128]
     assert tracemalloc.get_traced_memory()[1] < 2**16
@@ -469,26 +469,25 @@ def test_dataset_is_the_same_whoever_makes_which_shard(cifar, cifar_built, tmp_p
 
 def test_archive_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch):
     given = zipped(tmp_path / "enwik8.zip", {"enwik8": TEXT})
-    module = importlib.import_module("longstride.data_pipelines.building.build")
-    make = module.make_dataset_plan
+    make = DatasetSettings.plan
 
     def make_then_change(*arguments):
         plan = make(*arguments)
         os.utime(given, ns=(1, 1))
         return plan
 
-    monkeypatch.setattr(module, "make_dataset_plan", make_then_change)
+    monkeypatch.setattr(DatasetSettings, "plan", make_then_change)
     with pytest.raises(DataError, match=r"enwik8\.zip: changed since the build began"):
         made("enwik8", given, tmp_path / "data")
 
 
-def test_openings_hold_one_thing_at_a_time():
+def test_open_input_holds_one_thing_at_a_time():
     closed = []
-    openings = Openings()
+    open_input = OpenInput()
     for key in ("a", "a", "b", "a"):
-        assert openings.get(key, lambda stack, key=key: stack.callback(closed.append, key) and key) == key
+        assert open_input.get(key, lambda stack, key=key: stack.callback(closed.append, key) and key) == key
     assert closed == ["a", "b"]
-    openings.close()
+    open_input.close()
     assert closed == ["a", "b", "a"]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from longstride.data_pipelines.building.build import build_dataset
 from longstride.data_pipelines.datasets import DATASETS
-from longstride.data_pipelines.datasets.enwik8 import ENWIK8
-from longstride.data_pipelines.datasets.published import Archive, Known
+from longstride.data_pipelines.datasets.byte_corpus import ENWIK8
+from longstride.data_pipelines.datasets.dataset import Archive, PublishedFile
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.stores.cache import lock_file, unlock_file
 from tests.harness.data.builds import folder_bytes
@@ -24,7 +24,7 @@ TEXT = np.random.default_rng(1).integers(0, 256, 300_000, dtype=np.uint8).tobyte
 def served(tmp_path, monkeypatch) -> Path:
     """The folder of a server, with the archive in it; a person is in another one."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("longstride.data_pipelines.stores.download.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("longstride.data_pipelines.stores.remote.FIRST_WAIT_SECONDS", 0.01)
     (tmp_path / "served").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -36,7 +36,7 @@ def published(monkeypatch, folder: Path, url: str) -> None:
     """Let enwik8 be what that server has."""
     content = (folder / "enwik8.zip").read_bytes()
     archive = Archive(f"{url}/enwik8.zip", len(content), hashlib.sha256(content).hexdigest())
-    known = Known(len(TEXT), "md5", hashlib.md5(TEXT).hexdigest())
+    known = PublishedFile(len(TEXT), "md5", hashlib.md5(TEXT).hexdigest())
     monkeypatch.setitem(DATASETS, "enwik8", replace(ENWIK8, archive=archive, content=known))
 
 

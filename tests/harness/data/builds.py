@@ -18,7 +18,7 @@ from typing import Any
 
 from longstride.data_pipelines.building.crew import Crew
 from longstride.data_pipelines.shards.index import load_manifest
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = ROOT / "tests" / "harness" / "data" / "build_worker.py"
