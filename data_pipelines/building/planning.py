@@ -194,7 +194,9 @@ class BuildPlan:
         for name, record in records.items():
             shards[name.partition("-")[0]].append(record)
         splits = {
-            split: SplitRecord(len(members), tuple(sorted(shards[split], key=_number_of)))
+            split: SplitRecord(
+                len(members), tuple(sorted(shards[split], key=lambda record: (len(record.name), record.name)))
+            )
             for split, members in self.splits.items()
         }
         return Manifest(self.settings.modality.name, self.properties, splits, self.made)
@@ -204,7 +206,3 @@ class BuildPlan:
         """How the set was made, for the manifest: nothing of the machine or the moment."""
         left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.symlinks}
         return {"settings": self.settings.to_json(), "left_out": left_out}
-
-
-def _number_of(record: ShardRecord) -> int:
-    return int(record.name.removesuffix(".tar").partition("-")[2])

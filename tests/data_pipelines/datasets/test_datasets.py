@@ -51,7 +51,7 @@ def split(folder: Path, name: str) -> bytes:
 
 
 def made(name: str, given: Path, output: Path, **options) -> Manifest:
-    """An unpublished build, unless told otherwise."""
+    """A build, by default with ``unpublished``."""
     return build_dataset(name, given, output, **{"unpublished": True, **options})
 
 
@@ -120,7 +120,7 @@ def known(content: bytes, algorithm: str = "md5") -> PublishedFile:
 
 
 def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
-    """By checksums of the batches, whichever archive they lie in: of a set whose checksums are those of the test."""
+    """Checked by the batches' checksums, whichever archive they lie in; here the checksums of a small set."""
     batches = {f"{name}.bin": known(cifar_binary(batch), "sha1") for name, batch in CIFAR.items()}
     batches |= {name: known(python2_pickle(batch)) for name, batch in CIFAR.items()}
     monkeypatch.setitem(DATASETS, "cifar10", replace(CIFAR10, batches=batches))
@@ -182,7 +182,7 @@ def test_archive_that_is_cut_short_is_refused(cifar, tmp_path, share):
 
 
 def test_unrelated_archives_beside_a_dataset_are_passed_over(cifar, cifar_built, tmp_path, monkeypatch):
-    """One that cannot be read ends nothing, unless it was named or has the published name; whole ones need no look."""
+    """An unreadable archive is ignored, unless it was named or its name is published. Needless ones are not opened."""
     source = tmp_path / "source"
     write_files(source, {"a.tar.gz": b"\x1f\x8bxxxx", "notes.zip": b"PK\3\4xxxx"})
     mine = source / "mine.tar.gz"
@@ -240,7 +240,7 @@ def test_imagenet64_is_the_same_from_its_zips(imagenet_built, tmp_path, deflated
 
 
 def test_imagenet64_lies_in_several_folders(imagenet_built, tmp_path):
-    """As its archives unpack: the nearer of two of one name is taken, and of two as near the unpacked one."""
+    """Of two files of one name the nearer is taken; at the same distance, the unpacked one."""
     source = tmp_path / "source"
     part = IMAGENET_BATCHES[5:8]
     held = {name: npz(batch) for name, batch in IMAGENET.items()}
@@ -426,7 +426,7 @@ def test_damage_in_a_deflated_member_is_told_in_one_line(tmp_path, method):
 
 
 def test_names_in_an_archive_reach_no_terminal_as_they_are(tmp_path):
-    """Of line ends, of what a terminal obeys in either set, and of what turns letters around."""
+    """Line ends, control characters of terminals, and marks that reverse the order of letters."""
     given = zipped(tmp_path / "a.zip", {"a\nb\x1b[31m": b"1", "c\x9b31m\u202e": b"2"})
     with pytest.raises(DataError) as caught:
         made("enwik8", given, tmp_path / "data")
@@ -462,7 +462,7 @@ def test_dataset_goes_on_after_a_stop(cifar, cifar_built, tmp_path):
 
 @pytest.mark.parametrize("form", ["binary archive", "python archive"])
 def test_dataset_is_the_same_whoever_makes_which_shard(cifar, cifar_built, tmp_path, form):
-    """Going back in an archive, and over batches that others read, leaves no trace."""
+    """Reading backwards in an archive, or skipping other ranks' batches, changes no byte."""
     made("cifar10", cifar[form], tmp_path / "data", shard_bytes=20_000, crew=OutOfOrder())
     assert folder_bytes(tmp_path / "data") == folder_bytes(cifar_built)
 

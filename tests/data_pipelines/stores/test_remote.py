@@ -39,7 +39,7 @@ def environment(monkeypatch):
 
 
 def make_files(folder: Path, *sizes: int) -> list[StoredFile]:
-    """Random files in a folder, the bucket of S3, as a manifest describes them."""
+    """Random files in a folder, which is also the bucket of S3, as a manifest describes them."""
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_bytes(b"{}")
     files = []
@@ -204,10 +204,10 @@ def test_partial_of_a_corrupted_transfer_is_dropped(bucket, opened, tmp_path):
 
 
 def forked(call) -> int:
-    """Process id of a child that ends with 0 where ``call`` returns and with 1 where it raises."""
+    """Process id of a child that exits with 0 if ``call`` returns and with 1 if it raises."""
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # whatever it waits for
+        signal.alarm(60)  # the child never hangs
         try:
             call()
             os._exit(0)
@@ -244,7 +244,7 @@ def test_processes_fetch_a_file_once(bucket, opened):
 
 @FORK_BESIDE_THREADS
 def test_lock_of_a_killed_parent_does_not_live_on_in_its_child(bucket, tmp_path):
-    """A forked process holds its parent's files open, and with them their locks, until it forgets them."""
+    """A forked process holds its parent's open files, and so their locks, until it closes them."""
     (file,) = make_files(bucket, 10)
     told, tell = os.pipe()
     killed, kill = os.pipe()
@@ -359,7 +359,7 @@ def test_cache_tells_data_sets_apart_and_mends_a_wrong_size(bucket, opened, tmp_
         assert store.local(rebuilt).read_bytes() == content
         store.local(rebuilt).write_bytes(b"cut short")
         assert store.local(rebuilt).read_bytes() == content
-        store.local(rebuilt).write_bytes(bytes(1000))  # of the right size, which only its reader can tell
+        store.local(rebuilt).write_bytes(bytes(1000))  # of the right size: only a reader notices
         assert store.discard(rebuilt)
         assert store.local(rebuilt).read_bytes() == content
     assert len(server.requests) == 4

@@ -93,7 +93,7 @@ def test_verification_names_what_is_damaged_on_the_server(corpus):
 
 
 def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_path):
-    """Under a run, the files are no longer the manifest's; another run sees another data set, and not the old cache."""
+    """The running run finds files that differ from its manifest. A new run sees another data set, not the old cache."""
     served = shutil.copytree(corpus.folder, tmp_path / "served")
     with FaultyServer(served) as url:
         stream = ByteStream(url, remote=settings, **OPTIONS)
