@@ -1,18 +1,18 @@
-"""Where a build reads and writes: no file is taken twice, and no output is taken in."""
+"""Where a build reads and writes: no file is taken twice, and inputs and output do not overlap."""
 
 from pathlib import Path
 
 import pytest
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.building.places import check_places
+from longstride.data_pipelines.building.folders import check_apart
 from longstride.data_pipelines.errors import DataError
 from tests.harness.data.builds import numbered_files, payloads_of, write_files
 
 
 @pytest.fixture
 def texts(tmp_path, monkeypatch) -> Path:
-    """The folder in which a person is, who names everything relative to it."""
+    """The working directory: the tests name everything relative to it."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "texts", numbered_files(8))
     (tmp_path / "link").symlink_to("texts/0")
@@ -36,7 +36,7 @@ def texts(tmp_path, monkeypatch) -> Path:
 )
 def test_places_that_overlap_are_refused(texts, inputs, output, rule):
     with pytest.raises(DataError, match=f"^{rule.replace('HERE', str(texts))}") as caught:
-        check_places([Path(name) for name in inputs], Path(output).resolve())
+        check_apart([Path(name) for name in inputs], Path(output).resolve())
     assert "\n" not in str(caught.value)
 
 
@@ -48,7 +48,7 @@ def test_build_refuses_places_that_overlap_before_anything_is_written(texts):
 
 
 def test_build_takes_folders_that_only_look_alike(texts):
-    """A name that begins with another input's is beside it, and a link that is named is followed."""
+    """A path that begins with another input's name may lie beside it. Links are followed."""
     write_files(texts / "texts2", numbered_files(8))
     build([Path("link"), Path("texts2")], Path("data"), validation_fraction=0)
     assert len(payloads_of(Path("data"), "train")) == 2 + 8

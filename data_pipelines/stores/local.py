@@ -1,21 +1,17 @@
-"""Where the files of a data folder come from: a folder on this machine, or anything that fsspec can read.
+"""What every store does, and the store of a folder on this machine.
 
-A store hands out local paths of whole files. The local folder has them; a remote one (`remote.py`) fetches them into a
-bounded cache first. Readers see no difference: they ask for a path, open it, read and close it.
+A store hands out local paths of whole files. A remote store (`remote.py`) fetches them into a bounded cache first.
+Readers see no difference: they ask for a path, open it, read and close it.
 """
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
-_LOCAL_PROTOCOLS = ("file://", "local://")
+from longstride.data_pipelines.settings import REBUILD
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +24,39 @@ class StoredFile:
 
 
 class Store(Protocol):
-    """The files of one data folder. It can be pickled, and goes on working in a forked process."""
+    """The files of one data folder. A store can be pickled, and works on in a forked process."""
 
-    location: str  # as a person wrote it, without credentials; for messages
+    location: str  # as the user wrote it, without credentials; for messages
 
     def path_for_messages(self, name: str) -> str:
         """Location and name of a file, without credentials."""
 
     def read(self, name: str) -> bytes:
-        """A small file, whole, as it is now. Raises DataError where it cannot be had."""
+        """The content of a small file, as it is now. Raises DataError where it cannot be read."""
 
     def sizes(self) -> Mapping[str, int] | None:
-        """Bytes of every file by name where that costs one look at a folder, else None."""
+        """Bytes of every file by name. None where listing them would cost more than one call."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """Say which data set (its manifest's fingerprint) the files belong to, before any file is asked for.
+        """Names the data set (its manifest's fingerprint) that the files belong to. Comes before ``local``.
 
         ``room_for`` bytes are needed at the same time. Raises DataError where the cache cannot hold them.
         """
 
     def local(self, file: StoredFile) -> Path:
-        """A local path that holds the whole file, of the size that the manifest says.
+        """A local path that holds the whole file, of the size that the manifest says. Raises DataError.
 
-        The path may vanish later, never a file that is open: whoever finds it gone asks again. Raises DataError.
+        The cache may remove the path later: call again then. A file that is open stays readable.
         """
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """These will be asked for soon, in this order: a hint, which never raises for what goes wrong on the way."""
+        """A hint that these files are needed soon, in this order. It never raises for a fetch that fails."""
 
     def discard(self, file: StoredFile) -> bool:
-        """The copy at hand was found damaged: True where it was removed and ``local`` will bring a fresh one."""
+        """Called for a damaged copy. True where the copy was removed and ``local`` will fetch a fresh one."""
 
     def close(self) -> None:
-        """End what goes on in the background of this process."""
+        """Ends this process's background fetches."""
 
 
 class LocalStore:
@@ -75,7 +71,7 @@ class LocalStore:
         return str(self._folder / name)
 
     def read(self, name: str) -> bytes:
-        """A small file, whole. Raises DataError where folder or file is missing or cannot be read."""
+        """The content of a small file. Raises DataError where folder or file is missing or cannot be read."""
         if not self._folder.is_dir():
             raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
         path = self._folder / name
@@ -98,7 +94,7 @@ class LocalStore:
             raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """Nothing: the files are where they are."""
+        """Does nothing: the files are here."""
 
     def local(self, file: StoredFile) -> Path:
         """The file's own path. Raises DataError where it is missing or not of its size."""
@@ -117,34 +113,17 @@ class LocalStore:
         return path
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """Nothing: the files are at hand."""
+        """Does nothing: the files are here."""
 
     def discard(self, file: StoredFile) -> bool:
         """False: there is no other copy."""
         return False
 
     def close(self) -> None:
-        """Nothing goes on in the background."""
+        """Does nothing: no fetch runs in the background."""
 
 
 def unreadable(path: str | Path, error: OSError) -> str:
-    """What to tell of a file that the system does not give out: of a permission, that nothing need be built again."""
+    """The message for a file that cannot be read. Where a permission is missing, rebuilding would not help."""
     mend = "allow reading" if isinstance(error, PermissionError) else REBUILD
     return f"{path}: cannot be read ({error.strerror}); {mend}"
-
-
-def open_store(location: str | Path, remote: RemoteSettings | None = None) -> Store:
-    """The store of a data folder: a path, or a URL of any protocol that fsspec knows.
-
-    Nothing is fetched and no connection is made yet. Raises DataError for a protocol that is unknown or whose library
-    is missing.
-    """
-    text = str(location)
-    for protocol in _LOCAL_PROTOCOLS:
-        if text.startswith(protocol):
-            return LocalStore(Path(text.removeprefix(protocol)))
-    if isinstance(location, Path) or not _REMOTE.match(text):
-        return LocalStore(Path(location))
-    from longstride.data_pipelines.stores.remote import RemoteStore  # which needs this module
-
-    return RemoteStore(text, remote or RemoteSettings())

@@ -1,6 +1,6 @@
 """Documents to shards: which pieces go into which shard, and one shard with its index and checksums.
 
-What a shard will hold follows from the documents' sizes alone, so that any shard may be written apart from the others.
+What a shard will hold follows from the documents' sizes alone, so that any shard can be written without the others.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 import webdataset as wds
 
-from longstride.data_pipelines.documents.documents import Document, Openings
+from longstride.data_pipelines.documents import Document, OpenInput
 from longstride.data_pipelines.modalities import Modality, Properties
 from longstride.data_pipelines.shards import (
     BLOCK_BYTES,
@@ -41,9 +41,9 @@ class Piece:
 
 
 def pack(documents: Iterable[Document], shard_bytes: int, modality: Modality) -> Iterator[list[Piece]]:
-    """The pieces of each shard: in order, as many as fit into ``shard_bytes`` and at least one.
+    """The pieces of each shard: in order, as many as fit into ``shard_bytes``, and at least one.
 
-    A document goes on in the next shard only where it is longer than a shard, so that few contexts of its own are cut.
+    Only a document longer than a shard goes on in the next shard: contexts that end with documents are rarely cut.
     """
     pieces: list[Piece] = []
     filled = 0
@@ -67,18 +67,18 @@ def write_shard(
     pieces: Sequence[Piece],
     modality: Modality,
     properties: Properties,
-    openings: Openings,
+    open_input: OpenInput,
     advance: Callable[[int], None],
 ) -> tuple[ShardRecord, bytes]:
-    """Write the shard ``name`` to ``file``, or nowhere; its line of the manifest and its index file's content.
+    """Writes the shard ``name`` to ``file``, or nowhere. Returns its manifest record and the content of its index file.
 
-    ``openings`` holds what is open from one piece to the next, and from one shard to the next. ``advance`` is told the
-    content bytes of each piece. Raises DataError for a document that is not as it was found.
+    ``open_input`` stays open from one piece, and one shard, to the next. ``advance`` gets the content bytes of each
+    piece. Raises DataError for a document that has changed since it was found.
     """
     shard = _ShardStream(file, name, modality, properties)
     try:
         for piece in pieces:
-            content = piece.document.read(openings, modality, properties, piece.offset, piece.size)
+            content = piece.document.read(open_input, modality, properties, piece.offset, piece.size)
             shard.add(content, piece.ends)
             advance(piece.size)
         return shard.finish()
@@ -87,22 +87,22 @@ def write_shard(
 
 
 class _ShardStream:
-    """A tar stream that takes the checksums of what goes by, so that nothing is read again."""
+    """A tar stream that computes checksums while it writes, so that nothing is read again."""
 
     def __init__(self, file: BinaryIO | None, name: str, modality: Modality, properties: Properties) -> None:
         self._file, self._name = file, name
         self._modality, self._properties = modality, properties
         self._rows: list[tuple[int, int, int, int, bool]] = []
-        self._members_end = 0  # of those added so far; what comes by after the last is the end of the archive
+        self._members_end = 0  # of the members added so far; bytes after the last one end the archive
         self._file_bytes = 0
         self._digest = hashlib.sha256()
-        self._crc32s: list[int] = []  # of the members that went by
-        self._crc32 = 0  # of the one that is going by
+        self._crc32s: list[int] = []  # of the members that were written
+        self._crc32 = 0  # of the member that is being written
         # Nothing of the machine or the moment may enter the file.
         self._tar = wds.TarWriter(self, encoder=False, compress=False, mtime=0, user="", group="", mode=0o644)
 
     def add(self, content: bytes, ends: bool) -> None:
-        """Append one sample; ``ends`` says whether its document ends with it."""
+        """Appends one sample. ``ends``: its document ends with it."""
         header = self._modality.header(len(content), self._properties)
         payload = header + content
         place = self._members_end + BLOCK_BYTES + len(header)
@@ -111,7 +111,7 @@ class _ShardStream:
         self._tar.write({"__key__": sample_key(self._name, len(self._rows) - 1), self._modality.extension: payload})
 
     def write(self, content: bytes) -> int:
-        """The file that TarWriter writes to, in blocks that do not end where members end."""
+        """TarWriter writes its file through this, in blocks that do not end where members end."""
         if self._file is not None:
             self._file.write(content)
         self._file_bytes += len(content)
@@ -129,7 +129,7 @@ class _ShardStream:
         return len(content)
 
     def finish(self) -> tuple[ShardRecord, bytes]:
-        """End the archive; its line of the manifest and its index file's content."""
+        """Ends the archive. Returns its manifest record and the content of its index file."""
         self._tar.close()
         rows = np.array(self._rows, dtype=INDEX_DTYPE)
         rows["crc32"] = self._crc32s
@@ -146,6 +146,6 @@ class _ShardStream:
         return record, index
 
     def close(self) -> None:
-        """Let go of the file. A tar stream left open would write to it when it is collected."""
+        """Closes the tar stream without writing: else it would write to the file when it is garbage collected."""
         self._file = None
         self._tar.close()
