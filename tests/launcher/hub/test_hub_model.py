@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.generation import generate
 from tests.harness.runs import ROOT
+from tests.harness.tiny_models import add_hub_files
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
 
@@ -27,10 +27,7 @@ def folder(exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> P
     """An export with all that transformers needs."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    content = json.loads((exported / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps(content | hub_fields() | {"dtype": "float32"}))
-    for name, text in hub_files(load_model(exported).config).items():
-        (exported / name).write_text(text)
+    add_hub_files(exported)
     return exported
 
 
