@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.launcher.exports.for_hubs import hub_fields, hub_files, refresh_stub
+from longstride.launcher.exports.for_hubs import refresh_stub
 from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.generation import generate
