@@ -21,7 +21,7 @@ from longstride.launcher.checkpoints.saving import Saver
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.engine import build as ours
 from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.ranks.processes import process_group, ranks_from_environment
+from longstride.launcher.ranks.processes import Ranks, process_group
 
 POSITIONS = 64  # of the step
 TIMEOUT_SECONDS = 3600  # ranks that share few cores wait for each other
@@ -30,7 +30,7 @@ TIMEOUT_SECONDS = 3600  # ranks that share few cores wait for each other
 def main(arguments: list[str]) -> int:
     """Exit code."""
     config = RunConfig.model_validate(json.loads(Path(arguments[0]).read_text()))
-    ranks = ranks_from_environment(os.environ)
+    ranks = Ranks.from_environment(os.environ)
     prepare_accelerator()
     with process_group(ranks, TIMEOUT_SECONDS):
         ours.quieten(config)

@@ -108,10 +108,10 @@ def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: L
     from longstride.launcher.data import RunData, check_output, check_replay, resolve_steps
     from longstride.launcher.engine import build as ours
     from longstride.launcher.engine import compile_kernels, prepare_accelerator
-    from longstride.launcher.ranks import ranks_from_environment
+    from longstride.launcher.ranks import Ranks
     from longstride.launcher.training import Asked, choose_start, replay_step
 
-    ranks = ranks_from_environment(os.environ)
+    ranks = Ranks.from_environment(os.environ)
     check_world_size(config, ranks.world_size)
     on_cpu = prepare_accelerator()
     ours.quieten(config)
@@ -140,7 +140,7 @@ def _train_together(
     """Joins the other ranks and trains; returns the exit code."""
     from longstride.launcher.checkpoints import NotSavedError
     from longstride.launcher.engine import build as ours
-    from longstride.launcher.ranks import barrier, process_group, run_lock
+    from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
     from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder, restore
 
@@ -148,7 +148,7 @@ def _train_together(
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
     with group as watch, stop.held(), run_lock(output, ranks):
         checkpoint = begin(config, asked, data, ranks)
-        with told_at_once(lambda: barrier(ranks)):
+        with told_at_once(ranks.barrier):
             engine = ours.build_engine(config, ranks)
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             prepare_folder(config, checkpoint, ranks)
@@ -165,7 +165,7 @@ def _train_together(
             if told is not None:
                 if ranks.is_first:
                     print(f"longstride: {told}", file=sys.stderr, flush=True)
-                barrier(ranks)  # a launcher ends all ranks once one has ended
+                ranks.barrier()  # a launcher ends all ranks once one has ended
             engine.destroy()
     return code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from longstride.launcher.checkpoints.manifest import MANIFEST, Manifest, find_da
 from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle, refusal
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError
-from longstride.launcher.ranks import Ranks, gather_objects, look_until, seen
+from longstride.launcher.ranks import Ranks, wait_until_visible
 
 DEEPSPEED_TAG = "deepspeed"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -102,17 +103,17 @@ def agreed_checkpoints(
     if ranks.world_size == 1:
         return list(found)
     named = [(each.folder.name, _manifest_sha256(each.folder)) for each in found] if ranks.is_first else []
-    end = look_until()
+    start = time.monotonic()
     opened: list[Checkpoint] = []
     unseen = None
-    for name, sha256 in gather_objects(named, ranks)[0]:
-        checkpoint = seen(partial(_looked_up, run / CHECKPOINTS / name, sha256, trusted), end)
+    for name, sha256 in ranks.gather_objects(named)[0]:
+        checkpoint = wait_until_visible(partial(_looked_up, run / CHECKPOINTS / name, sha256, trusted), start)
         if checkpoint is None:
             rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
             unseen = f"{run / CHECKPOINTS / name}: {rule}"
             break
         opened.append(checkpoint)
-    lines = dict.fromkeys(line for line in gather_objects(unseen, ranks) if line)
+    lines = dict.fromkeys(line for line in ranks.gather_objects(unseen) if line)
     if lines:
         raise AgreedError("\n".join(lines))
     return opened
@@ -144,7 +145,7 @@ def verify_together(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
     damage = find_damage(checkpoint.folder, names, checkpoint.manifest)
     if ranks.is_first:
         damage += find_foreign(checkpoint.folder, checkpoint.manifest)
-    return [line for lines in gather_objects(damage, ranks) for line in lines]
+    return [line for lines in ranks.gather_objects(damage) for line in lines]
 
 
 def check_trust(checkpoint: Checkpoint, ranks: Ranks) -> None:
@@ -158,7 +159,7 @@ def check_trust(checkpoint: Checkpoint, ranks: Ranks) -> None:
     names = [name for name in sorted(checkpoint.manifest.files) if name.endswith(".pt")]
     found = ((name, asked_code(checkpoint.folder / name)) for name in names[ranks.rank :: ranks.world_size])
     lines = [f"{checkpoint.folder / name}: {refusal(what)}" for name, what in found if what]
-    everyone = [line for own in gather_objects(lines, ranks) for line in own]
+    everyone = [line for own in ranks.gather_objects(lines) for line in own]
     if everyone:
         raise AgreedError("\n".join(everyone))
 

@@ -19,7 +19,7 @@ from longstride.kernels.errors import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.config import RunConfig, precision
 from longstride.launcher.output import AgreedError
-from longstride.launcher.ranks import Ranks, gather_objects
+from longstride.launcher.ranks import Ranks
 
 PROBE = "probe.npy"  # (N,) uint8, in a checkpoint's folder
 _SEED = 1904
@@ -81,7 +81,7 @@ def check_probe(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConf
     own = precision(config.deepspeed)
     tolerance = probe_tolerance(saved, own, engine.device.type, config.model.backend)
     # A nan is in no order with anything.
-    wrong = [rank for rank, fine in enumerate(gather_objects(difference <= tolerance, ranks)) if not fine]
+    wrong = [rank for rank, fine in enumerate(ranks.gather_objects(difference <= tolerance)) if not fine]
     if wrong:
         raise AgreedError(
             f"{checkpoint.folder}: the loaded model's loss on {PROBE} is {nats:.9g} nats, and was {before:.9g} when it "

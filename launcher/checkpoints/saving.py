@@ -37,7 +37,7 @@ from longstride.launcher.checkpoints.retention import partial_folder, point_to, 
 from longstride.launcher.config import RunConfig, precision, zero_stage
 from longstride.launcher.engine import parameter_groups, random_states
 from longstride.launcher.output import CONFIG
-from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
+from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -73,7 +73,7 @@ class Saver:
         """Ends a save whose files every rank has written. All ranks must call, after every step."""
         if self._pending is not None:
             done = torch.tensor([self._pending.is_written()], dtype=torch.int64)
-            if bool(gather_int64(done, self._ranks, self._engine.device).all()):
+            if bool(self._ranks.gather_int64(done, self._engine.device).all()):
                 self.finish()
 
     def finish(self) -> None:
@@ -205,7 +205,7 @@ class _Attempt:
             outcome = work()
         except FAILURES as error:
             failure = told_error(error, self._partial)
-        everyone = gather_objects((outcome, failure), self._ranks)
+        everyone = self._ranks.gather_objects((outcome, failure))
         failures = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(everyone) if told is not None]
         if failures:
             if self._ranks.is_first:

@@ -30,7 +30,7 @@ from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedStat
 from longstride.launcher.checkpoints.tensor_file import write_tensors
 from longstride.launcher.config import load_json_object
 from longstride.launcher.output import AgreedError
-from longstride.launcher.ranks import Ranks, first_works, gather_objects
+from longstride.launcher.ranks import Ranks
 from longstride.sparse_model.strict import StrictModel
 
 UNIVERSAL_VERSION = 1
@@ -86,10 +86,10 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
     """
     began, made = time.monotonic(), False
     for attempt in range(2):
-        made |= first_works(lambda: _made(checkpoint), ranks)
+        made |= ranks.first_works(lambda: _made(checkpoint))
         form = _seen(checkpoint)
         damage = _damage(form, ranks) if form else [f"{universal_folder(checkpoint.folder)}: is not to be seen here"]
-        damage = list(dict.fromkeys(line for lines in gather_objects(damage, ranks) for line in lines))
+        damage = list(dict.fromkeys(line for lines in ranks.gather_objects(damage) for line in lines))
         if form and not damage:
             return form, time.monotonic() - began if made else 0.0
         if attempt == 0 and ranks.is_first:

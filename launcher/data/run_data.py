@@ -33,7 +33,7 @@ from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config import DataConfig, RemoteConfig, RunConfig
 from longstride.launcher.output import AgreedError
-from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
+from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
 
 _PLACES = {
@@ -96,17 +96,17 @@ def together(
             own = torch.cat([counts, batch.sample_ids])
         elif problem is None:
             own[0] = _AT_THE_END
-        everyone = gather_int64(own, ranks, device)  # (W, 4 + rows)
+        everyone = ranks.gather_int64(own, device)  # (W, 4 + rows)
         if bool((everyone[:, 0] == _AT_THE_END).all()):
             return
         if batch is None or not bool((everyone[:, 0] == _HAS_ONE).all()):
-            problems = [text for text in gather_objects(problem, ranks) if text] or [_unequal(everyone[:, 0])]
+            problems = [text for text in ranks.gather_objects(problem) if text] or [_unequal(everyone[:, 0])]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
         if bool(everyone[:, 3].any()):
-            reasons = [text for text in gather_objects(stop and stop.reason, ranks) if text]
+            reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
         if int(everyone[:, 2].sum()):
-            substitutions = tuple(each for theirs in gather_objects(substitutions, ranks) for each in theirs)
+            substitutions = tuple(each for theirs in ranks.gather_objects(substitutions) for each in theirs)
         ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
         crc32 = zlib.crc32(ids.tobytes())
         yield Taken(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)

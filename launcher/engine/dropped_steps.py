@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from longstride.launcher.engine.random_states import random_states, set_random_states
-from longstride.launcher.ranks import Ranks, gather_objects
+from longstride.launcher.ranks import Ranks
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -111,7 +111,7 @@ def weights_are_finite(engine: DeepSpeedEngine, ranks: Ranks) -> bool:
     """Whether every weight of every rank is a finite number. All ranks must call."""
     # Under ZeRO 3 a parameter at rest is empty, and ds_tensor this rank's part of it.
     shards = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
-    return all(gather_objects(all(bool(torch.isfinite(shard).all()) for shard in shards), ranks))
+    return all(ranks.gather_objects(all(bool(torch.isfinite(shard).all()) for shard in shards)))
 
 
 def _scaler(engine: DeepSpeedEngine) -> Any:

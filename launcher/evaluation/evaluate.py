@@ -35,7 +35,7 @@ from longstride.launcher.evaluation.by_position import bin_numbers, check_positi
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.exports import master_weights
 from longstride.launcher.output import bits_per_byte, tell_passed_over, told_at_once
-from longstride.launcher.ranks import Ranks, adopt_place, barrier, process_group, ranks_from_environment
+from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import SparseTransformer
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     adopt_place(os.environ)
-    ranks = ranks_from_environment(os.environ)
+    ranks = Ranks.from_environment(os.environ)
     if arguments.positions is not None:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         threads = score_threads(device, batch_size * config.model.context)
         watch.at("evaluation")
-        with told_at_once(lambda: barrier(ranks)):
+        with told_at_once(ranks.barrier):
             sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}

@@ -1,4 +1,4 @@
-"""Which process this is, and the process group they share. Imports deepspeed."""
+"""Which process this is among all of the run, and their process group. Joining it imports deepspeed."""
 
 from __future__ import annotations
 
@@ -15,44 +15,96 @@ import torch.distributed
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.ranks.hangs import Watch, found_in
 from longstride.launcher.ranks.interfaces import choose_interface
+from longstride.launcher.ranks.waiting import Result, first_works
 
 _BEHIND_THE_WATCH_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The place of this process among W."""
+    """The place of this process among W, and how the W of them meet.
+
+    All ranks must call a collective. Before the process group stands, W is 1 or no collective may be called.
+    """
 
     rank: int = 0
     local_rank: int = 0  # on this host
     world_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
+        """The place by the variables of the deepspeed launcher or torchrun; without any, one process.
+
+        Raises:
+            ConfigError: the variables are set in part, or are no numbers.
+        """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        given = {name: environment[name] for name in names if name in environment}
+        if not given:
+            return cls()
+        missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if missing:
+            raise ConfigError(
+                f"environment: {', '.join(given)} given without {', '.join(missing)}; start by a launcher"
+            )
+        try:
+            rank, local_rank, world_size = (int(environment[name]) for name in names)
+        except ValueError:
+            raise ConfigError(f"environment: {given}: must be whole numbers") from None
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"environment: RANK={rank}: must be from 0 to {world_size - 1}")
+        return cls(rank, local_rank, world_size)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
 
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
 
-def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """The place told by the deepspeed launcher or torchrun; without either, one process.
+    def gather_objects(self, value: object) -> list:
+        """Every rank's value in rank order."""
+        if self.world_size == 1:
+            return [value]
+        everyone: list = [None] * self.world_size
+        torch.distributed.all_gather_object(everyone, value)
+        return everyone
 
-    Raises:
-        ConfigError: the variables are set in part, or are no numbers.
-    """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    if not given:
-        return Ranks()
-    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        raise ConfigError(f"environment: {', '.join(given)} given without {', '.join(missing)}; start by a launcher")
-    try:
-        rank, local_rank, world_size = (int(environment[name]) for name in names)
-    except ValueError:
-        raise ConfigError(f"environment: {given}: must be whole numbers") from None
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"environment: RANK={rank}: must be from 0 to {world_size - 1}")
-    return Ranks(rank, local_rank, world_size)
+    def gather_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks bring the same n."""
+        values = values.to(device)
+        if self.world_size == 1:
+            return values.cpu()[None]
+        everyone = [torch.empty_like(values) for _ in range(self.world_size)]
+        torch.distributed.all_gather(everyone, values)
+        return torch.stack(everyone).cpu()
+
+    def gather_float64(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Every rank's () float64 value on the CPU, in rank order: (W,)."""
+        # The float's bits travel as an integer, and come back unchanged on devices without float64.
+        return self.gather_int64(value.reshape(1).view(torch.int64), device).view(torch.float64)[:, 0]
+
+    def sum_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The sums of all ranks' int64 values on the CPU, of their shape. All ranks bring the same shape."""
+        if self.world_size == 1:
+            return values
+        summed = values.to(device, copy=True)
+        torch.distributed.all_reduce(summed)
+        return summed.cpu()
+
+    def first_works(self, work: Callable[[], Result]) -> Result:
+        """What the first rank's ``work`` returns, on every rank.
+
+        It works in a thread, and all ranks meet in a small collective again and again until it is done: a rank that
+        dies meanwhile is noticed at once, and none waits longer in any one collective than between two meetings.
+
+        Raises:
+            AgreedError: on every rank, for a mistake of the user that the work met.
+        """
+        return first_works(work if self.is_first else None, self.gather_objects)
 
 
 @contextmanager
@@ -86,7 +138,7 @@ def process_group(
                 backend = get_accelerator().communication_backend_name()
                 torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-            watch.meet(gather_objects(watch.address, ranks))
+            watch.meet(ranks.gather_objects(watch.address))
             watch.at("starting")
             yield watch
     except Exception as error:
@@ -118,43 +170,3 @@ def _default_timeout(timeout: timedelta) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(torch.distributed.distributed_c10d, name, value)
-
-
-def gather_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks must call, with the same n."""
-    values = values.to(device)
-    if ranks.world_size == 1:
-        return values.cpu()[None]
-    everyone = [torch.empty_like(values) for _ in range(ranks.world_size)]
-    torch.distributed.all_gather(everyone, values)
-    return torch.stack(everyone).cpu()
-
-
-def sum_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """The sums of all ranks' int64 values on the CPU, of their shape. All ranks must call, with the same shape."""
-    if ranks.world_size == 1:
-        return values
-    summed = values.to(device, copy=True)
-    torch.distributed.all_reduce(summed)
-    return summed.cpu()
-
-
-def gather_float64(value: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Every rank's () float64 value on the CPU, in rank order: (W,). All ranks must call."""
-    # The float's bits travel as an integer, and come back unchanged on devices without float64.
-    return gather_int64(value.reshape(1).view(torch.int64), ranks, device).view(torch.float64)[:, 0]
-
-
-def gather_objects(value: object, ranks: Ranks) -> list:
-    """Every rank's value in rank order. All ranks must call."""
-    if ranks.world_size == 1:
-        return [value]
-    everyone: list = [None] * ranks.world_size
-    torch.distributed.all_gather_object(everyone, value)
-    return everyone
-
-
-def barrier(ranks: Ranks) -> None:
-    """Waits until every rank is here."""
-    if ranks.world_size > 1:
-        torch.distributed.barrier()

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from longstride.kernels.errors import ConfigError, Problem
 from longstride.launcher.output import LOCK
-from longstride.launcher.ranks.processes import Ranks, gather_objects
+from longstride.launcher.ranks.processes import Ranks
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 
@@ -42,7 +42,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
                 file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
                 file.flush()
-        problem = gather_objects(problem, ranks)[0]
+        problem = ranks.gather_objects(problem)[0]
         if problem is not None:
             raise ConfigError(problem)
         try:

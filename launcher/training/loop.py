@@ -25,7 +25,7 @@ from longstride.launcher.engine import Before, poisoned, weights_are_finite
 from longstride.launcher.engine import build as ours
 from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, bits_per_byte, holds_line
-from longstride.launcher.ranks import Ranks, Watch, barrier, gather_float64, gather_objects
+from longstride.launcher.ranks import Ranks, Watch
 from longstride.launcher.stops import StopAskedError, StopFlag
 from longstride.launcher.training.guards import Guards, GuardStopError
 from longstride.launcher.training.incidents import as_number
@@ -145,7 +145,7 @@ class Training:
 
     def _end(self) -> None:
         self._watch.at("the end")
-        barrier(self._ranks)  # a rank that leaves while another still collects can abort it
+        self._ranks.barrier()  # a rank that leaves while another still collects can abort it
         self._saver.finish()
         if self._saver.saved < self._engine.global_steps:
             raise NotSavedError(f"the run ends unsaved at step {self._engine.global_steps}")
@@ -196,7 +196,7 @@ def train_step(
             ours.backward(engine, total * factor)
             engine.step()
     # Judged before the last backward pass, which can still have the step dropped.
-    rank_nats = gather_float64(nats, ranks, engine.device).tolist()
+    rank_nats = ranks.gather_float64(nats, engine.device).tolist()
     loss_nats = sum(rank_nats) / taken.num_bytes
     unwanted = guards.judge_loss(loss_nats)
     ours.backward(engine, (poisoned(total) if unwanted else total) * factor)
@@ -256,7 +256,7 @@ def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:
     if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
         return False
     lacks = ranks.is_first and not holds_line(Path(settings.output), step, config.data.validation_split)
-    return bool(gather_objects(lacks, ranks)[0])
+    return bool(ranks.gather_objects(lacks)[0])
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -33,7 +33,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, Taken, together
 from longstride.launcher.engine import build as ours
 from longstride.launcher.output import exit_codes, find_lines, tell_passed_over, told_at_once
-from longstride.launcher.ranks import Ranks, barrier, gather_objects, process_group
+from longstride.launcher.ranks import Ranks, process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards
 from longstride.launcher.training.incidents import Incident, as_number, read_incidents
@@ -75,7 +75,7 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
             )
         if checkpoint is None and recorded and recorded.incident:
             check_processes(recorded.incident, ranks.world_size)
-        with told_at_once(lambda: barrier(ranks)):
+        with told_at_once(ranks.barrier):
             engine = ours.build_engine(config, ranks)
             if checkpoint is not None:
                 load_checkpoint(engine, checkpoint, ranks)
@@ -90,7 +90,7 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
         if ranks.is_first:
             print(json.dumps(report), flush=True)
             print(f"longstride: {told(report)}", file=sys.stderr, flush=True)
-        barrier(ranks)  # a launcher ends all ranks once one has ended
+        ranks.barrier()  # a launcher ends all ranks once one has ended
         engine.destroy()
     return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
 
@@ -270,7 +270,7 @@ def _contexts(taken: Taken[Batch], own: list[float], ranks: Ranks) -> list[dict[
     """Number, nats and bytes of every context of the global batch."""
     rows = zip(taken.batch.sample_ids.tolist(), own, taken.batch.lengths.tolist(), strict=True)
     mine = [{"sample_id": number, "nats": as_number(nats), "bytes": length} for number, nats, length in rows]
-    return [each for theirs in gather_objects(mine, ranks) for each in theirs]
+    return [each for theirs in ranks.gather_objects(mine) for each in theirs]
 
 
 def _without_monitors(config: RunConfig) -> RunConfig:

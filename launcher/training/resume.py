@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, check_output
 from longstride.launcher.engine import apply_settings
 from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError, cut_metrics, tell_passed_over
-from longstride.launcher.ranks import Ranks, barrier, first_works, gather_objects, look_until, seen
+from longstride.launcher.ranks import Ranks, wait_until_visible
 
 _MARK = ".start-"  # of the file by which all ranks see that they share the run folder
 
@@ -117,7 +118,7 @@ def begin(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Check
     """
     run = Path(config.train.output)
     _check_shared(run, ranks)
-    start = first_works(lambda: _look(config, asked, data), ranks)
+    start = ranks.first_works(lambda: _look(config, asked, data))
     chosen, damaged = first_whole(run, start.candidates, ranks, trusted=asked.trusted)
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
@@ -136,14 +137,14 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
     if ranks.world_size == 1:
         return
     # A name that no host has looked up before: what it remembers of the folder is of no matter.
-    name = gather_objects(f"{_MARK}{uuid.uuid4().hex}", ranks)[0]
+    name = ranks.gather_objects(f"{_MARK}{uuid.uuid4().hex}")[0]
     if ranks.is_first:
         for left in run.glob(f"{_MARK}*"):  # of a process that was killed
             left.unlink()
         (run / name).touch()
-    barrier(ranks)
-    is_seen = seen(lambda: (run / name).exists() or None, look_until())
-    blind = [host for host in gather_objects(None if is_seen else socket.gethostname(), ranks) if host]
+    ranks.barrier()
+    is_visible = wait_until_visible(lambda: (run / name).exists() or None, time.monotonic())
+    blind = [host for host in ranks.gather_objects(None if is_visible else socket.gethostname()) if host]
     if ranks.is_first:
         (run / name).unlink()
     if blind:
@@ -183,7 +184,7 @@ def prepare_folder(config: RunConfig, chosen: Checkpoint | None, ranks: Ranks) -
     """Makes the run folder ready for what comes: all that was there stays, by another name. All ranks must call."""
     if ranks.is_first:
         _prepare_folder(Path(config.train.output), config, chosen)
-    barrier(ranks)
+    ranks.barrier()
 
 
 def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:

@@ -26,7 +26,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.data import Taken
 from longstride.launcher.engine import apply_settings
 from longstride.launcher.output import GUARDS, tell_passed_over
-from longstride.launcher.ranks import Ranks, gather_objects
+from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict
 from longstride.launcher.training.incidents import Incident, Origin, make_incident, write_incident
 from longstride.launcher.training.recorder import Recorder
@@ -118,7 +118,7 @@ class Response:
                 moved = [copy, *moved] if copy else moved
             except OSError as error:
                 failure = told_error(error, self._run)
-        return moved, gather_objects(failure, self._ranks)[0]
+        return moved, self._ranks.gather_objects(failure)[0]
 
     def _rewind(self, checkpoint: Checkpoint, step: int, after: StreamState) -> None:
         """Brings the run back to a checkpoint, and on with the batches behind a step's."""

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from longstride.launcher.checkpoints import checkpoint
 from longstride.launcher.checkpoints.checkpoint import (
     Checkpoint,
     agreed_checkpoints,
@@ -46,10 +45,8 @@ OnRanks = Callable[[Callable[[Ranks], Any]], list[Future[Any]]]
 def on_ranks(monkeypatch: pytest.MonkeyPatch) -> OnRanks:
     """A function of what each of two ranks, which are threads, does -> what came of it; none waits for long."""
     meeting = Meeting(2)
-    for module in (checkpoint, resume, waiting):
-        monkeypatch.setattr(module, "gather_objects", meeting.gather_objects)
-    monkeypatch.setattr(resume, "barrier", lambda ranks: meeting.gather_objects(None, ranks))
-    monkeypatch.setattr(waiting, "_SEEN_SECONDS", 0.1)
+    meeting.replace_collectives(monkeypatch)
+    monkeypatch.setattr(waiting, "_VISIBLE_SECONDS", 0.1)
 
     def run(work: Callable[[Ranks], Any]) -> list[Future[Any]]:
         with ThreadPoolExecutor(2) as pool:
@@ -110,7 +107,7 @@ def test_checkpoint_that_one_rank_does_not_see_ends_all(
 def test_checkpoint_that_one_rank_sees_late_is_waited_for(
     run: Path, tmp_path: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "_SEEN_SECONDS", 20.0)
+    monkeypatch.setattr(waiting, "_VISIBLE_SECONDS", 20.0)
     other = tmp_path / "other"
     found, _ = list_checkpoints(run)
     copy = threading.Timer(0.3, shutil.copytree, (run, other))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from longstride.launcher.output.exit_codes import HUNG
-from longstride.launcher.ranks import hangs, processes
+from longstride.launcher.ranks import hangs
 from longstride.launcher.ranks.hangs import Found, Watch, found_in
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.launcher.ranks.stacks import Address, Neighbour
@@ -162,7 +162,7 @@ def test_watch_ends_a_wait_that_no_time_out_ends_and_no_work(
     watch = Watch(None, 0, 2, 0.2, orphaned=lambda: False)
     with contextlib.closing(watch):
         if waiting:
-            processes.barrier(Ranks(0, 0, 2))
+            Ranks(0, 0, 2).barrier()
         else:
             time.sleep(0.6)  # as long, and in none of our collectives
     assert [each.lost for each in ends] == [False] * waiting
@@ -173,7 +173,7 @@ def test_watch_lets_many_short_waits_be(ends: list[Found], monkeypatch: pytest.M
     monkeypatch.setattr(torch.distributed, "barrier", lambda: time.sleep(0.1))
     with contextlib.closing(Watch(None, 0, 2, 0.2, orphaned=lambda: False)):
         for _ in range(8):
-            processes.barrier(Ranks(0, 0, 2))
+            Ranks(0, 0, 2).barrier()
     assert not ends
 
 
