@@ -39,7 +39,7 @@ from benchmarks.parameter_gathers import Limits, Trace, gathers, persistent, tra
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config.deepspeed_keys import precision, zero_stage
+from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data import run_data as batches
 from longstride.launcher.engine.optimizer import parameter_groups
@@ -113,7 +113,7 @@ class Run:
 
     def step(self, ranks: int, micro_batches: int, stage: int | None = None) -> list[Collective]:
         """The collectives of one step, from the third micro-batch of a run on."""
-        stage = zero_stage(self.config.deepspeed) if stage is None else stage
+        stage = self.config.zero_stage if stage is None else stage
         assert stage in STAGES, stage
         section = self.config.deepspeed
         if stage == 3:

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     _stop = StopFlag()
     _stop.listen()  # the imports below take seconds
 
-from longstride.launcher.config import RunConfig, add_trust_argument, check_world_size, load_config
+from longstride.launcher.config import RunConfig, add_trust_argument, load_config
 from longstride.launcher.output import exit_codes, is_wrong_input, lasting_output, report, told_at_once
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
@@ -112,7 +112,7 @@ def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: L
     from longstride.launcher.training import Asked, choose_start, replay_step
 
     ranks = Ranks.from_environment(os.environ)
-    check_world_size(config, ranks.world_size)
+    config.check_world_size(ranks.world_size)
     on_cpu = prepare_accelerator()
     ours.quieten(config)
     ours.check_section(config, ranks.world_size, on_cpu)
@@ -175,10 +175,8 @@ def _attention_runs_in(config: RunConfig, local_rank: int) -> tuple[torch.dtype,
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from longstride.launcher.config import precision
-
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    return dtypes[precision(config.deepspeed)], torch.device(get_accelerator().device_name(local_rank))
+    return dtypes[config.precision], torch.device(get_accelerator().device_name(local_rank))
 
 
 def _check_attention(config: RunConfig, local_rank: int) -> None:

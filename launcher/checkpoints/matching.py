@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from longstride.data_pipelines.order import StreamState
 from longstride.kernels.errors import ConfigError, Problem
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
-from longstride.launcher.config import RunConfig, flattened, precision, zero_stage
+from longstride.launcher.config import RunConfig, flattened
 
 
 def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -> None:
@@ -49,10 +47,9 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -
 
 def needs_conversion(checkpoint: Checkpoint, config: RunConfig, world_size: int) -> bool:
     """Whether DeepSpeed's files are laid out otherwise than a run of so many processes would lay them out."""
-    manifest, theirs = checkpoint.manifest, read_checkpoint_config(checkpoint.folder).deepspeed
+    manifest, theirs = checkpoint.manifest, read_checkpoint_config(checkpoint.folder)
     saved = (manifest.world_size, manifest.zero_stage, manifest.precision, *_layout_keys(theirs))
-    own = config.deepspeed
-    return saved != (world_size, zero_stage(own), precision(own), *_layout_keys(own))
+    return saved != (world_size, config.zero_stage, config.precision, *_layout_keys(config))
 
 
 def told_layout(checkpoint: Checkpoint) -> str:
@@ -64,7 +61,7 @@ def told_layout(checkpoint: Checkpoint) -> str:
 
 def told_conversion(checkpoint: Checkpoint, config: RunConfig, world_size: int) -> str:
     """Of what a checkpoint was, and for what it is converted, in words."""
-    manifest, own = checkpoint.manifest, (zero_stage(config.deepspeed), precision(config.deepspeed))
+    manifest, own = checkpoint.manifest, (config.zero_stage, config.precision)
     what = [_processes(world_size), f"ZeRO {own[0]}"]
     if own[1] != manifest.precision:
         what.append(own[1])
@@ -73,12 +70,12 @@ def told_conversion(checkpoint: Checkpoint, config: RunConfig, world_size: int) 
     return f"{told_layout(checkpoint)}; converted for {what[0]} in {', '.join(what[1:])}"
 
 
-def _layout_keys(section: dict[str, Any]) -> tuple[object, ...]:
+def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     """What else decides where a weight lies in DeepSpeed's files, and under which of its optimisers."""
-    zero = section.get("zero_optimization", {})
-    if zero_stage(section) == 3:
+    section, zero = config.deepspeed, config.deepspeed.get("zero_optimization", {})
+    if config.zero_stage == 3:
         return (zero.get("sub_group_size"),)
-    if zero_stage(section) == 0:
+    if config.zero_stage == 0:
         return ()
     keys = ("round_robin_gradients", "parameter_alignment")
     return (section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.config import RunConfig, precision
+from longstride.launcher.config import RunConfig
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
 
@@ -45,7 +45,7 @@ def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: 
     return {
         "loss_nats": nats,
         "crc32": zlib.crc32(content.tobytes()),
-        "precision": precision(config.deepspeed),
+        "precision": config.precision,
         "device": engine.device.type,
         "backend": config.model.backend,
     }
@@ -78,7 +78,7 @@ def check_probe(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConf
         raise AgreedError(str(error)) from None
     nats, before = probe_nats(engine, content), float(saved["loss_nats"])
     difference = relative_difference(nats, before)
-    own = precision(config.deepspeed)
+    own = config.precision
     tolerance = probe_tolerance(saved, own, engine.device.type, config.model.backend)
     # A nan is in no order with anything.
     wrong = [rank for rank, fine in enumerate(ranks.gather_objects(difference <= tolerance)) if not fine]

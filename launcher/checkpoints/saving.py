@@ -34,7 +34,7 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.retention import partial_folder, point_to, remove_leftovers, remove_tree, retire
-from longstride.launcher.config import RunConfig, precision, zero_stage
+from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import parameter_groups, random_states
 from longstride.launcher.output import CONFIG
 from longstride.launcher.ranks import Ranks
@@ -143,8 +143,8 @@ class _Attempt:
             "format_version": FORMAT_VERSION,
             "step": engine.global_steps,
             "world_size": ranks.world_size,
-            "zero_stage": zero_stage(config.deepspeed),
-            "precision": precision(config.deepspeed),
+            "zero_stage": config.zero_stage,
+            "precision": config.precision,
             "stream": stream.to_json(),
             "guards": guards,
             "parameter_groups": parameter_groups(dict(engine.module.named_parameters())),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher.config import RunConfig, check_world_size
+from longstride.launcher.config import RunConfig
 
 _COUNT_SECONDS = 120.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # of which the launcher takes all, where it is given no number
@@ -18,7 +18,7 @@ def usable_world_sizes(config: RunConfig, most: int) -> list[int]:
     sizes = []
     for size in range(most, 0, -1):
         try:
-            check_world_size(config, size)
+            config.check_world_size(size)
         except ConfigError:
             continue
         sizes.append(size)

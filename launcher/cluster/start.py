@@ -19,7 +19,7 @@ from longstride.launcher.cluster.progress import is_done
 from longstride.launcher.cluster.remaining import VISIBLE, count_accelerators, first_visible, usable_world_sizes
 from longstride.launcher.cluster.restarts import run_with_restarts
 from longstride.launcher.cluster.supervisor import Launch, Wish, alone_seconds, supervise, supervised_signals
-from longstride.launcher.config import RunConfig, check_world_size, load_config
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay
 from longstride.launcher.output import lasting_output
 from longstride.launcher.ranks import check_unlocked
@@ -139,7 +139,7 @@ def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks | Hos
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     hosts = find_hosts(arguments)
     if hosts is not None:
-        check_world_size(config, hosts.num_processes)
+        config.check_world_size(hosts.num_processes)
         check_data(config, elsewhere=True)
         return HostRanks(config, arguments, hosts)
     processes = arguments.processes
@@ -148,7 +148,7 @@ def _check(config: RunConfig, arguments: argparse.Namespace) -> LocalRanks | Hos
     if processes is not None:
         if processes < 1:
             raise ConfigError(f"--processes={processes}: must be at least 1")
-        check_world_size(config, processes)
+        config.check_world_size(processes)
     check_data(config)
     return LocalRanks(config, processes)
 

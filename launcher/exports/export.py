@@ -62,7 +62,7 @@ _TYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # in c
 class Options:
     """How a checkpoint is exported."""
 
-    kind: str = TRAINED  # one of WEIGHTS_KINDS
+    kind: str = TRAINED  # or AVERAGE
     dtype: str = "fp32"  # one of DTYPES
     shard_bytes: int = parse_size(DEFAULT_SHARD_SIZE)
     check: bool = True
@@ -170,7 +170,7 @@ def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, 
 
     Args:
         checkpoint: of any ZeRO stage and number of ranks.
-        weights: one of ``WEIGHTS_KINDS``: as they were trained, or their moving average.
+        weights: ``TRAINED`` or ``AVERAGE``: as they were trained, or their moving average.
 
     Raises:
         ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.

@@ -16,6 +16,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.manifest import sealed, write_json
 from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import ROOT, files_under, plain_environment
 
 
@@ -98,7 +99,7 @@ def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], con
 def test_setting_that_needs_a_gpu(
     refused: Callable[..., list[str]], config_file: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.engine.accelerator.prepare_accelerator", lambda: True)
+    monkeypatch.setattr(Ranks, "device", torch.device("cpu"))
     path = f"deepspeed.{key}"
     assert refused("--config", str(config_file), f"{path}=true") == [f"{path}=true: needs a GPU; leave it out on a CPU"]
 
