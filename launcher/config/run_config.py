@@ -193,7 +193,7 @@ class TrainConfig(StrictModel):
 
     @property
     def last_step(self) -> int:
-        """Optimiser steps of the run, which must be known: see ``longstride.launcher.data.steps``."""
+        """Optimiser steps of the run, which must be known: see the data room's ``resolve_steps``."""
         assert self.steps is not None, "epochs are steps only once the data is known"
         return self.steps
 

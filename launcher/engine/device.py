@@ -22,6 +22,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 
 from longstride.launcher.config import RunConfig
+from longstride.launcher.models import DTYPES
 from longstride.sparse_model import ModelConfig
 from longstride.sparse_model.attention import Attention
 
@@ -78,7 +79,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 def compile_kernels(
-    model: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device, *, training: bool = True
+    model: ModelConfig, batch: int, precision: str, device: torch.device, *, training: bool = True
 ) -> None:
     """Compiles what batches of so many contexts will launch on a GPU; on a CPU there is nothing to compile.
 
@@ -90,7 +91,7 @@ def compile_kernels(
     if device.type == "cpu":
         return
     with _one_at_a_time():
-        run_attention(model, batch, dtype, device, training=training)
+        run_attention(model, batch, DTYPES[precision], device, training=training)
         torch.accelerator.synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()

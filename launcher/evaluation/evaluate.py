@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or checkpoint.manifest.precision
-    compile_kernels(config.model, batch_size, DTYPES[precision], ranks.device, training=False)
+    compile_kernels(config.model, batch_size, precision, ranks.device, training=False)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
         trusted = arguments.trust_checkpoint
@@ -234,7 +234,7 @@ def bin_numbers(edges: np.ndarray) -> np.ndarray:
 
 
 def check_positions(output: Path) -> None:
-    """Raise ConfigError where the picture, or the JSON beside it, cannot be written. Called before anything is scored."""
+    """Raise ConfigError where the picture, or the JSON beside it, cannot be written. Comes before any score."""
     from longstride.launcher.pictures import check_output  # with matplotlib, which a score does without
 
     check_output(output, "--positions")

@@ -239,7 +239,7 @@ def test_output_below_a_file(refused: Callable[..., list[str]], config_file: Pat
 def test_output_that_cannot_be_written(
     refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.data.checks.os.access", lambda path, mode: False)
+    monkeypatch.setattr("longstride.launcher.data.run.os.access", lambda path, mode: False)
     (line,) = refused("--config", str(config_file))
     assert line == f'train.output="{tmp_path / "run"}": {tmp_path} cannot be written; name another folder'
 
@@ -250,7 +250,7 @@ def test_write_that_the_system_refuses(
     def forbid(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "run"))
 
-    monkeypatch.setattr("longstride.launcher.training.resume.begin", forbid)
+    monkeypatch.setattr("longstride.launcher.training.begin", forbid)
     assert refused("--config", str(config_file)) == [f"{tmp_path / 'run'}: Permission denied"]
 
 

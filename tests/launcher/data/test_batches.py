@@ -55,7 +55,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Take], list[Fu
         def one(rank: int) -> list[int]:
             ranks = Ranks(rank, rank, world_size)
             all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"))
-            return [number for each in all_taken for number in each.batch.sample_ids.tolist()]
+            return [number for each in all_taken for number in each.part.sample_ids.tolist()]
 
         with ThreadPoolExecutor(world_size) as pool:
             return [pool.submit(one, rank) for rank in range(world_size)]

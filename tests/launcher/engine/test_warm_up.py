@@ -97,7 +97,7 @@ def test_other_batches_are_other_kernels(launches: set[Key]) -> None:
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "run_attention", pytest.fail)
-    compile_kernels(model_config(PATTERNS["fixed"]), 2, torch.float32, torch.device("cpu"))
+    compile_kernels(model_config(PATTERNS["fixed"]), 2, "fp32", torch.device("cpu"))
 
 
 def test_one_process_compiles_at_a_time_by_a_lock_in_a_folder_of_the_users_own(
