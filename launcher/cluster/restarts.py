@@ -41,7 +41,7 @@ class Placement(Protocol):
 
         Raises:
             ConfigError: the run cannot go on with what is left.
-            NoHostAnswersError: it cannot be told what is left.
+            NoHostAnswersError: there is no knowing what is left.
         """
 
     def end_elsewhere(self) -> None:
@@ -223,8 +223,8 @@ def saved_steps(run: Path) -> list[int]:
 def is_done(run: Path, last_step: int | None) -> bool:
     """Whether the last step of a run is saved.
 
-    Without ``last_step``, as for a run given in epochs, its config.json says how many steps they are. Where the step is
-    known that file is not asked: an earlier start with fewer steps may have written it.
+    ``last_step``: None for a run given in epochs; its config.json then says how many steps they are. A known step comes
+    first: an earlier start with fewer steps may have written that file.
     """
     if last_step is None:
         try:
