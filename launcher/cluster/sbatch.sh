@@ -25,8 +25,8 @@ stop() {
 trap stop USR1
 trap woken=1 TERM # scancel sends TERM to the ranks too: this script waits for their end
 
-# One task a rank. All ranks exit with code {{requeue_code}} within moments of each other. srun must not kill the others once one
-# has exited (--kill-on-bad-exit=0), or it would report a kill. After {{wait_seconds}} seconds it does kill them.
+# One task a rank. All ranks exit with code {{requeue_code}} within moments of each other. Once one has exited, srun must not kill
+# the others (--kill-on-bad-exit=0): it would report the kill. After {{wait_seconds}} seconds it does kill them.
 srun --kill-on-bad-exit=0 --wait={{wait_seconds}} {{command}} &
 training=$!
 # The signal came before there was anything to forward it to.
@@ -41,7 +41,7 @@ done
 # Ranks that were still starting had nothing to save; the signal itself ended them (128 + 10).
 if [ "$stopping" = 1 ] && [ "$code" = 138 ]; then code={{requeue_code}}; fi
 
-# Code {{requeue_code}}: stopped and saved, with steps left to do. Any other code is final, so that a mistake is not repeated for ever.
+# Code {{requeue_code}}: stopped and saved, with steps left. Any other code is final, so that a mistake is not repeated for ever.
 # A cancelled job is final too: its ranks exit with the same code, but SLURM no longer counts it as running.
 if [ "$code" = {{requeue_code}} ] && [ "$(squeue --noheader --format=%T --job="$SLURM_JOB_ID")" = RUNNING ]; then
     echo "longstride: saved; job $SLURM_JOB_ID waits for its next turn" >&2

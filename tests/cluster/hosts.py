@@ -1,8 +1,8 @@
 """Separate hosts on one machine, made of Linux namespaces: a cluster for launchers, without the machines.
 
 A host has a network, a host name, processes, mounts and shared memory of its own, and an sshd with a key of its own;
-the file system is shared, as on a cluster. Nothing of it has a name outside, so two sessions of tests cannot clash. When
-the tests end, in whatever way, the kernel takes each host down with its first process.
+the file system is shared, as on a cluster. Nothing of it has a name outside, so two test runs cannot clash. When the
+tests end, in whatever way, the kernel takes each host down with its first process.
 """
 
 from __future__ import annotations
