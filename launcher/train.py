@@ -28,7 +28,7 @@ if __name__ == "__main__":
     _stop.listen()  # the imports below take seconds
 
 from longstride.launcher.config import RunConfig, add_trust_argument, check_world_size, load_config
-from longstride.launcher.output import exit_codes, is_wrong_input, lasting_output, report, told_at_once
+from longstride.launcher.output import exit_codes, exit_on_mistake, lasting_output, report, say
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
 
@@ -77,8 +77,6 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
         adopt_place(os.environ)
         return _begin(options, stop or own)
     except (OSError, ValueError) as error:
-        if not is_wrong_input(error):
-            raise
         return report(error)
     finally:
         own.close()
@@ -87,12 +85,12 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
 def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
     """Reads the configuration and says what else may ask for a stop, then runs."""
     gone = LauncherGone(os.environ)
-    stop.look(gone)
+    stop.add_source(gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.look(StopFile(options.stop_file), held_only=options.replay is None)  # a replay holds no stop
+        stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
-        stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
+        stop.add_source(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
     return _run(config, options, stop, gone)
 
 
@@ -138,17 +136,17 @@ def _train_together(
     config: RunConfig, ranks: Ranks, data: RunData, asked: Asked, stop: StopFlag, gone: LauncherGone
 ) -> int:
     """Joins the other ranks and trains; returns the exit code."""
-    from longstride.launcher.checkpoints import NotSavedError
+    from longstride.launcher.checkpoints import NotSavedError, restore
     from longstride.launcher.engine import build as ours
     from longstride.launcher.ranks import barrier, process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder, restore
+    from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder
 
     output = Path(config.train.output)
     group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
-    with group as watch, stop.held(), run_lock(output, ranks):
+    with group as watch, stop.handled(), run_lock(output, ranks):
         checkpoint = begin(config, asked, data, ranks)
-        with told_at_once(lambda: barrier(ranks)):
+        with exit_on_mistake(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             prepare_folder(config, checkpoint, ranks)
@@ -164,7 +162,7 @@ def _train_together(
                 code, told = exit_codes.UNFORESEEN, f"error: {error}"
             if told is not None:
                 if ranks.is_first:
-                    print(f"longstride: {told}", file=sys.stderr, flush=True)
+                    say(told)
                 barrier(ranks)  # a launcher ends all ranks once one has ended
             engine.destroy()
     return code

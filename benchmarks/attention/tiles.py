@@ -37,8 +37,7 @@ def visited_pairs(
     """
     try:
         from longstride.kernels.backends.triton.call import INTERPRETED, architecture
-        from longstride.kernels.backends.triton.choice import chosen, closed_choice
-        from longstride.kernels.backends.triton.configurations import Kernel, candidates
+        from longstride.kernels.backends.triton.configurations import Kernel, candidates, chosen, closed_choice
     except ImportError:
         return None
     if device.type == "cpu" and not INTERPRETED:

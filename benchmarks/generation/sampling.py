@@ -30,9 +30,8 @@ from benchmarks.generation import stepping
 from benchmarks.machine import about, synchronize
 from benchmarks.report import rounded, write_json
 from longstride.kernels import num_keys_read
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
-from longstride.sparse_model.session import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"

@@ -42,7 +42,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.reading import DataFolder
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 
 SHUFFLE_BYTES = 2**26  # a lane's block: every epoch is shuffled as a whole
 TABLE_3 = "fixed"  # the pattern that is scored by minimum context

@@ -34,7 +34,7 @@ from benchmarks.report import add_output_arguments, check_output, write_json
 from benchmarks.scaling import communication, order_at_scale, ulysses
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning import memory as plan_memory

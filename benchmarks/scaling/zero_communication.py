@@ -38,7 +38,7 @@ from benchmarks.scaling.collectives import OURS, Collective
 from benchmarks.scaling.parameter_gathers import Limits, Trace, gathers, persistent, trace
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.deepspeed_keys import precision, zero_stage
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data import run_data as batches

@@ -28,8 +28,7 @@ import torch
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
 from longstride.data_pipelines.building.build import build
-from longstride.sparse_model import ModelConfig
-from longstride.sparse_model.initialization import num_parameters
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = ROOT / "ds_configs" / "experiments" / "music_1m.json"
@@ -123,7 +122,7 @@ def measure(context: int, data: Path, folder: Path, changes: list[str]) -> dict[
     return {
         "context": context,
         "stride": stride,
-        "parameters": num_parameters(model),
+        "parameters": SparseTransformer.num_parameters(model),
         "step_seconds": min(each["seconds"] for each in steps),
         "evaluation_seconds": scored[-1]["seconds"],
         "peak_bytes": usage.ru_maxrss * 1024,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.sparse_model.strict import StrictModel, nearest
+from longstride.kernels import ConfigError, Problem, nearest
+from longstride.sparse_model import StrictModel
 
 # Keys whose meaning is said elsewhere: two places for one number would disagree one day.
 OWNED = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data.run_data import RunData
 from longstride.launcher.data.steps import resolve_steps
-from longstride.launcher.output import CHECKPOINTS, CONFIG, METRICS
+from longstride.launcher.output import file_names
 from longstride.launcher.ranks import Ranks
 
-_MARKS = (CONFIG, METRICS, CHECKPOINTS)  # what a run folder holds
+_MARKS = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)  # what a run folder holds
 
 
 def check_output(output: str, resume: str) -> None:
@@ -49,7 +49,7 @@ def check_replay(config: RunConfig, resume: str, replay: str) -> None:
         raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
     if resume != "never":
         raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
-    if not (Path(config.train.output) / CONFIG).is_file():
+    if not (Path(config.train.output) / file_names.CONFIG).is_file():
         raise ConfigError.at(
             "train.output", config.train.output, "holds no run to replay a step of; name one that does"
         )

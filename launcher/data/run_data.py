@@ -30,7 +30,7 @@ from longstride.data_pipelines.order import (
 from longstride.data_pipelines.plain import PlainStream, plain_context, plain_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import DataConfig, RemoteConfig, RunConfig
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
@@ -88,7 +88,7 @@ def together(
         except Exception as error:
             problem = told(error, ranks)
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        asked = int(stop is not None and stop.asked())
+        asked = int(stop is not None and stop.reason is not None)
         own = torch.zeros(4 + rows, dtype=torch.int64)
         own[3] = asked
         if batch is not None:

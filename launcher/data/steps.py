@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from fractions import Fraction
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import RunData
+from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
 
 
@@ -28,8 +28,7 @@ def resolve_steps(config: RunConfig, data: RunData, tell: Ranks | None = None) -
     steps = steps_of(train.epochs, contexts, train.global_batch)
     check_warmup(train, steps)
     if tell is not None and tell.is_first:
-        line = f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch"
-        print(f"longstride: {line}", file=sys.stderr, flush=True)
+        say(f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch")
     content = config.to_json()
     content["train"] |= {"steps": steps, "epochs": None}
     return RunConfig.model_validate(content)

@@ -18,14 +18,13 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, check_packages, precision, type_problems, zero_stage
 from longstride.launcher.engine.dropped_steps import drop_plain_step, forget_gradients, leave_floor_to_guards
 from longstride.launcher.engine.optimizer import make_optimizer, make_schedule, rate_factor
 from longstride.launcher.engine.weight_average import forget_average
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.strict import config_error
+from longstride.sparse_model import SparseTransformer, config_error
 
 _ONLY_ON_GPUS = {
     "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),

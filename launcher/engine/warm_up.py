@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from longstride.sparse_model import ModelConfig
-from longstride.sparse_model.attention import Attention
+from longstride.sparse_model import Attention, ModelConfig
 
 
 def compile_kernels(

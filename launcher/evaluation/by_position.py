@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.output import bits_per_byte
+from longstride.launcher.output import metrics_file
 
 MOST_BINS = 1024
 DRAWN_BINS = 48
@@ -51,7 +51,7 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
     """
     from longstride.launcher.pictures import save_picture
 
-    means = [None if math.isnan(mean) else bits_per_byte(mean) for mean in sums.means()]
+    means = [None if math.isnan(mean) else metrics_file.bits_per_byte(mean) for mean in sums.means()]
     bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), "bytes": sums.counts(), "bits_per_byte": means}
     beside = output.with_suffix(".json")
     try:
@@ -68,7 +68,7 @@ def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run
 
     starts = np.searchsorted(edges, position_edges(int(edges[-1]), DRAWN_BINS))
     joined = np.unique(starts)
-    bits = np.array([bits_per_byte(mean) for mean in sums.means(joined)])
+    bits = np.array([metrics_file.bits_per_byte(mean) for mean in sums.means(joined)])
     bounds = edges[joined] + 1  # positions from 1 on: a logarithm has no place for 0
     figure, axis = plt.subplots(figsize=(7, 4.2))
     unit = "bits per dimension" if "bits_per_dimension" in line else "bits per byte"

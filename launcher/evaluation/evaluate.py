@@ -20,21 +20,18 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.data_pipelines.order import EvaluationBatch
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    agreed_checkpoints,
-    newer_refusals,
+    master_weights,
     open_checkpoint,
-    read_checkpoint_config,
 )
 from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import RunData, together
 from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator, quieten
 from longstride.launcher.evaluation.by_position import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.exports import master_weights
-from longstride.launcher.output import bits_per_byte, tell_passed_over, told_at_once
+from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, barrier, process_group, ranks_from_environment
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import SparseTransformer
@@ -78,8 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
-        tell_passed_over(newer_refusals(arguments.run, checkpoint))
-    config = read_checkpoint_config(checkpoint.folder)
+        for refusal in checkpoint.newer_refusals():
+            say(f"passed over: {refusal}")
+    config = checkpoint.config
     prepare_accelerator()
     quieten(config)
     batch_size = arguments.batch or config.train.micro_batch
@@ -94,13 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
     compile_kernels(config.model, batch_size, _DTYPES[precision], device, training=False)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watch:
         # A run that goes on may have saved once more while the ranks looked.
-        trusted = arguments.trust_checkpoint
-        (checkpoint,) = agreed_checkpoints(arguments.run, [checkpoint], ranks, trusted=trusted)
+        checkpoint = checkpoint.agreed(ranks)
         precision = arguments.precision or checkpoint.manifest.precision
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         threads = score_threads(device, batch_size * config.model.context)
         watch.at("evaluation")
-        with told_at_once(lambda: barrier(ranks)):
+        with exit_on_mistake(lambda: barrier(ranks)):
             sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
@@ -130,12 +127,12 @@ def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modali
     """An evaluation as it is written and printed."""
     loss_nats = sums.mean()
     # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
-    dimension = {"bits_per_dimension": bits_per_byte(loss_nats)} if modality == "image" else {}
+    dimension = {"bits_per_dimension": metrics_file.bits_per_byte(loss_nats)} if modality == "image" else {}
     return {
         "step": step,
         "split": split,
         "loss_nats": loss_nats,
-        "bits_per_byte": bits_per_byte(loss_nats),
+        "bits_per_byte": metrics_file.bits_per_byte(loss_nats),
         **dimension,
         "tokens": sums.count,
         "seconds": time.perf_counter() - start,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.ranks.hangs import Watch, found_in
 from longstride.launcher.ranks.interfaces import choose_interface
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, MutableMapping
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # Ports below those that systems give to outgoing connections (32768 and up on Linux).

@@ -6,15 +6,14 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher.output import LOCK
+from longstride.kernels import ConfigError, Problem
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks.processes import Ranks, gather_objects
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -34,7 +33,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
         problem = None
         if ranks.is_first:
             run.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((run / LOCK).open("a+", encoding="utf-8"))
+            file = held.enter_context((run / file_names.LOCK).open("a+", encoding="utf-8"))
             problem = _lock(file, run)
             if problem is None:
                 file.seek(0)
@@ -59,9 +58,9 @@ def check_unlocked(run: Path) -> None:
     Raises:
         ConfigError: one does.
     """
-    if not (run / LOCK).exists():
+    if not (run / file_names.LOCK).exists():
         return
-    with (run / LOCK).open("r+", encoding="utf-8") as file:
+    with (run / file_names.LOCK).open("r+", encoding="utf-8") as file:
         problem = _lock(file, run)
     if problem is not None:
         raise ConfigError(problem)
@@ -70,8 +69,8 @@ def check_unlocked(run: Path) -> None:
 def _leave_no_trace(run: Path) -> None:
     """Removes a run folder that holds nothing but its lock: what was wrong was found before anything was written."""
     with suppress(OSError):
-        if [path.name for path in run.iterdir()] == [LOCK]:
-            (run / LOCK).unlink()
+        if [path.name for path in run.iterdir()] == [file_names.LOCK]:
+            (run / file_names.LOCK).unlink()
             run.rmdir()
 
 
@@ -85,6 +84,5 @@ def _lock(file: TextIO, run: Path) -> Problem | None:
             holder = file.readline().strip() or "another process"
             rule = f"another run writes there ({holder}); wait for it, or name another folder"
             return Problem("train.output", rule, str(run))
-        line = f"{run}: no locks on this file system; see to it that no second run writes there"
-        print(f"longstride: {line}", file=sys.stderr, flush=True)
+        say(f"{run}: no locks on this file system; see to it that no second run writes there")
     return None

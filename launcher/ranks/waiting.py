@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from longstride.launcher.output import AgreedError, is_wrong_input, told_line
+from longstride.launcher.output import AgreedError, mistake
 from longstride.launcher.ranks.processes import Ranks, gather_objects
 
 _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
@@ -61,9 +61,8 @@ def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:
         error = future.exception()
         if error is None:
             return _State(done=True, result=future.result())
-        if isinstance(error, Exception) and is_wrong_input(error):
-            return _State(wrong=told_line(error))
-        return _State(unforeseen=repr(error))
+        wrong = mistake(error)
+        return _State(unforeseen=repr(error)) if wrong is None else _State(wrong=wrong)
 
     try:
         return _meet(state, ranks)

@@ -3,7 +3,7 @@
 from longstride.launcher.training.guards import Guards, GuardStopError
 from longstride.launcher.training.loop import Training
 from longstride.launcher.training.replay import replay_step
-from longstride.launcher.training.resume import Asked, begin, choose_start, prepare_folder, restore
+from longstride.launcher.training.resume import Asked, begin, choose_start, prepare_folder
 
 __all__ = [
     "Asked",
@@ -14,5 +14,4 @@ __all__ = [
     "choose_start",
     "prepare_folder",
     "replay_step",
-    "restore",
 ]

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from longstride.launcher.config import GuardPolicy, GuardsConfig
 from longstride.launcher.engine import Overflow
-from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model import StrictModel
 
 _KEYS = {
     "non_finite": "train.guards.non_finite",

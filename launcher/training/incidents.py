@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import Field
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import write_json
 from longstride.launcher.config import GuardPolicy, load_json_object
-from longstride.launcher.output import GUARDS
+from longstride.launcher.output import file_names
 from longstride.launcher.training.guards import Verdict
-from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model import StrictModel
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.json")
 Number = float | str
@@ -60,7 +60,7 @@ def as_number(value: float) -> Number:
 
 def write_incident(run: Path, incident: Incident) -> Path:
     """Writes the file of an incident beside those of the same step; returns its path."""
-    folder = run / GUARDS
+    folder = run / file_names.GUARDS
     folder.mkdir(exist_ok=True)
     stem = f"step-{incident.step:08d}"
     path, number = folder / f"{stem}.json", 1
@@ -77,7 +77,8 @@ def read_incidents(run: Path) -> dict[Path, Incident]:
     Raises:
         ConfigError: a file is damaged.
     """
-    found = [(match, path) for path in (run / GUARDS).glob("*.json") if (match := _NAME.fullmatch(path.name))]
+    paths = (run / file_names.GUARDS).glob("*.json")
+    found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
     found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 1)), reverse=True)
     incidents = {}
     for _, path in found:

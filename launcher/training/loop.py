@@ -24,7 +24,7 @@ from longstride.launcher.data import RunData, Taken, together
 from longstride.launcher.engine import Before, poisoned, weights_are_finite
 from longstride.launcher.engine import build as ours
 from longstride.launcher.evaluation import evaluate_split
-from longstride.launcher.output import AgreedError, bits_per_byte, holds_line
+from longstride.launcher.output import AgreedError, metrics_file
 from longstride.launcher.ranks import Ranks, Watch, barrier, gather_float64, gather_objects
 from longstride.launcher.stops import StopAskedError, StopFlag
 from longstride.launcher.training.guards import Guards, GuardStopError
@@ -212,7 +212,7 @@ def train_step(
         "step": step,
         "split": "train",
         "loss_nats": loss_nats if is_number else None,
-        "bits_per_byte": bits_per_byte(loss_nats) if is_number else None,
+        "bits_per_byte": metrics_file.bits_per_byte(loss_nats) if is_number else None,
         "tokens": taken.num_bytes,
         "learning_rate": rate,
         "loss_scale": scale,
@@ -255,7 +255,7 @@ def lacks_evaluation(step: int, config: RunConfig, ranks: Ranks) -> bool:
     settings = config.train
     if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
         return False
-    lacks = ranks.is_first and not holds_line(Path(settings.output), step, config.data.validation_split)
+    lacks = ranks.is_first and step not in metrics_file.find_lines(Path(settings.output), config.data.validation_split)
     return bool(gather_objects(lacks, ranks)[0])
 
 

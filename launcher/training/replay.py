@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +18,16 @@ from typing import Any
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, StreamState
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    check_matches,
     first_whole,
     list_checkpoints,
-    load_checkpoint,
-    needs_conversion,
-    told_layout,
 )
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, Taken, together
 from longstride.launcher.engine import build as ours
-from longstride.launcher.output import exit_codes, find_lines, tell_passed_over, told_at_once
+from longstride.launcher.output import exit_codes, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, barrier, gather_objects, process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards
@@ -67,7 +62,7 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
     candidates = _candidates(run, config, step, recorded, data, ranks, trusted)
     config = _without_monitors(config)
     with process_group(ranks, config.train.timeout_seconds, run):
-        checkpoint = _choose(run, candidates, ranks, trusted)
+        checkpoint = _choose(run, candidates, ranks)
         if checkpoint is None and recorded and recorded.incident and recorded.incident.origin.step:
             first = recorded.incident.origin.step
             raise ConfigError(
@@ -75,21 +70,21 @@ def replay_step(config: RunConfig, step: int, data: RunData, ranks: Ranks, *, tr
             )
         if checkpoint is None and recorded and recorded.incident:
             check_processes(recorded.incident, ranks.world_size)
-        with told_at_once(lambda: barrier(ranks)):
+        with exit_on_mistake(lambda: barrier(ranks)):
             engine = ours.build_engine(config, ranks)
             if checkpoint is not None:
-                load_checkpoint(engine, checkpoint, ranks)
+                checkpoint.load(engine, ranks)
                 ours.apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
-                print(f"longstride: replaying step {step}, from {place}", file=sys.stderr, flush=True)
+                say(f"replaying step {step}, from {place}")
             batches = way_batches(run, checkpoint, recorded, config, data, ranks, engine.device)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             report = _repeat(engine, step, config, batches, ranks, guards)
         report = compared(report, recorded)
         if ranks.is_first:
             print(json.dumps(report), flush=True)
-            print(f"longstride: {told(report)}", file=sys.stderr, flush=True)
+            say(told(report))
         barrier(ranks)  # a launcher ends all ranks once one has ended
         engine.destroy()
     return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
@@ -129,7 +124,7 @@ def find_record(run: Path, step: int) -> Recorded | None:
         if incident.step == step:
             figures = {name: getattr(incident, name) for name in _COMPARED}
             return Recorded(str(path), figures, incident)
-    line = find_lines(run, "train").get(step)
+    line = metrics_file.find_lines(run, "train").get(step)
     if line is None:
         return None
     return Recorded(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
@@ -191,19 +186,18 @@ def _candidates(
     listed, _ = list_checkpoints(run, trusted=trusted)
     found = [each for each in listed if first <= each.manifest.step < step]
     for checkpoint in found[:1]:
-        check_matches(checkpoint, config, data.stream().fingerprint)
-        if needs_conversion(checkpoint, config, ranks.world_size):
-            raise ConfigError(
-                f"--replay={step}: {told_layout(checkpoint)}, and is repeated so alone: start as it was saved"
-            )
+        checkpoint.check_matches(config, data.stream().fingerprint)
+        if checkpoint.needs_conversion(config, ranks.world_size):
+            raise ConfigError(f"--replay={step}: {checkpoint.layout}, and is repeated so alone: start as it was saved")
     return found
 
 
-def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks, trusted: bool) -> Checkpoint | None:
+def _choose(run: Path, candidates: list[Checkpoint], ranks: Ranks) -> Checkpoint | None:
     """The first that is whole; None: there is none, and the beginning is left."""
-    checkpoint, damaged = first_whole(run, candidates, ranks, trusted=trusted)
+    checkpoint, damaged = first_whole(run, candidates, ranks)
     if ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return checkpoint
 
 
@@ -232,7 +226,7 @@ def way_batches(
     for incident in read_incidents(run).values():
         if incident.rewound_to is not None:
             turns.setdefault(incident.rewound_to, []).append(StreamState.from_json(incident.stream_after))
-    sums = {step: line["sample_ids_crc32"] for step, line in find_lines(run, "train").items()}
+    sums = {step: line["sample_ids_crc32"] for step, line in metrics_file.find_lines(run, "train").items()}
     while True:
         state = _way_taken(number, [state, *turns.get(number, [])], sums, take)
         batches = take(state)

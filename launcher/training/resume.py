@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import socket
-import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed import DeepSpeedEngine
-
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import StreamState
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    check_matches,
-    check_probe,
     first_whole,
+    go_back_to,
     list_checkpoints,
-    load_checkpoint,
-    load_generators,
-    load_universal,
-    needs_conversion,
     open_checkpoint,
-    point_to,
-    ready_universal,
-    remove_leftovers,
-    seed_generators,
-    set_aside_beyond,
-    told_conversion,
     write_json,
 )
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, check_output
-from longstride.launcher.engine import apply_settings
-from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError, cut_metrics, tell_passed_over
+from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, barrier, first_works, gather_objects, look_until, seen
 
 _MARK = ".start-"  # of the file by which all ranks see that they share the run folder
@@ -85,7 +70,7 @@ def _look(config: RunConfig, asked: Asked, data: RunData) -> Start:
     else:
         start = Start((open_checkpoint(run, int(asked.resume), trusted=asked.trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
-        check_matches(checkpoint, config, data.stream().fingerprint)
+        checkpoint.check_matches(config, data.stream().fingerprint)
         if checkpoint.manifest.step > settings.last_step:
             raise _beyond(checkpoint, settings.last_step, asked.epochs)
         try:
@@ -118,12 +103,13 @@ def begin(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Check
     run = Path(config.train.output)
     _check_shared(run, ranks)
     start = first_works(lambda: _look(config, asked, data), ranks)
-    chosen, damaged = first_whole(run, start.candidates, ranks, trusted=asked.trusted)
+    chosen, damaged = first_whole(run, start.candidates, ranks)
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
     if ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return chosen
 
 
@@ -151,34 +137,6 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
         raise AgreedError(str(Problem("train.output", rule, str(run))))
 
 
-def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
-    """Brings a fresh engine to a verified checkpoint's state, whatever saved it; returns the next batch.
-
-    All ranks must call. Nothing of the run's is changed yet; only the universal form may be new beside the checkpoint.
-
-    Raises:
-        AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
-    """
-    manifest, converted = checkpoint.manifest, None
-    if needs_conversion(checkpoint, config, ranks.world_size):
-        form, seconds = ready_universal(checkpoint, ranks)
-        load_universal(engine, form)
-        took = f"{seconds:.0f} s" if seconds else "converted before"
-        converted = f"{told_conversion(checkpoint, config, ranks.world_size)} ({took})"
-        if ranks.world_size == manifest.world_size:
-            load_generators(checkpoint, ranks, engine.device)
-        else:
-            seed_generators(config.train.seed, manifest.step, ranks)
-        state = StreamState.from_json(manifest.stream)
-    else:
-        state = load_checkpoint(engine, checkpoint, ranks)
-    apply_settings(engine, config.train)
-    check_probe(engine, checkpoint, config, ranks)
-    if converted and ranks.is_first:
-        print(f"longstride: {converted}", file=sys.stderr, flush=True)
-    return state
-
-
 def prepare_folder(config: RunConfig, chosen: Checkpoint | None, ranks: Ranks) -> None:
     """Makes the run folder ready for what comes: all that was there stays, by another name. All ranks must call."""
     if ranks.is_first:
@@ -189,12 +147,10 @@ def prepare_folder(config: RunConfig, chosen: Checkpoint | None, ranks: Ranks) -
 def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:
     """Writes config.json, and moves aside whatever lies beyond the step that the run goes on from."""
     step = chosen.manifest.step if chosen else 0
-    (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    remove_leftovers(run)
-    moved = [cut_metrics(run, step), *set_aside_beyond(run, step)]
-    write_json(run / CONFIG, config.to_json())
+    (run / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    moved = [metrics_file.cut_metrics(run, step), *go_back_to(run, step)]
+    write_json(run / file_names.CONFIG, config.to_json())
     if chosen:
-        point_to(run, step)
-        print(f"longstride: going on from {chosen.folder}", file=sys.stderr)
+        say(f"going on from {chosen.folder}")
     for path in filter(None, moved):
-        print(f"longstride: kept what lay beyond as {path}", file=sys.stderr)
+        say(f"kept what lay beyond as {path}")

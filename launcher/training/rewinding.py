@@ -12,20 +12,11 @@ from typing import Any
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, StreamState
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    first_whole,
-    list_checkpoints,
-    load_checkpoint,
-    needs_conversion,
-    point_to,
-    set_aside_beyond,
-    told_error,
-)
+from longstride.launcher.checkpoints import Checkpoint, error_line, first_whole, go_back_to, list_checkpoints
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import Taken
 from longstride.launcher.engine import apply_settings
-from longstride.launcher.output import GUARDS, tell_passed_over
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks, gather_objects
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict
 from longstride.launcher.training.incidents import Incident, Origin, make_incident, write_incident
@@ -101,7 +92,7 @@ class Response:
         try:
             return f"written to {write_incident(self._run, incident)}"
         except OSError as error:
-            return f"not written down: {told_error(error, self._run / GUARDS)}"
+            return f"not written down: {error_line(error, self._run / file_names.GUARDS)}"
 
     def _put_away(self, back: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
         """Brings the run folder back to a step; what now lies elsewhere, and what failed. All ranks must call.
@@ -112,17 +103,16 @@ class Response:
         failure = None
         if self._ranks.is_first:
             try:
-                moved += set_aside_beyond(self._run, back)
-                point_to(self._run, back)
+                moved += go_back_to(self._run, back)
                 copy = self._recorder.rewind(back, line)
                 moved = [copy, *moved] if copy else moved
             except OSError as error:
-                failure = told_error(error, self._run)
+                failure = error_line(error, self._run)
         return moved, gather_objects(failure, self._ranks)[0]
 
     def _rewind(self, checkpoint: Checkpoint, step: int, after: StreamState) -> None:
         """Brings the run back to a checkpoint, and on with the batches behind a step's."""
-        load_checkpoint(self._engine, checkpoint, self._ranks)
+        checkpoint.load(self._engine, self._ranks)
         apply_settings(self._engine, self._config.train)
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)
@@ -142,8 +132,9 @@ def last_whole_checkpoint(config: RunConfig, ranks: Ranks, before: int, *, trust
     run = Path(config.train.output)
     listed = list_checkpoints(run, trusted=trusted)[0] if ranks.is_first else []
     earlier = [each for each in listed if each.manifest.step < before]
-    fitting = [each for each in earlier if not needs_conversion(each, config, ranks.world_size)]
-    checkpoint, damaged = first_whole(run, fitting, ranks, trusted=trusted)
+    fitting = [each for each in earlier if not each.needs_conversion(config, ranks.world_size)]
+    checkpoint, damaged = first_whole(run, fitting, ranks)
     if ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return checkpoint

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from longstride.data_pipelines.modalities.audio import mulaw_encode
-from longstride.launcher.models.hub_files import hub_fields, hub_files
+from longstride.launcher.exports.for_hubs import hub_fields, hub_files
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 RATE = 8000  # Hz, of the sounds

@@ -16,7 +16,6 @@ from longstride.launcher.config.deepspeed_keys import precision, zero_stage
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning.memory import Activations, activations, count, states
 from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.initialization import num_parameters
 from tests.harness.runs import ROOT, plain_environment
 from tests.launcher.training.test_training import RUNS, ten_steps
 
@@ -165,7 +164,7 @@ def test_planned_optimiser_is_what_deepspeed_writes(name: str, trained: Callable
     """Masters, moments and average in a rank's checkpoint: tensors alone, up to padding to equal shares."""
     run = trained(name, 2, *(RUNS[name] if name in RUNS else ten_steps(1)))
     config = load_config(run / "config.json")
-    planned = states(num_parameters(config.model), config, 2, zero_stage(config.deepspeed))
+    planned = states(SparseTransformer.num_parameters(config.model), config, 2, zero_stage(config.deepspeed))
     folder = run / "checkpoints/step-00000008/deepspeed"
     for rank in range(2):
         (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
