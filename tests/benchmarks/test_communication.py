@@ -11,7 +11,7 @@ from benchmarks.collectives import Collective, message_bytes, num_calls, sent_by
 from benchmarks.communication import STAGE_3, ULYSSES, cases, configuration, differences, measured
 from benchmarks.counted import logged
 from benchmarks.zero_communication import Run
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import RunConfig, load_config
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import sampling
-from longstride.sparse_model.session import Session
+from longstride.sparse_model import Session
 
 
 def test_a_small_run_writes_a_row_a_pattern_and_context(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, verify_together
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,

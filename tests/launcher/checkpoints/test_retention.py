@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints
 from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, Manifest, record_files, write_json, write_manifest
 from longstride.launcher.checkpoints.retention import (

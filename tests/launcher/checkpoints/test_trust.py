@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest

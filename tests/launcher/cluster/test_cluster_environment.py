@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.environment import host_environment, plain_values, write_host_environment
 
 SHELL = {

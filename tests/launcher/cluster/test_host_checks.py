@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.host_checks import (
     check_program,
     check_reachable,

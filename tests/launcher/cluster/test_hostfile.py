@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.hostfile import chosen_hosts, read_hostfile
 
 HOSTS = {"node1": [0, 1], "node2": [0, 1, 2]}

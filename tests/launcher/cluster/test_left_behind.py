@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster import left_behind
 from longstride.launcher.cluster.left_behind import vacate
 from longstride.launcher.cluster.supervisor import Wish, supervised_signals

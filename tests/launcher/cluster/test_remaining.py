@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.remaining import count_accelerators, fewer_slots, first_visible, usable_world_sizes
 from longstride.launcher.config.run_config import RunConfig, load_config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster import restarts
 from longstride.launcher.cluster.restarts import NoHostAnswersError, Resuming, run_with_restarts
 from longstride.launcher.cluster.supervisor import Launch, Outcome, Wish, supervised_signals

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import saved_state
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from longstride.launcher.models.exported import load_model
 from longstride.launcher.models.hub_files import hub_fields, hub_files
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.runs import ROOT
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair

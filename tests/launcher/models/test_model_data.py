@@ -11,7 +11,7 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.modalities import MODALITIES as MODALITIES_OF_DATA
 from longstride.data_pipelines.modalities.audio import Audio
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.models.model_data import MODALITIES, ModelData, describe
 from longstride.sparse_model import ModelConfig

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longstride.data_pipelines.errors import DataError
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work
 from longstride.sparse_model import SparseTransformer, feed_forward

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster.progress import Progress, is_done, read_progress
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.ranks.run_lock import check_unlocked, run_lock

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import list_checkpoints, newer_refusals, open_checkpoint, set_aside
 from longstride.launcher.checkpoints.manifest import find_damage, read_manifest
