@@ -7,7 +7,7 @@ cards, and what Ulysses would exchange; printed, and nothing else. Every card ha
 Without one: the runs of RUNS, and beside them what the figures rest on. Predicted bytes are held against those that
 DeepSpeed's communication logger and torch's dispatcher count over real steps of tiny runs, at 1 to 4 processes and as
 the first of up to 4,096 on torch's fake process group; and the data order of 100,000 shards is planned for every
-number of ranks. All of it goes to a result file, from which benchmarks/scaling/scaling_table.py makes the docs' tables.
+number of ranks. All of it goes to a result file, from which benchmarks/scaling/tables.py makes the docs' tables.
 
 Seconds of communication are never measured here: ``--within`` and ``--between`` (bytes a second that a card sends
 within its host and to others) give a model of them, in which nothing overlaps and no call costs anything by itself.
@@ -35,7 +35,6 @@ from benchmarks.scaling import communication, order_at_scale, ulysses
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
-from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning import memory as plan_memory
 
@@ -149,7 +148,7 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
         "context": config.model.context,
         "micro_batch": train.micro_batch,
         "micro_batches": micro_batches,
-        "precision": precision(config.deepspeed),
+        "precision": config.precision,
         "activation_checkpointing": train.activation_checkpointing,
         "activations": asdict(activations),
         "cards": rows,

@@ -20,7 +20,7 @@ from longstride.launcher.checkpoints.restoring import load_universal, seed_gener
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.engine.weight_average import AVERAGE
+from longstride.launcher.engine.optimizer import AVERAGE
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import Run, configuration, files_under, metrics, spawn, spawn_series
