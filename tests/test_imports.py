@@ -20,7 +20,7 @@ BIG_ROOMS = {
 # The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
 ORDER = {
     "data_pipelines": [
-        "errors", "settings", "modalities", "stores", "shards", "documents", "datasets", "order", "plain", "building",
+        "errors", "settings", "modalities", "stores", "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",

@@ -26,7 +26,7 @@ from longstride.data_pipelines.datasets import (
 from longstride.data_pipelines.documents import FileSettings, Openings, Piece, Plan, Settings, make_plan, write_shard
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
-from longstride.data_pipelines.shards import Manifest, Progress, ShardRecord
+from longstride.data_pipelines.shards import DataManifest, Progress, ShardRecord
 
 SHARD_BYTES = 16 * 2**20  # payload of a shard, unless told otherwise
 
@@ -66,7 +66,7 @@ def build(
     seed: int = 0,
     progress: Progress | None = None,
     crew: Crew | None = None,
-) -> Manifest:
+) -> DataManifest:
     """Write the files under ``inputs`` as shards into the folder ``output``, which appears only when whole.
 
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all); hidden files,
@@ -107,7 +107,7 @@ def build_dataset(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
     crew: Crew | None = None,
-) -> Manifest:
+) -> DataManifest:
     """Write a published dataset, in the form in which it is distributed, as shards into the folder ``output``.
 
     ``given`` is its archive, or a folder that holds the archive or the unpacked files; what is missing there is fetched
@@ -133,7 +133,7 @@ def build_dataset(
     return _build(prepare, progress, crew)
 
 
-def _build(prepare: Callable[[], "_Site"], progress: Progress | None, crew: Crew | None) -> Manifest:
+def _build(prepare: Callable[[], "_Site"], progress: Progress | None, crew: Crew | None) -> DataManifest:
     """A build by all ranks, of which the first one prepares it."""
     crew = join_crew() if crew is None else crew
     with crew.bound_together():
@@ -176,7 +176,7 @@ class _Site:
         self._records[record.name] = record
         self.done_bytes += record.content_bytes
 
-    def finish(self) -> Manifest:
+    def finish(self) -> DataManifest:
         """Make the output appear, or find it as it should be. Raises DataError where that fails."""
         manifest = self._plan.manifest(self._records)
         if self._unfinished:
@@ -223,7 +223,7 @@ def _tidy(output: Path) -> None:
             left.let_go()
 
 
-def _build_together(crew: Crew, site: _Site | None, orders: _Orders, progress: Progress | None) -> Manifest:
+def _build_together(crew: Crew, site: _Site | None, orders: _Orders, progress: Progress | None) -> DataManifest:
     try:
         _make_shards(crew, site, orders, progress)
         manifest = crew.broadcast(crew.on_first(lambda: site.finish() if site else None))

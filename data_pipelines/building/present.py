@@ -5,7 +5,7 @@ from pathlib import Path
 
 from longstride.data_pipelines.documents import Plan, Settings
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards import MANIFEST_NAME, Manifest, ShardRecord, load_manifest, verify
+from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
 _KEPT = "nothing is overwritten: name another output, or remove this one first"
@@ -35,7 +35,7 @@ def _check_output(output: Path, settings: Settings) -> None:
     if not is_occupied(output):
         _check_can_be_made(output)
         return
-    if not (output / MANIFEST_NAME).is_file():
+    if not (output / DataManifest.FILE_NAME).is_file():
         raise DataError(f"{output}: there already, and no data folder; nothing is overwritten: name another output")
     there = _loaded(output)
     if there.modality != settings.modality.name or dict(there.made["settings"]) != settings.to_json():
@@ -68,7 +68,7 @@ class PresentOutput:
         if planned != there or dict(manifest.made) != plan.made or dict(manifest.properties) != dict(plan.properties):
             raise DataError(self.other_files(output))
 
-    def check_content(self, manifest: Manifest) -> None:
+    def check_content(self, manifest: DataManifest) -> None:
         """Raises DataError where the folder is not, to the last bit, what the build would have made."""
         if _loaded(self._output).fingerprint != manifest.fingerprint:
             raise DataError(self.other_files(self._output))
@@ -82,8 +82,8 @@ class PresentOutput:
         return f"{output}: holds a data set made from other files; {_KEPT}"
 
 
-def _loaded(output: Path) -> Manifest:
+def _loaded(output: Path) -> DataManifest:
     try:
-        return load_manifest(open_store(output))
+        return DataManifest.load(open_store(output))
     except DataError as error:
         raise DataError(f"{error}; {_KEPT}") from error

@@ -26,7 +26,7 @@ from longstride.data_pipelines.building.places import real_path, unfinished_fold
 from longstride.data_pipelines.building.present import cannot_be_made
 from longstride.data_pipelines.documents import Piece, Plan
 from longstride.data_pipelines.errors import DataError, os_errors_told
-from longstride.data_pipelines.shards import MANIFEST_NAME, Manifest, ShardRecord, index_bytes, index_name
+from longstride.data_pipelines.shards import DataManifest, ShardRecord
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -72,8 +72,8 @@ class Workplace:
         """The record of a shard that is finished and holds these pieces, else None."""
         try:
             record = ShardRecord(**json.loads(self.record_path(name).read_bytes()))
-            sizes = [(self.data / file).stat().st_size for file in (name, index_name(name))]
-            wanted = [record.file_bytes, index_bytes(record.samples)]
+            sizes = [(self.data / file).stat().st_size for file in (name, record.index_name)]
+            wanted = [record.file_bytes, record.index_file.size]
         except (OSError, TypeError, ValueError):
             return None
         planned = (name, len(pieces), sum(piece.size for piece in pieces))
@@ -107,9 +107,9 @@ class UnfinishedBuild:
             place.records.mkdir(exist_ok=True)
         flush_folder(place.folder)
 
-    def finish(self, output: Path, manifest: Manifest) -> None:
+    def finish(self, output: Path, manifest: DataManifest) -> None:
         """Rename what is whole to ``output``, and remove the rest. Raises DataError where that cannot be."""
-        with durable_file(self.place.data / MANIFEST_NAME, self.place.partial) as file:
+        with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
         flush_folder(self.place.data)
         with os_errors_told(output):

@@ -17,7 +17,7 @@ from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES, Piece
 from longstride.data_pipelines.documents.walk import WalkCounts, find_documents
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties
-from longstride.data_pipelines.shards import FORMAT_VERSION, Manifest, ShardRecord, SplitRecord
+from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
 
 
 class Settings(Protocol):
@@ -117,7 +117,12 @@ class Plan:
 
         Where the input lies does not count.
         """
-        settings = [FORMAT_VERSION, self.settings.modality.name, self.settings.to_json(), dict(self.properties)]
+        settings = [
+            DataManifest.FORMAT_VERSION,
+            self.settings.modality.name,
+            self.settings.to_json(),
+            dict(self.properties),
+        ]
         documents = hashlib.sha256()
         for split, members in self.splits.items():
             for one in members:
@@ -125,7 +130,7 @@ class Plan:
         whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         return {"settings": whole.hexdigest(), "files": documents.hexdigest()}
 
-    def manifest(self, records: Mapping[str, ShardRecord]) -> Manifest:
+    def manifest(self, records: Mapping[str, ShardRecord]) -> DataManifest:
         """The manifest of the whole, from every shard's record by its name."""
         shards: dict[str, list[ShardRecord]] = {split: [] for split in self.splits}
         for name, record in records.items():
@@ -134,7 +139,7 @@ class Plan:
             split: SplitRecord(len(members), tuple(sorted(shards[split], key=_number_of)))
             for split, members in self.splits.items()
         }
-        return Manifest(self.settings.modality.name, self.properties, splits, self.made)
+        return DataManifest(self.settings.modality.name, self.properties, splits, self.made)
 
     @property
     def made(self) -> dict[str, Any]:

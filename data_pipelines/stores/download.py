@@ -7,9 +7,9 @@ import hashlib
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
@@ -23,6 +23,7 @@ WAIT_GROWTH = 3
 LONGEST_WAIT_SECONDS = 30.0  # eight attempts last a minute, and five where each times out
 ROUNDS = 3  # from zero, where the whole is not what the manifest says: a proxy or a disk may have been at fault
 _HASH_BYTES = 2**20
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -56,16 +57,50 @@ class Patience:
 
 def read_whole(transport: Transport, name: str, settings: RemoteSettings, stop: threading.Event) -> bytes:
     """A small remote file, whole. Raises DataError, naming the URL."""
-    shown = transport.address.shown_of(name)
+    return retried(lambda: transport.whole(name), transport, transport.address.shown_of(name), settings, stop)
+
+
+def retried(
+    ask: Callable[[], T], transport: Transport, shown: str, settings: RemoteSettings, stop: threading.Event
+) -> T:
+    """What a server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
     patience = Patience(settings, stop)
     while True:
         try:
-            return transport.whole(name)
+            return ask()
         except RefusedError as error:
             raise _refused(shown, error) from None
         except Exception as error:
             problem = transport.reason(error)
         patience.after(problem, shown, progress=False)
+
+
+def read_once(
+    transport: Transport, name: str, size: int, settings: RemoteSettings, stop: threading.Event
+) -> Generator[bytes, None, None]:
+    """A remote file of so many bytes, as it comes in; each attempt goes on where the last one ended.
+
+    Nothing tells what it should hold. Raises DataError, naming the URL.
+    """
+    shown, have = transport.address.shown_of(name), 0
+    patience = Patience(settings, stop)
+    while have < size:
+        before = have
+        try:
+            for content in transport.stream(
+                name, have, size, max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
+            ):
+                have += len(content)
+                yield content
+            problem = f"the body ended after {have} of {size} bytes"
+        except RefusedError as error:
+            raise _refused(shown, error) from None
+        except DifferentFileError as error:
+            raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
+        except Exception as error:
+            problem = transport.reason(error)
+        if have < size:
+            patience.after(problem, shown, progress=have > before)
 
 
 class Download:

@@ -10,14 +10,14 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache
-from longstride.data_pipelines.stores.download import Download, StoppedError, read_whole
+from longstride.data_pipelines.stores.download import Download, StoppedError, read_once, read_whole, retried
 from longstride.data_pipelines.stores.stores import StoredFile
 from longstride.data_pipelines.stores.transport import Address, Transport, check_protocol, mend_after_fork
 
@@ -55,6 +55,28 @@ class RemoteStore:
 
     def sizes(self) -> None:
         """None: a request for each file would be dear."""
+
+    def find(self, suffix: str) -> Mapping[str, int | None]:
+        """See ``Store``. Of a web server, what its page of the folder links to."""
+        own = self._own()
+        found = retried(lambda: own.transport().find(suffix), own.transport(), self.location, self.settings, own.stop)
+        if not found:
+            good = f"{self.location.rstrip('/')}/train-{{000..012}}{suffix}"
+            raise DataError(f"{self.location}: lists no file *{suffix}; name the files themselves, such as {good}")
+        return found
+
+    def size(self, name: str) -> int:
+        """See ``Store``."""
+        own, shown = self._own(), self.path_for_messages(name)
+        size = retried(lambda: own.transport().size(name), own.transport(), shown, self.settings, own.stop)
+        if size is None:
+            raise DataError(f"{shown}: the server does not tell its size; fetch the file first")
+        return size
+
+    def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
+        """See ``Store``; what breaks off goes on where it stopped."""
+        own = self._own()
+        return read_once(own.transport(), name, size, self.settings, own.stop)
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Which data set this is: its first 16 digits name its folder in the cache.

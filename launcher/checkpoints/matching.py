@@ -28,10 +28,13 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -
             problems.append(Problem(path, rule, own_model.get(path)))
     state = StreamState.from_json(manifest.stream)
     ours, others = config.data, theirs.data
+    if others.order != ours.order:
+        rule = f"{origin} counts steps of the order {others.order!r}, which is no more and cannot be gone on with; "
+        rule += "index its tars with `longstride data index`, and begin a run in another folder"
+        raise ConfigError.at("data.order", ours.order, rule)
     pairs = (
         ("data.train_split", ours.train_split, others.train_split),
         ("data.shuffle_bytes", ours.shuffle_bytes, others.shuffle_bytes),
-        ("data.order", ours.order, others.order),
         ("data.packing", ours.packing, others.packing),
         ("data.separator", ours.separator, others.separator),
         ("data.hop", ours.hop, others.hop),

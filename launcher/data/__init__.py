@@ -1,4 +1,4 @@
-"""A run's batches from its data folder, the steps of its epochs, and the verbs `data build` and `data verify`."""
+"""A run's batches from its data folder, the steps of its epochs, and the verbs `data build`, `index` and `verify`."""
 
 from longstride.launcher.data.checks import check_data, check_output, check_replay
 from longstride.launcher.data.folders import check_location

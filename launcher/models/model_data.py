@@ -78,15 +78,15 @@ def describe(config: RunConfig) -> dict[str, Any]:
     Nothing is fetched for it.
     """
     from longstride.data_pipelines.errors import DataError
-    from longstride.data_pipelines.shards import load_manifest
+    from longstride.data_pipelines.shards import DataManifest
     from longstride.data_pipelines.stores import open_store
 
     embedding = config.model.embedding
     properties = {name: getattr(embedding, name) for name in _SIZES} if isinstance(embedding, ImageEmbedding) else {}
     modality = config.data.modality or embedding.type
-    if config.data.order == "exact" and "://" not in config.data.path:
+    if "://" not in config.data.path:
         try:
-            manifest = load_manifest(open_store(config.data.path))
+            manifest = DataManifest.load(open_store(config.data.path))
         except (DataError, OSError):
             pass
         else:

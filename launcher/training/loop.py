@@ -17,7 +17,6 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.data_pipelines.order import Batch, ByteStream, StreamState
-from longstride.data_pipelines.plain import PlainStream
 from longstride.launcher.checkpoints import NotSavedError, Saver
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, Taken, together
@@ -226,7 +225,7 @@ def train_step(
     return line | told
 
 
-def data_news(stream: ByteStream | PlainStream, before: StreamState, taken: Taken[Batch]) -> Iterator[str]:
+def data_news(stream: ByteStream, before: StreamState, taken: Taken[Batch]) -> Iterator[str]:
     """What is to be said about a step's data: what stood in for damage, and what the end of an epoch carries over."""
     yield from map(str, taken.substitutions)
     epoch = taken.batch.state.epoch
