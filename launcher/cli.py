@@ -33,6 +33,13 @@ VERBS = (
         "data build", "make shards from files", "longstride.launcher.data.folders", "add_build_arguments", "run_build"
     ),
     Verb(
+        "data index",
+        "train on tars as they are",
+        "longstride.launcher.data.folders",
+        "add_index_arguments",
+        "run_index",
+    ),
+    Verb(
         "data verify", "check a data folder", "longstride.launcher.data.folders", "add_verify_arguments", "run_verify"
     ),
     Verb("data show", "a few samples of a data folder", "longstride.launcher.drawing.data"),
