@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.cases import Group
+from benchmarks.attention.cases import Group
 
 PHASES = ("forward", "backward", "both")
 ByPhase = dict[str, Any]  # a value, or None, for each of PHASES (or for the first two)

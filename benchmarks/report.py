@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Group
+from benchmarks.attention.cases import Group
 from benchmarks.figures import PHASES
 
 RESULTS = Path(__file__).resolve().parent / "results"

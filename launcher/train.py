@@ -28,7 +28,7 @@ if __name__ == "__main__":
     _stop.listen()  # the imports below take seconds
 
 from longstride.launcher.config import add_trust_argument, load_config
-from longstride.launcher.output import exit_codes, is_wrong_input, lasting_output, report, told_at_once
+from longstride.launcher.output import exit_codes, exit_on_mistake, lasting_output, report, say
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
 
@@ -73,8 +73,6 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
         adopt_place(os.environ)
         return _run(options, stop or fresh_stop)
     except (OSError, ValueError) as error:
-        if not is_wrong_input(error):
-            raise
         return report(error)
     finally:
         fresh_stop.close()
@@ -83,14 +81,14 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
 def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     """Checks everything that this rank can check alone, then trains, or replays a step."""
     launcher_gone = LauncherGone(os.environ)
-    stop.look(launcher_gone)
+    stop.add_source(launcher_gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.look(StopFile(options.stop_file), held_only=options.replay is None)  # a replay holds no stop
+        stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
         import psutil
 
-        stop.look(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
+        stop.add_source(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
 
     # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
     from longstride.launcher.data import Run, RunData, check_output, check_replay, resolve_steps
@@ -127,19 +125,19 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
 
 def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
     """Joins the other ranks and trains; returns the exit code."""
-    from longstride.launcher.checkpoints import NotSavedError
+    from longstride.launcher.checkpoints import NotSavedError, restore
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Trainer, begin, prepare_folder, restore
+    from longstride.launcher.training import Guards, GuardStopError, Trainer, begin, prepare_folder
 
     config, ranks = run.config, run.ranks
     group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
-    with group as watchdog, stop.held(), run_lock(run.folder, ranks):
+    with group as watchdog, stop.handled(), run_lock(run.folder, ranks):
         checkpoint = begin(run)
-        with told_at_once(ranks.barrier):
+        with exit_on_mistake(ranks.barrier):
             engine = build_engine(config, ranks)
-            state = restore(run, engine, checkpoint) if checkpoint is not None else None
+            state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             prepare_folder(run, checkpoint)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             code, ending = exit_codes.DONE, None
@@ -153,7 +151,7 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
                 code, ending = exit_codes.UNFORESEEN, f"error: {error}"
             if ending is not None:
                 if ranks.is_first:
-                    print(f"longstride: {ending}", file=sys.stderr, flush=True)
+                    say(ending)
                 ranks.barrier()  # a launcher ends all ranks once one has ended
             engine.destroy()
     return code

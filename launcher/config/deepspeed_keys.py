@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.sparse_model.strict import StrictModel, config_error, nearest
+from longstride.kernels import ConfigError, Problem, nearest
+from longstride.sparse_model import StrictModel, config_error
 
 # Keys whose meaning is said elsewhere: two places for one number would disagree one day.
 OWNED = {

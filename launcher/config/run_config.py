@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import check_keys, precision, zero_stage
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
-from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.strict import StrictModel, nearest
+from longstride.sparse_model import ModelConfig, StrictModel
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,14 +11,14 @@ from pathlib import Path
 import torch
 
 from longstride.data_pipelines.order import Batch
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together
-from longstride.launcher.output import CHECKPOINTS, CONFIG, METRICS
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
 
-_CONTENTS = (CONFIG, METRICS, CHECKPOINTS)  # of a run folder
+_CONTENTS = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)  # of a run folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,7 @@ def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) 
     contexts = data.stream().lanes.num_contexts
     steps = steps_of(train, contexts)
     if ranks is not None and ranks.is_first:
-        line = f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch"
-        print(f"longstride: {line}", file=sys.stderr, flush=True)
+        say(f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch")
     content = config.to_json()
     content["train"] |= {"steps": steps, "epochs": None}
     return RunConfig.model_validate(content)
@@ -118,7 +116,7 @@ def check_replay(config: RunConfig, resume: str, replay: str) -> None:
         raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
     if resume != "never":
         raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
-    if not (Path(config.train.output) / CONFIG).is_file():
+    if not (Path(config.train.output) / file_names.CONFIG).is_file():
         raise ConfigError.at(
             "train.output", config.train.output, "holds no run to replay a step of; name one that does"
         )

@@ -30,7 +30,7 @@ from longstride.data_pipelines.order import (
 from longstride.data_pipelines.plain import PlainStream, plain_context, plain_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import DATA_PATHS, RunConfig
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
@@ -87,7 +87,7 @@ def together(
         except Exception as error:
             problem = problem_line(error, ranks)
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        stops = int(stop is not None and stop.asked())
+        stops = int(stop is not None and stop.reason is not None)
         if batch is not None:
             counts = torch.tensor([_HAS_BATCH, int(batch.lengths.sum()), len(substitutions), stops])
             row = torch.cat([counts, batch.sample_ids])

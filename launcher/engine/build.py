@@ -15,8 +15,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from pydantic import BaseModel
 from torch import Tensor
 
-from longstride.kernels import check_backend
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
 from longstride.launcher.engine.optimizer import forget_average, make_optimizer, make_schedule, rate_factor
 from longstride.launcher.models import DTYPES

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import ModelConfig
-from longstride.sparse_model.attention import Attention
+from longstride.sparse_model import Attention, ModelConfig
 
 
 class TrainingCpu(CPU_Accelerator):

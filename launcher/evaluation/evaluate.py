@@ -26,21 +26,14 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.data_pipelines.order import EvaluationBatch
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    agreed_checkpoints,
-    newer_refusals,
-    open_checkpoint,
-    read_checkpoint_config,
-)
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import Checkpoint, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.exports import master_weights
 from longstride.launcher.models import DTYPES
-from longstride.launcher.output import bits_per_byte, tell_passed_over, told_at_once
+from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import SparseTransformer
@@ -83,8 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
-        tell_passed_over(newer_refusals(arguments.run, checkpoint))
-    config = read_checkpoint_config(checkpoint.folder)
+        for refusal in checkpoint.newer_refusals():
+            say(f"passed over: {refusal}")
+    config = checkpoint.config
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
@@ -97,13 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
     compile_kernels(config.model, batch_size, precision, ranks.device, training=False)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
-        trusted = arguments.trust_checkpoint
-        (checkpoint,) = agreed_checkpoints(arguments.run, [checkpoint], ranks, trusted=trusted)
+        checkpoint = checkpoint.agreed(ranks)
         precision = arguments.precision or checkpoint.manifest.precision
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
         threads = score_threads(ranks.device, batch_size * config.model.context)
         watchdog.at("evaluation")
-        with told_at_once(ranks.barrier):
+        with exit_on_mistake(ranks.barrier):
             sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
@@ -131,12 +124,12 @@ def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modali
     """An evaluation as it is written and printed."""
     loss_nats = sums.mean()
     # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
-    dimension = {"bits_per_dimension": bits_per_byte(loss_nats)} if modality == "image" else {}
+    dimension = {"bits_per_dimension": metrics_file.bits_per_byte(loss_nats)} if modality == "image" else {}
     return {
         "step": step,
         "split": split,
         "loss_nats": loss_nats,
-        "bits_per_byte": bits_per_byte(loss_nats),
+        "bits_per_byte": metrics_file.bits_per_byte(loss_nats),
         **dimension,
         "tokens": sums.count,
         "seconds": time.perf_counter() - start,
@@ -251,7 +244,7 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
     """
     from longstride.launcher.pictures import save_picture
 
-    means = [None if math.isnan(mean) else bits_per_byte(mean) for mean in sums.means()]
+    means = [None if math.isnan(mean) else metrics_file.bits_per_byte(mean) for mean in sums.means()]
     bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), "bytes": sums.counts(), "bits_per_byte": means}
     beside = output.with_suffix(".json")
     try:
@@ -267,7 +260,7 @@ def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run
     from longstride.launcher.pictures import plt
 
     joined = np.unique(np.searchsorted(edges, position_edges(int(edges[-1]), DRAWN_BINS)))
-    bits = np.array([bits_per_byte(mean) for mean in sums.means(joined)])
+    bits = np.array([metrics_file.bits_per_byte(mean) for mean in sums.means(joined)])
     bounds = edges[joined] + 1  # positions from 1 on: a logarithm has no place for 0
     figure, axis = plt.subplots(figsize=(7, 4.2))
     unit = "bits per dimension" if "bits_per_dimension" in line else "bits per byte"

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
 
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from longstride.data_pipelines.errors import DataError
-from longstride.kernels.plan import num_pairs
+from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData, steps_of
 from longstride.launcher.ranks import Ranks

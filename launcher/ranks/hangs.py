@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from longstride.launcher.output import HUNG, STACKS
+from longstride.launcher.output import exit_codes, file_names, say
 from longstride.launcher.ranks.stacks import Neighbour, Reading, Sheet, SheetAddress
 
 _LOOK_SECONDS = 0.5
@@ -131,7 +131,7 @@ class Watchdog:
         """Tells what was found, with the stacks of the processes of this host, and leaves."""
         if not self._ends.acquire(blocking=False):
             time.sleep(2 * _TELL_SECONDS)  # the other thread leaves for both
-        last = threading.Timer(_TELL_SECONDS, os._exit, (HUNG,))
+        last = threading.Timer(_TELL_SECONDS, os._exit, (exit_codes.HUNG,))
         last.daemon = True
         last.start()
         if self._sheet.marked:  # a neighbour has told it, and reads this rank's stacks
@@ -219,7 +219,7 @@ class Watchdog:
         try:
             if self._run is None or not self._run.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no run folder")
-            path = self._run / STACKS / f"{self._name}-rank-{rank:05d}.txt"
+            path = self._run / file_names.STACKS / f"{self._name}-rank-{rank:05d}.txt"
             path.parent.mkdir(exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 file.write("\n".join(lines))
@@ -227,7 +227,7 @@ class Watchdog:
             return None
         except OSError as error:
             if self._met:  # who came and who did not is told in the line
-                print("\n".join([f"longstride: stacks: {error.strerror}", *lines]), file=sys.stderr, flush=True)
+                say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path
 
@@ -236,8 +236,7 @@ class Watchdog:
         what = "lost another process" if failure.lost else "heard nothing of another process in time"
         place = f"{reading.place}, after {reading.seconds:.0f} s"
         files = f"; stacks: {written[0].parent}/{self._name}-rank-*.txt" if written else ""
-        line = f"longstride: rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}"
-        print(line, file=sys.stderr, flush=True)
+        say(f"rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}")
 
 
 def leave_at_once() -> NoReturn:
@@ -247,7 +246,7 @@ def leave_at_once() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(HUNG)
+    os._exit(exit_codes.HUNG)
 
 
 def _waits(frame: FrameType | None) -> bool:

@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,8 +20,8 @@ from typing import TextIO
 import torch
 import torch.distributed
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher.output import LOCK
+from longstride.kernels import ConfigError, Problem
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks.hangs import Watchdog, peer_failure
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
@@ -204,7 +203,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
         problem = None
         if ranks.is_first:
             run.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((run / LOCK).open("a+", encoding="utf-8"))
+            file = held.enter_context((run / file_names.LOCK).open("a+", encoding="utf-8"))
             problem = _lock(file, run)
             if problem is None:
                 file.seek(0)
@@ -220,8 +219,8 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
         except BaseException:
             if ranks.is_first:
                 with suppress(OSError):  # nothing but the lock is there: the run failed before it wrote anything
-                    if [path.name for path in run.iterdir()] == [LOCK]:
-                        (run / LOCK).unlink()
+                    if [path.name for path in run.iterdir()] == [file_names.LOCK]:
+                        (run / file_names.LOCK).unlink()
                         run.rmdir()
             raise
 
@@ -232,9 +231,9 @@ def check_unlocked(run: Path) -> None:
     Raises:
         ConfigError: another run does.
     """
-    if not (run / LOCK).exists():
+    if not (run / file_names.LOCK).exists():
         return
-    with (run / LOCK).open("r+", encoding="utf-8") as file:
+    with (run / file_names.LOCK).open("r+", encoding="utf-8") as file:
         problem = _lock(file, run)
     if problem is not None:
         raise ConfigError(problem)
@@ -250,6 +249,5 @@ def _lock(file: TextIO, run: Path) -> Problem | None:
             holder = file.readline().strip() or "another process"
             rule = f"another run writes there ({holder}); wait for it, or name another folder"
             return Problem("train.output", rule, str(run))
-        line = f"{run}: no locks on this file system; see to it that no second run writes there"
-        print(f"longstride: {line}", file=sys.stderr, flush=True)
+        say(f"{run}: no locks on this file system; see to it that no second run writes there")
     return None

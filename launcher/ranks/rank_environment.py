@@ -20,7 +20,7 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 MASTER = ("MASTER_ADDR", "MASTER_PORT")

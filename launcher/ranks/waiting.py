@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from longstride.launcher.output import AgreedError, is_wrong_input, told_line
+from longstride.launcher.output import AgreedError, mistake
 
 _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
 _VISIBLE_SECONDS = 20.0  # until a shared file system shows all hosts what one has
@@ -60,9 +60,8 @@ def first_works(work: Callable[[], Result] | None, gather: Callable[[object], li
         error = future.exception()
         if error is None:
             return _State(done=True, result=future.result())
-        if isinstance(error, Exception) and is_wrong_input(error):
-            return _State(wrong=told_line(error))
-        return _State(unforeseen=repr(error))
+        wrong = mistake(error)
+        return _State(unforeseen=repr(error)) if wrong is None else _State(wrong=wrong)
 
     try:
         return _meet(state, gather)

@@ -3,7 +3,7 @@
 from longstride.launcher.training.guards import Guards, GuardStopError
 from longstride.launcher.training.loop import Trainer
 from longstride.launcher.training.replay import replay_step
-from longstride.launcher.training.resume import begin, choose_start, prepare_folder, restore
+from longstride.launcher.training.resume import begin, choose_start, prepare_folder
 
 __all__ = [
     "GuardStopError",
@@ -13,5 +13,4 @@ __all__ = [
     "choose_start",
     "prepare_folder",
     "replay_step",
-    "restore",
 ]

@@ -16,12 +16,12 @@ from typing import Any
 
 from pydantic import Field
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import write_json
 from longstride.launcher.config import GuardPolicy, GuardsConfig, load_json_object
 from longstride.launcher.engine import Overflow
-from longstride.launcher.output import GUARDS
-from longstride.sparse_model.strict import StrictModel
+from longstride.launcher.output import file_names
+from longstride.sparse_model import StrictModel
 
 _KEYS = {
     "non_finite": "train.guards.non_finite",
@@ -197,7 +197,7 @@ class Incident(StrictModel):
 
 def write_incident(run: Path, incident: Incident) -> Path:
     """Writes an incident beside earlier ones of the same step; returns the path."""
-    folder = run / GUARDS
+    folder = run / file_names.GUARDS
     folder.mkdir(exist_ok=True)
     stem = f"step-{incident.step:08d}"
     path, number = folder / f"{stem}.json", 1
@@ -214,7 +214,9 @@ def read_incidents(run: Path) -> dict[Path, Incident]:
     Raises:
         ConfigError: a file is damaged.
     """
-    files = [(match, path) for path in (run / GUARDS).glob("*.json") if (match := _NAME.fullmatch(path.name))]
+    files = [
+        (match, path) for path in (run / file_names.GUARDS).glob("*.json") if (match := _NAME.fullmatch(path.name))
+    ]
     files.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 1)), reverse=True)
     incidents = {}
     for _, path in files:

@@ -19,7 +19,7 @@ from longstride.launcher.checkpoints import NotSavedError, Saver
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import EngineStep, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
-from longstride.launcher.output import AgreedError, bits_per_byte, holds_line
+from longstride.launcher.output import AgreedError, metrics_file
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopAskedError
 from longstride.launcher.training.guards import Guards, GuardStopError, as_number
@@ -193,7 +193,7 @@ def train_step(
         "step": number,
         "split": "train",
         "loss_nats": loss_nats if math.isfinite(loss_nats) else None,
-        "bits_per_byte": bits_per_byte(loss_nats) if math.isfinite(loss_nats) else None,
+        "bits_per_byte": metrics_file.bits_per_byte(loss_nats) if math.isfinite(loss_nats) else None,
         "tokens": batch.num_bytes,
         "learning_rate": step.learning_rate,
         "loss_scale": step.loss_scale,
@@ -228,7 +228,7 @@ def lacks_evaluation(step: int, run: Run) -> bool:
     settings = run.config.train
     if step == 0 or not is_due(step, settings.evaluate_every, settings.last_step):
         return False
-    lacks = run.ranks.is_first and not holds_line(run.folder, step, run.config.data.validation_split)
+    lacks = run.ranks.is_first and step not in metrics_file.find_lines(run.folder, run.config.data.validation_split)
     return bool(run.ranks.gather_objects(lacks)[0])
 
 

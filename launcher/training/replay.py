@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +18,11 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, StreamState
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    check_matches,
-    first_whole,
-    list_checkpoints,
-    load_checkpoint,
-    needs_conversion,
-    told_layout,
-)
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import apply_settings, build_engine
-from longstride.launcher.output import exit_codes, find_lines, tell_passed_over, told_at_once
+from longstride.launcher.output import exit_codes, exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
@@ -66,28 +57,29 @@ def replay_step(run: Run, step: int) -> int:
     config = config.model_copy(update={"deepspeed": section})
     run = replace(run, config=config)
     with process_group(ranks, config.train.timeout_seconds, run.folder):
-        checkpoint, damaged = first_whole(run.folder, candidates, ranks, trusted=run.trusted)
+        checkpoint, damaged = first_whole(run.folder, candidates, ranks)
         if ranks.is_first:
-            tell_passed_over(damaged)
+            for line in damaged:
+                say(f"passed over: {line}")
         if checkpoint is None and incident and incident.origin.step:
             way = f"from step {incident.origin.step} to {step - 1} is whole, from which to come to it"
             raise ConfigError(f"{run.folder}: no checkpoint {way}")
         if checkpoint is None and incident:
             check_processes(incident, ranks.world_size)
-        with told_at_once(ranks.barrier):
+        with exit_on_mistake(ranks.barrier):
             engine = build_engine(config, ranks)
             if checkpoint is not None:
-                load_checkpoint(engine, checkpoint, ranks)
+                checkpoint.load(engine, ranks)
                 apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
-                print(f"longstride: replaying step {step}, from {place}", file=sys.stderr, flush=True)
+                say(f"replaying step {step}, from {place}")
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
             report = _repeat(run, engine, step, way_batches(run, checkpoint, record, engine.device), guards)
         report = compare(report, record)
         if ranks.is_first:
             print(json.dumps(report), flush=True)
-            print(f"longstride: {outcome_line(report)}", file=sys.stderr, flush=True)
+            say(outcome_line(report))
         ranks.barrier()  # a launcher ends all ranks once one has ended
         engine.destroy()
     return exit_codes.UNFORESEEN if report["reproduced"] is False else exit_codes.DONE
@@ -99,7 +91,7 @@ def find_record(run: Path, step: int) -> Record | None:
         if incident.step == step:
             figures = {name: getattr(incident, name) for name in _COMPARED}
             return Record(str(path), figures, incident)
-    line = find_lines(run, "train").get(step)
+    line = metrics_file.find_lines(run, "train").get(step)
     if line is None:
         return None
     return Record(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
@@ -111,11 +103,9 @@ def _candidates(run: Run, step: int, incident: Incident | None) -> list[Checkpoi
     listed, _ = list_checkpoints(run.folder, trusted=run.trusted)
     candidates = [each for each in listed if first <= each.manifest.step < step]
     for checkpoint in candidates[:1]:
-        check_matches(checkpoint, run.config, run.data.stream().fingerprint)
-        if needs_conversion(checkpoint, run.config, run.ranks.world_size):
-            raise ConfigError(
-                f"--replay={step}: {told_layout(checkpoint)}, and is repeated so alone: start as it was saved"
-            )
+        checkpoint.check_matches(run.config, run.data.stream().fingerprint)
+        if checkpoint.needs_conversion(run.config, run.ranks.world_size):
+            raise ConfigError(f"--replay={step}: {checkpoint.layout}, and is repeated so alone: start as it was saved")
     return candidates
 
 
@@ -151,7 +141,7 @@ def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, 
     for incident in read_incidents(run.folder).values():
         if incident.rewound_to is not None:
             turns.setdefault(incident.rewound_to, []).append(StreamState.from_json(incident.stream_after))
-    sums = {step: line["sample_ids_crc32"] for step, line in find_lines(run.folder, "train").items()}
+    sums = {step: line["sample_ids_crc32"] for step, line in metrics_file.find_lines(run.folder, "train").items()}
     while True:
         state = _state_taken(number, [state, *turns.get(number, [])], sums, take)
         batches = take(state)

@@ -7,7 +7,6 @@ reported, and a rewind that cannot bring the files back becomes a stop, which sa
 from __future__ import annotations
 
 import socket
-import sys
 import time
 import uuid
 from dataclasses import dataclass
@@ -18,30 +17,19 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import Batch, StreamState
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    check_matches,
-    check_probe,
+    error_line,
     first_whole,
+    go_back_to,
     list_checkpoints,
-    load_checkpoint,
-    load_generators,
-    load_universal,
-    needs_conversion,
     open_checkpoint,
-    point_to,
-    ready_universal,
-    remove_leftovers,
-    seed_generators,
-    set_aside_beyond,
-    told_conversion,
-    told_error,
     write_json,
 )
 from longstride.launcher.data import GlobalBatch, Run, check_output
 from longstride.launcher.engine import apply_settings
-from longstride.launcher.output import CHECKPOINTS, CONFIG, GUARDS, AgreedError, cut_metrics, tell_passed_over
+from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, wait_until_visible
 from longstride.launcher.training.guards import (
     Guards,
@@ -91,7 +79,7 @@ def _read_start(run: Run) -> Start:
     else:
         start = Start((open_checkpoint(run.folder, int(run.resume), trusted=run.trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
-        check_matches(checkpoint, run.config, run.data.stream().fingerprint)
+        checkpoint.check_matches(run.config, run.data.stream().fingerprint)
         last_step = run.config.train.last_step
         if checkpoint.manifest.step > last_step:  # in the words in which the user gave the length
             rule = f"the checkpoint {checkpoint.folder} is already beyond it"
@@ -119,12 +107,13 @@ def begin(run: Run) -> Checkpoint | None:
     """
     _check_shared(run.folder, run.ranks)
     start = run.ranks.first_works(lambda: _read_start(run))
-    chosen, damaged = first_whole(run.folder, start.candidates, run.ranks, trusted=run.trusted)
+    chosen, damaged = first_whole(run.folder, start.candidates, run.ranks)
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
     if run.ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return chosen
 
 
@@ -152,34 +141,6 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
         raise AgreedError(str(Problem("train.output", rule, str(run))))
 
 
-def restore(run: Run, engine: DeepSpeedEngine, checkpoint: Checkpoint) -> StreamState:
-    """Brings a fresh engine to a verified checkpoint's state, whatever saved it; returns the next batch.
-
-    All ranks must call. Nothing of the run is changed yet; only the universal form may be new beside the checkpoint.
-
-    Raises:
-        AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
-    """
-    config, ranks, manifest, conversion = run.config, run.ranks, checkpoint.manifest, None
-    if needs_conversion(checkpoint, config, ranks.world_size):
-        form, seconds = ready_universal(checkpoint, ranks)
-        load_universal(engine, form)
-        took = f"{seconds:.0f} s" if seconds else "converted before"
-        conversion = f"{told_conversion(checkpoint, config, ranks.world_size)} ({took})"
-        if ranks.world_size == manifest.world_size:
-            load_generators(checkpoint, ranks, engine.device)
-        else:
-            seed_generators(config.train.seed, manifest.step, ranks)
-        state = StreamState.from_json(manifest.stream)
-    else:
-        state = load_checkpoint(engine, checkpoint, ranks)
-    apply_settings(engine, config.train)
-    check_probe(engine, checkpoint, config, ranks)
-    if conversion and ranks.is_first:
-        print(f"longstride: {conversion}", file=sys.stderr, flush=True)
-    return state
-
-
 def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
     """Writes config.json, and moves aside whatever lies beyond the step that the run starts from.
 
@@ -187,15 +148,13 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
     """
     if run.ranks.is_first:
         step = chosen.manifest.step if chosen else 0
-        (run.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        remove_leftovers(run.folder)
-        moved = [cut_metrics(run.folder, step), *set_aside_beyond(run.folder, step)]
-        write_json(run.folder / CONFIG, run.config.to_json())
+        (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        moved = [metrics_file.cut_metrics(run.folder, step), *go_back_to(run.folder, step)]
+        write_json(run.folder / file_names.CONFIG, run.config.to_json())
         if chosen:
-            point_to(run.folder, step)
-            print(f"longstride: going on from {chosen.folder}", file=sys.stderr)
+            say(f"going on from {chosen.folder}")
         for path in filter(None, moved):
-            print(f"longstride: kept what lay beyond as {path}", file=sys.stderr)
+            say(f"kept what lay beyond as {path}")
     run.ranks.barrier()
 
 
@@ -248,7 +207,7 @@ class GuardResponse:
             try:
                 where = f"written to {write_incident(run.folder, incident)}"
             except OSError as error:
-                where = f"not written down: {told_error(error, run.folder / GUARDS)}"
+                where = f"not written down: {error_line(error, run.folder / file_names.GUARDS)}"
             self._recorder.say(f"step {step}: {verdict}; {where}")
             for path in moved:
                 self._recorder.say(f"kept what lay beyond as {path}")
@@ -256,7 +215,7 @@ class GuardResponse:
             raise GuardStopError(step, verdict)
         if checkpoint is None:
             return False
-        load_checkpoint(self._engine, checkpoint, run.ranks)
+        checkpoint.load(self._engine, run.ranks)
         apply_settings(self._engine, run.config.train)
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)
@@ -275,12 +234,11 @@ class GuardResponse:
         failure, folder = None, self._run.folder
         if self._run.ranks.is_first:
             try:
-                moved += set_aside_beyond(folder, step)
-                point_to(folder, step)
+                moved += go_back_to(folder, step)
                 copy = self._recorder.rewind(step, line)
                 moved = [copy, *moved] if copy else moved
             except OSError as error:
-                failure = told_error(error, folder)
+                failure = error_line(error, folder)
         return moved, self._run.ranks.gather_objects(failure)[0]
 
 
@@ -294,8 +252,9 @@ def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
     """
     listed = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
     earlier = [each for each in listed if each.manifest.step < before]
-    fitting = [each for each in earlier if not needs_conversion(each, run.config, run.ranks.world_size)]
-    checkpoint, damaged = first_whole(run.folder, fitting, run.ranks, trusted=run.trusted)
+    fitting = [each for each in earlier if not each.needs_conversion(run.config, run.ranks.world_size)]
+    checkpoint, damaged = first_whole(run.folder, fitting, run.ranks)
     if run.ranks.is_first:
-        tell_passed_over(damaged)
+        for line in damaged:
+            say(f"passed over: {line}")
     return checkpoint

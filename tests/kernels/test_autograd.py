@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import sparse_attention
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.memory import empty_like_rows
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.patterns import Fixed, Pattern, Strided
 from tests.harness.oracles import Shape, make_inputs
 

@@ -13,8 +13,7 @@ from longstride.kernels import sparse_attention
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends.cpu import attention as cpu
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Chunks, chunked
-from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from longstride.kernels.patterns.base import Part
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, PatternPart, Strided, Summary
 from longstride.kernels.plan import view
 from tests.harness.oracles import Shape, check_against_reference, example_patterns, make_inputs
 
@@ -30,7 +29,7 @@ def _name(pattern: Pattern) -> str:
     return str(pattern).replace(" ", "")
 
 
-def _parts() -> list[Part]:
+def _parts() -> list[PatternPart]:
     return [part for pattern in example_patterns() for head in range(3) for part in pattern.for_head(head).parts()]
 
 
@@ -208,7 +207,7 @@ def test_cpu_ends_when_a_thread_cannot_begin(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("context", [1, 40, 96, 101])
 @pytest.mark.parametrize("part", _parts(), ids=str)
-def test_chunks_cover_every_pair_once(part: Part, context: int) -> None:
+def test_chunks_cover_every_pair_once(part: PatternPart, context: int) -> None:
     chunks = chunked(part, context)
     seen = torch.zeros(context, chunks.num_keys, dtype=torch.int64)
     rows_seen = torch.zeros(context, dtype=torch.int64)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_read, reads, sparse_attention
+from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_read, plan, sparse_attention
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
@@ -193,7 +193,7 @@ def test_the_keys_are_those_of_the_mask(pattern: Pattern, context: int) -> None:
         mask = own.mask(position[:, None], position[None, :])
         counts = [num_keys_read(own, i, context) for i in range(context)]
         assert counts == mask.sum(1).tolist()
-        assert all(count <= reads.most_reads(own, context) for count in counts)
+        assert all(count <= plan.most_reads(own, context) for count in counts)
         for i in range(context):
             assert torch.equal(allowed_keys(own, i, context), mask[i].nonzero().squeeze(1))
 

@@ -12,9 +12,9 @@ import torch
 
 from longstride.kernels import ConfigError, sparse_attention
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call, choice, configurations
-from longstride.kernels.backends.triton.described import Shape as Shape_
-from longstride.kernels.backends.triton.described import boxes, describable
+from longstride.kernels.backends.triton import call, configurations
+from longstride.kernels.backends.triton.call import boxes, describable
+from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import Side
@@ -133,8 +133,8 @@ def test_tensors_that_are_not_aligned_are_read_by_addresses() -> None:
 def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, served: bool) -> None:
     candidates = configurations.squares((edge, 1, 1.0))
     for heads in ((Block(12),), (Column(6), Fixed(12, 2))):
-        assert (choice.closed_choice(candidates, heads, context) is not None) == served
-    assert choice.closed_choice(candidates, (Block(12), Local(3)), context) is None
+        assert (configurations.closed_choice(candidates, heads, context) is not None) == served
+    assert configurations.closed_choice(candidates, (Block(12), Local(3)), context) is None
 
 
 @pytest.mark.parametrize("width, value_width", [(16, 24), (64, 64), (96, 40), (128, 128), (256, 256)])
@@ -198,7 +198,7 @@ def test_triton_heads_may_differ(patterns: list[Pattern], dtype: torch.dtype) ->
 @pytest.mark.parametrize("context", [64, 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
-    monkeypatch.setattr(choice, "SHORTEST_SLICE", 1)
+    monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
     monkeypatch.setattr(call, "num_processors", lambda device: 64)
     for heads in (pattern, [pattern, Local(9)]):
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICE)
@@ -336,7 +336,9 @@ def test_triton_says_why_it_cannot_run() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card needs no interpreter")
 def test_triton_asks_for_the_interpreter_on_the_cpu() -> None:
-    program = "import torch, kernels.backends.triton as t; q = torch.empty(1, 1, 4, 16); print(t.why_not(q, q, q))"
+    program = (
+        "import torch, longstride.kernels.backends.triton as t\nq = torch.empty(1, 1, 4, 16)\nprint(t.why_not(q, q, q))"
+    )
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=_without_interpreter()
     )

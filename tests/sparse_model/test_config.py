@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from longstride.kernels import ConfigError
 from longstride.kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
-from longstride.sparse_model import ConfigError, ModelConfig
+from longstride.sparse_model import ModelConfig
 from tests.harness.configs import ATTENTIONS, model_json, small
 
 

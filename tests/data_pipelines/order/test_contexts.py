@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.documents import shard_writer
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
@@ -18,7 +18,7 @@ from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.reading import SampleReader, open_folder
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from tests.data_pipelines.conftest import Corpus, write_sources
 
 CONTEXT = 300

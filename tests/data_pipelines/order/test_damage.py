@@ -10,7 +10,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.index import load_index
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 
 CONTEXT, GLOBAL_BATCH = 64, 12
 

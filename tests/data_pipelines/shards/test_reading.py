@@ -15,7 +15,7 @@ from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 
 VICTIM = "train-00001.tar"
 

@@ -13,7 +13,7 @@ import pytest
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.shards.index import INDEX_DTYPE, index_bytes, index_to_bytes, load_manifest
 from longstride.data_pipelines.shards.verify import check_split, verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.stops.stopping import StopFlag  # noqa: E402  the path comes first
+from longstride.launcher.stops import StopFlag  # noqa: E402  the path comes first
 
 if __name__ == "__main__":
     stop = StopFlag()

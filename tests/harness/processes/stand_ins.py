@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.cluster.supervisor import Launch, Wish, supervise, supervised_signals  # noqa: E402
+from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise, supervised_signals  # noqa: E402
 from longstride.launcher.output import exit_codes  # noqa: E402  the path comes first
-from longstride.launcher.stops.ancestors import LauncherGone  # noqa: E402
-from longstride.launcher.stops.stopping import StopFile, StopFlag, end_now  # noqa: E402
+from longstride.launcher.stops import LauncherGone, StopFile, StopFlag  # noqa: E402
+from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
 
 
 def command(role: str, folder: Path, *words: str) -> list[str]:
@@ -30,8 +30,8 @@ def parent(folder: Path) -> int:
     """As `longstride train`."""
     launch = Launch(command("runner", folder, "deepspeed.launcher.runner"), dict(os.environ), folder / ".stop-token")
     with supervised_signals() as signals:
-        ended = supervise(launch, Wish(signals), 5.0, lambda: (folder / "done").exists())
-    print(ended.told, file=sys.stderr)
+        ended = supervise(launch, StopRequest(signals), 5.0, lambda: (folder / "done").exists())
+    print(ended.description, file=sys.stderr)
     return ended.code
 
 
@@ -59,22 +59,22 @@ def rank(folder: Path) -> int:
     """As launcher/train.py: a loop that a stop ends, and a save that takes its time."""
     stop = StopFlag()
     stop.listen()
-    stop.look(LauncherGone(os.environ))
+    stop.add_source(LauncherGone(os.environ))
     if os.environ["RANK"] == "0":
-        stop.look(StopFile(folder / ".stop-token"))
+        stop.add_source(StopFile(folder / ".stop-token"))
     worker = subprocess.Popen(command("worker", folder), stdout=subprocess.PIPE)
     assert worker.stdout is not None
     worker.stdout.read(1)
-    with stop.held():
+    with stop.handled():
         with (folder / "marks").open("a") as marks:
             marks.write(f"rank {os.environ['RANK']}\n")
-        while not stop.asked() and not (folder / "done").exists():
+        while stop.reason is None and not (folder / "done").exists():
             time.sleep(0.02)
         end = time.monotonic() + float(os.environ.get("SAVE_SECONDS", "0"))
         while time.monotonic() < end:  # many short sleeps: none is to be cut short by a signal
             time.sleep(0.02)
         (folder / f"saved-{os.environ['RANK']}").write_text(str(stop.reason))
-    end_now(exit_codes.REQUEUE if stop.asked() else exit_codes.DONE)
+    end_now(exit_codes.REQUEUE if stop.reason else exit_codes.DONE)
 
 
 def worker(folder: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.stops.stopping import stopped_at_once  # noqa: E402  the path comes first
+from longstride.launcher.stops import stopped_at_once  # noqa: E402  the path comes first
 
 if __name__ == "__main__":
     with stopped_at_once():  # as the command does before it imports what follows

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import longstride.launcher.train as entry
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.stops.stopping import StopFlag
+from longstride.launcher.stops import StopFlag
 from tests.harness.runs import timeouts
 
 
@@ -233,9 +233,9 @@ def spoil_after_load() -> None:
     """Lets what is loaded from a universal form be a little off."""
     import torch
 
-    import longstride.launcher.training.resume as resume
+    import longstride.launcher.checkpoints.restoring as restoring
 
-    load = resume.load_universal
+    load = restoring.load_universal
 
     def load_and_spoil(engine: Any, form: Any) -> None:
         load(engine, form)
@@ -243,7 +243,7 @@ def spoil_after_load() -> None:
             for parameter in engine.module.parameters():
                 parameter.mul_(1.001)
 
-    resume.load_universal = load_and_spoil
+    restoring.load_universal = load_and_spoil
 
 
 def convert_and_at(number: int, then: Any) -> None:

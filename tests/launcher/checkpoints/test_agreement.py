@@ -20,14 +20,13 @@ from longstride.launcher.checkpoints.checkpoint import (
     checkpoint_folder,
     first_whole,
     list_checkpoints,
-    verify_together,
 )
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_json, write_manifest
-from longstride.launcher.checkpoints.saving import _Attempt
+from longstride.launcher.checkpoints.saving import _Save
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks import waiting
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import resume
@@ -131,13 +130,14 @@ def test_code_in_a_checkpoint_is_refused_by_all_before_it_is_read(
     torch.save(Touching(mark), folder / WEIGHTS_FILE, _use_new_zipfile_serialization=as_zip)
     (manifest,) = [each.manifest for each in list_checkpoints(run)[0] if each.folder == folder]
     (folder / "manifest.json").unlink()
-    write_manifest(folder, manifest.model_copy(update={"files": record_files(folder, 0, 1)}))
+    write_manifest(folder, manifest.model_copy(update={"files": record_files(folder)}))
     found, _ = list_checkpoints(run)
     what = "posix.system" if as_zip else "no zip archive"
     for each in on_ranks(lambda ranks: first_whole(run, found, ranks)):
         with pytest.raises(AgreedError, match=rf"{WEIGHTS_FILE}: holds more than tensors and numbers \({what}"):
             each.result()
-    for each in on_ranks(lambda ranks: first_whole(run, found, ranks, trusted=True)):
+    trusted, _ = list_checkpoints(run, trusted=True)
+    for each in on_ranks(lambda ranks: first_whole(run, trusted if ranks.is_first else [], ranks)):
         assert each.result()[0].manifest.step == 16
     assert not mark.exists()
 
@@ -204,13 +204,13 @@ def test_checkpoint_without_a_file_of_another_rank_is_not_put_in_place(run: Path
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "random-00001.pt").write_bytes(b"y" * 10)
-    attempt: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
+    save: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
     with pytest.raises(OSError, match="is not to be seen by the first process as it was written") as caught:
-        _Attempt._put_in_place(attempt, record_files(elsewhere, 0, 1))
+        _Save._put_in_place(save, record_files(elsewhere))
     assert caught.value.filename == str(partial / "random-00001.pt")
     assert not final.exists()
     (elsewhere / "random-00001.pt").rename(partial / "random-00001.pt")
-    _Attempt._put_in_place(attempt, {})  # what no rank has told of is found
+    _Save._put_in_place(save, {})  # what no rank has told of is found
     saved = Checkpoint(final, read_manifest(final))
     assert len(saved.manifest.files) == 4
-    assert verify_together(saved, Ranks()) == []
+    assert saved.find_damage(Ranks()) == []

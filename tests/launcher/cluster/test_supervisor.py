@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longstride.launcher.cluster.progress import read_progress
-from longstride.launcher.cluster.supervisor import outcome
+from longstride.launcher.cluster.restarts import read_progress
+from longstride.launcher.cluster.supervisor import outcome_of
 from longstride.launcher.output import exit_codes
 from tests.harness.processes.tended import deepspeed, longstride, tended
 from tests.harness.runs import ROOT, metrics, spawn
@@ -110,15 +110,15 @@ def test_run_that_is_done_is_told_so(tmp_path: Path) -> None:
     ],
 )
 def test_outcome_is_a_documented_code(code: int, asked: signal.Signals | None, whole: bool, expected: int) -> None:
-    assert outcome(code, asked, whole=whole).code == expected
+    assert outcome_of(code, asked, whole=whole).code == expected
 
 
 @pytest.mark.parametrize("asked", [None, signal.SIGHUP])
 def test_lost_host_is_told_as_such_and_is_no_stop(asked: signal.Signals | None) -> None:
     """Of 255 nobody knows whether anything was saved."""
-    ended = outcome(255, asked, whole=False)
+    ended = outcome_of(255, asked, whole=False)
     assert ended.code == exit_codes.HUNG
-    assert ended.told == "code 255: a host was lost, or a process was ended by SIGHUP"
+    assert ended.description == "code 255: a host was lost, or a process was ended by SIGHUP"
 
 
 def run_arguments(config_file: Path, *more: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.deepspeed_keys import KNOWN, OWNED
 from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig, load_config
 from tests.harness.runs import configuration

@@ -14,7 +14,7 @@ import torch
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData, together
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 
 SECONDS = 60  # a rank that waits for others that do not come breaks the meeting

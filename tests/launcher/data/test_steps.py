@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longstride.data_pipelines.shards.reading import DataFolder
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.config.json_file import load_json_object
 from longstride.launcher.config.run_config import TrainConfig, find_config, load_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.ranks.rank_environment import adopt_place, end_host, job_port
 

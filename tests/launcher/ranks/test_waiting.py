@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 
 

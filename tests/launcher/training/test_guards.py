@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.deepspeed_keys import check_keys
 from longstride.launcher.config.run_config import GuardsConfig
 from longstride.launcher.engine.step import Overflow

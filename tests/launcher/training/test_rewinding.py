@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.launcher.checkpoints.checkpoint import checkpoint_folder
-from longstride.launcher.checkpoints.retention import point_to, universal_folder
+from longstride.launcher.checkpoints.checkpoint import Checkpoint, checkpoint_folder
+from longstride.launcher.checkpoints.saving import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.output.folders import CHECKPOINTS
+from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
 from longstride.launcher.training import resume
@@ -40,8 +40,8 @@ class Folder:
         (checkpoint_folder(self.run, 4) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"damaged")
         universal_folder(checkpoint_folder(self.run, 4)).mkdir()
         point_to(self.run, 4)
-        monkeypatch.setattr(resume, "needs_conversion", lambda *_: False)
-        monkeypatch.setattr(resume, "load_checkpoint", lambda _, found, __: self.loaded.append(found.manifest.step))
+        monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
+        monkeypatch.setattr(Checkpoint, "load", lambda found, *_: self.loaded.append(found.manifest.step))
         monkeypatch.setattr(resume, "apply_settings", lambda *_: None)
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
