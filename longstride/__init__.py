@@ -21,8 +21,7 @@ def stand_aside(name: str) -> None:
     other one. Where there is no other one, the name becomes an empty namespace package, as that of any folder without
     an ``__init__.py``: libraries that look for the other one find none.
     """
-    root = Path(__file__).parent.parent.resolve()
-    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
+    elsewhere = [entry for entry in sys.path if not Path(entry, "longstride", name).is_symlink()]  # no checkout
     spec = PathFinder.find_spec(name, elsewhere) or ModuleSpec(name, None, is_package=True)
     module = sys.modules[name] = module_from_spec(spec)
     if spec.loader is not None:

@@ -24,15 +24,24 @@ import torch
 
 from benchmarks.attention import cases
 from benchmarks.attention.cases import Group
+from benchmarks.attention.figures import PHASES
 from benchmarks.attention.gate import problems
 from benchmarks.attention.measure import Settings, measure
 from benchmarks.attention.peers import forget_compiled, reason_of
 from benchmarks.attention.plot import plot
 from benchmarks.attention.tiles import measure_plans
-from benchmarks.figures import rounded
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
-from benchmarks.report import add_output_arguments, check_output, print_plans, print_timings, write_json
+from benchmarks.report import DASH, add_output_arguments, cell, check_output, rounded, write_json
 
+COLUMNS = (  # title, width, field, form and factor; the three phases (or two) stand in one column
+    ("ms: forward / backward / both", 30, "seconds", ".3f", 1e3),
+    ("times dense", 22, "ratio_to_dense", ".2f", 1),
+    ("times flex", 22, "ratio_to_flex", ".2f", 1),
+    ("of ideal", 18, "fraction_of_ideal", ".0%", 1),
+    ("TFLOP/s visited", 15, "tflops_on_visited", ".0f", 1),
+    ("GB/s", 15, "gigabytes_per_second", ",.0f", 1),
+)
+TAIL = f"{'bound by':>12} {'bits':>4} {'B / pos':>8}"
 DENSE_LIMIT = {"cpu": 65_536, "cuda": 262_144}
 FLEX_LIMIT = {"cpu": 4_096, "cuda": 65_536}  # its block mask is made from all pairs
 REPEATS = {"cpu": 5, "cuda": 20}
@@ -209,6 +218,40 @@ def finish(found: dict[str, Any], output: Path) -> None:
         print(f"no plot: {error}")
     for title in found["skipped"]:
         print(f"not started within the time limit: {title}")
+
+
+def print_plans(rows: list[dict[str, Any]]) -> None:
+    """A table of plans."""
+    print(f"\n{'plan':<16}{'context':>10}{'stride':>8}{'seconds':>10}{'KiB':>8}{'cpu chunks, s':>16}")
+    for row in rows:
+        print(
+            f"{row['pattern']:<16}{row['context']:>10,}{row['stride']:>8}{row['plan_seconds']:>10.3f}"
+            f"{row['plan_bytes'] / 2**10:>8.1f}{row['cpu_chunks_seconds']:>16.3f}"
+        )
+
+
+def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
+    """A table of one group: milliseconds, ratios and shares of each phase."""
+    first = rows[0]
+    dense = ", ".join(
+        f"{phase} {cell(first['dense_seconds'][phase], '.3f', 1e3)} ms ({first['dense_kernel'][phase] or DASH})"
+        for phase in PHASES
+    )
+    print(f"\n{group.title()}; dense attention of torch: {dense}")
+    for name, reason in first["dense_reasons"].items():
+        print(f"dense attention by {name}: {reason}")
+    print(" ".join([f"{'pattern':<15}{'density':>8}", *(f"{title:>{width}}" for title, width, *_ in COLUMNS), TAIL]))
+    for row in rows:
+        shown = [
+            f"{' / '.join(cell(row[name][phase], form, factor) for phase in PHASES if phase in row[name]):>{width}}"
+            for _, width, name, form, factor in COLUMNS
+        ]
+        bound = "/".join(
+            {"operations": "work", "bytes": "bytes"}.get(row["bound"][phase], DASH) for phase in PHASES[:2]
+        )
+        same = {None: DASH, True: "yes", False: "NO"}[row["deterministic"]]
+        facts = f"{bound:>12} {same:>4} {cell(row['bytes_per_position'], ',.0f'):>8}"
+        print(" ".join([f"{row['pattern']:<15}{row['density']:>8.2%}", *shown, facts]))
 
 
 if __name__ == "__main__":

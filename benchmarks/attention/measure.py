@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.attention.cases import Group
+from benchmarks.attention.figures import OPERATIONS, PHASES, ByPhase, derived, fastest, rounded_all
 from benchmarks.attention.gate import ours, same_bits
 from benchmarks.attention.peers import Flex, dense_contenders, flex, reason_of
 from benchmarks.attention.tiles import allowed_pairs, visited_pairs
 from benchmarks.attention.timing import Contender, Inputs, Turns, inputs_of, peak_bytes, take_turns
-from benchmarks.figures import OPERATIONS, PHASES, ByPhase, derived, fastest, rounded, rounded_all
+from benchmarks.report import rounded
 from longstride.kernels.patterns import Pattern
 
 GROUP_SECONDS = 6.0  # of a card, for the turns of one group

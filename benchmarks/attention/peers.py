@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention.gate import Attention
 from benchmarks.attention.timing import Contender, Inputs
-from benchmarks.figures import rounded
 from benchmarks.machine import synchronize
+from benchmarks.report import rounded
 from longstride.kernels.patterns import Pattern
 
 DENSE_KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention.cases import patterns_of, stride_of
-from benchmarks.figures import rounded
+from benchmarks.report import rounded
 from longstride.kernels.backends.cpu.chunks import chunked
 from longstride.kernels.backends.triton.packing import Parts, groups, packed
 from longstride.kernels.patterns import Pattern

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.cases import Group
+from benchmarks.attention.figures import PHASES, ByPhase, compulsory_bytes
 from benchmarks.attention.gate import Attention
-from benchmarks.figures import PHASES, ByPhase, compulsory_bytes
 from benchmarks.machine import cache_bytes
 
 REGION_SECONDS = 2e-3  # between two events, at least

@@ -29,9 +29,8 @@ if "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.i
 import torch
 from torch import Tensor
 
-from benchmarks.figures import rounded
 from benchmarks.machine import about, slug
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
 from longstride.kernels.backends.triton import configurations
 from longstride.kernels.backends.triton.call import Call, architecture
 from longstride.kernels.backends.triton.configurations import Configuration, closed_choice

@@ -21,10 +21,9 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import torch
 from torch import Tensor
 
-from benchmarks.figures import rounded
 from benchmarks.generation import stepping
 from benchmarks.machine import about, synchronize
-from benchmarks.report import write_json
+from benchmarks.report import rounded, write_json
 from longstride.kernels import CachedAttention, empty_cache, num_keys_read, sparse_attention
 from longstride.kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
 

@@ -26,10 +26,9 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.figures import rounded
 from benchmarks.generation import stepping
 from benchmarks.machine import about, synchronize
-from benchmarks.report import write_json
+from benchmarks.report import rounded, write_json
 from longstride.kernels import num_keys_read
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import rounded
 from benchmarks.machine import slug
-from benchmarks.report import add_output_arguments, check_output
+from benchmarks.report import add_output_arguments, check_output, rounded
 
 
 def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls: int, repeats: int) -> None:

@@ -30,14 +30,13 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 import numpy as np
 import torch
 
-from benchmarks.figures import rounded
 from benchmarks.machine import about, slug
 from benchmarks.paper.cases import IMAGES, MINIMUM_CONTEXTS, PATTERNS, SIZES, TEXT, Case
 from benchmarks.paper.pictures_from_fonts import draw_pictures
 from benchmarks.paper.plot import plot
 from benchmarks.paper.tables import tables_of
 from benchmarks.paper.training import Learner, curve, spread_regions, train_in_turns
-from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -30,8 +31,9 @@ PAPER: dict[str, tuple[str, dict[str, tuple[float, float]]]] = {
 }
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Rewrites the page where it differs."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     files = result_files(RESULTS)
     for path in files:
         plot(json.loads(path.read_text()), path.with_suffix(".png"))

@@ -7,7 +7,7 @@ cards, and what Ulysses would exchange; printed, and nothing else. Every card ha
 Without one: the runs of RUNS, and beside them what the figures rest on. Predicted bytes are held against those that
 DeepSpeed's communication logger and torch's dispatcher count over real steps of tiny runs, at 1 to 4 processes and as
 the first of up to 4,096 on torch's fake process group; and the data order of 100,000 shards is planned for every
-number of ranks. All of it goes to a result file, from which benchmarks/scaling/scaling_table.py makes the docs' tables.
+number of ranks. All of it goes to a result file, from which benchmarks/scaling/tables.py makes the docs' tables.
 
 Seconds of communication are never measured here: ``--within`` and ``--between`` (bytes a second that a card sends
 within its host and to others) give a model of them, in which nothing overlaps and no call costs anything by itself.

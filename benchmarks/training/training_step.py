@@ -26,9 +26,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from benchmarks.attention.peers import DENSE_KERNELS, dense_attention, reason_of
-from benchmarks.figures import ratio, rounded
 from benchmarks.machine import about, slug, synchronize
-from benchmarks.report import add_output_arguments, cell, check_output, write_json
+from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Dense, Strided
 from longstride.sparse_model import ModelConfig, SparseTransformer, attention

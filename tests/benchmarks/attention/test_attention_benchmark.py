@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.attention import attention, gate
 from benchmarks.attention.cases import NAMES
-from benchmarks.figures import PHASES
+from benchmarks.attention.figures import PHASES
 from benchmarks.readme_table import tables_of
 
 TINY = [

@@ -47,7 +47,7 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
     average, is off by all of itself, or by most of a step.
     """
     assert one.shapes == other.shapes
-    assert (one.kinds, one.step, one.numbers) == (other.kinds, other.step, other.numbers)
+    assert (one.kinds, one.adam_step, one.numbers) == (other.kinds, other.adam_step, other.numbers)
     rate = configuration(Path(), Path())["train"]["learning_rate"]
     for kind in one.kinds:
         for name in one.shapes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scaling.scaling_table import BEGIN, END, PAGE, RESULTS, checks_lines, plot, with_tables, zero_table
+from benchmarks.scaling.tables import BEGIN, END, PAGE, RESULTS, checks_lines, plot, with_tables, zero_table
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +20,7 @@ def found() -> dict[str, Any]:
 def test_the_page_agrees_with_the_results(found: dict[str, Any]) -> None:
     (path,) = RESULTS.glob("scaling-*.json")
     page = PAGE.read_text()
-    assert with_tables(page, found, path.with_suffix(".png").name) == page, (
-        "run python benchmarks/scaling/scaling_table.py"
-    )
+    assert with_tables(page, found, path.with_suffix(".png").name) == page, "run python benchmarks/scaling/tables.py"
     assert path.with_suffix(".png").is_file()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.attention.cases import Group
+from benchmarks.report import ratio, rounded
 
 PHASES = ("forward", "backward", "both")
 ByPhase = dict[str, Any]  # a value, or None, for each of PHASES (or for the first two)
@@ -16,7 +17,6 @@ OPERATIONS = {"forward": 4, "backward": 10}  # times D for each pair: two and fi
 ROWS = {"forward": 4, "backward": 8}
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 LSE_BYTES = 4
-DIGITS = 4  # significant, in files
 
 
 def operations(group: Group, pairs: int, phase: str) -> int:
@@ -40,16 +40,6 @@ def ideal(dense_seconds: float | None, density: float, num_bytes: int, bandwidth
         return None, None
     by_operations, by_bytes = dense_seconds * density, num_bytes / bandwidth
     return max(by_operations, by_bytes), "bytes" if by_bytes > by_operations else "operations"
-
-
-def ratio(theirs: float | None, ours: float | None) -> float | None:
-    """How many times faster ours is; None where either is missing."""
-    return None if theirs is None or ours is None else theirs / ours
-
-
-def rounded(x: float | None) -> float | None:
-    """To a few significant digits."""
-    return None if x is None else float(f"{x:.{DIGITS}g}")
 
 
 def rounded_all(values: ByPhase) -> ByPhase:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.attention.cases import Group
-from benchmarks.figures import PHASES, compulsory_bytes, derived, fastest, ideal, ideals, operations, ratio, rounded
+from benchmarks.attention.figures import PHASES, compulsory_bytes, derived, fastest, ideal, ideals, operations
+from benchmarks.report import ratio, rounded
 
 GROUP = Group(context=1_000, stride=32, head_width=64, dtype="bfloat16", heads=4, batch=2)
 

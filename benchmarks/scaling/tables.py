@@ -1,11 +1,12 @@
 """The tables of docs/clusters.md, made from the file that benchmarks/scaling/scaling.py writes.
 
-`python benchmarks/scaling/scaling_table.py` writes them into the page and draws the picture anew. A test holds that
+`python benchmarks/scaling/tables.py` writes them into the page and draws the picture anew. A test holds that
 they agree.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,15 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "clusters.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = (
-    "<!-- made by benchmarks/scaling/scaling_table.py: begin -->",
-    "<!-- made by benchmarks/scaling/scaling_table.py: end -->",
+    "<!-- made by benchmarks/scaling/tables.py: begin -->",
+    "<!-- made by benchmarks/scaling/tables.py: end -->",
 )
 SHOWN_CARDS = (1, 8, 64, 512, 4096)
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Rewrites the page where it differs."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     (path,) = RESULTS.glob("scaling-*.json")
     plot(json.loads(path.read_text()), path.with_suffix(".png"))
     PAGE.write_text(with_tables(PAGE.read_text(), json.loads(path.read_text()), path.with_suffix(".png").name))
