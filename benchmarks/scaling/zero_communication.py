@@ -204,13 +204,13 @@ def together_values(rows: int) -> int:
     """int64 that a rank of so many contexts brings to the collective before a step, as its own code has it."""
     seen = []
 
-    def gather(values: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
+    def gather(_: Ranks, values: Tensor, device: torch.device) -> Tensor:
         seen.append(len(values))
         return values[None]
 
     state = StreamState(fingerprint="none", seed=0, epoch=0, step=0, global_batch=rows)
     batch = Batch(torch.zeros(rows, 1, dtype=torch.uint8), torch.ones(rows).long(), torch.arange(rows), state)
-    with mock.patch.object(batches, "gather_int64", gather):
+    with mock.patch.object(Ranks, "gather_int64", gather):
         next(batches.together(lambda: iter([batch]), rows, Ranks(), torch.device("cpu")))
     return sum(seen)
 

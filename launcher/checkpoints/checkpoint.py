@@ -236,12 +236,11 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
     named = []
     if ranks.is_first:
         named = [(each.folder.name, _manifest_sha256(each.folder), each.trusted) for each in checkpoints]
-    start = time.monotonic()
+    since = time.monotonic()
     opened: list[Checkpoint] = []
     missing = None
     for name, sha256, trusted in ranks.gather_objects(named)[0]:
-        visible = partial(_visible, run / file_names.CHECKPOINTS / name, sha256, trusted)
-        checkpoint = wait_until_visible(visible, start)
+        checkpoint = wait_until_visible(partial(_visible, run / file_names.CHECKPOINTS / name, sha256, trusted), since)
         if checkpoint is None:
             rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
             missing = f"{run / file_names.CHECKPOINTS / name}: {rule}"
@@ -303,10 +302,11 @@ def _manifest_sha256(folder: Path) -> str | None:
 
 def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     """What else decides where a weight lies in DeepSpeed's files, and under which of its optimisers."""
-    section, zero = config.deepspeed, config.deepspeed.get("zero_optimization", {})
-    if config.zero_stage == 3:
+    section, stage = config.deepspeed, config.zero_stage
+    zero = section.get("zero_optimization", {})
+    if stage == 3:
         return (zero.get("sub_group_size"),)
-    if config.zero_stage == 0:
+    if stage == 0:
         return ()
     keys = ("round_robin_gradients", "parameter_alignment")
     return (section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))

@@ -13,7 +13,12 @@ from longstride.launcher import train
 from longstride.launcher.cluster.hosts import add_host_arguments, find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts
-from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise, supervised_signals
+from longstride.launcher.cluster.supervisor import (
+    StopRequest,
+    orphan_seconds,
+    supervise,
+    supervised_signals,
+)
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay
 from longstride.launcher.output import lasting_output

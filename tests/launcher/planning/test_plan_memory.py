@@ -62,7 +62,7 @@ DEEPSPEEDS_OWN = """
 import json, sys
 import deepspeed, torch
 from longstride.launcher.config.run_config import load_config
-from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.planning.memory import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer

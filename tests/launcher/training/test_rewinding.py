@@ -41,7 +41,7 @@ class Folder:
         universal_folder(checkpoint_folder(self.run, 4)).mkdir()
         point_to(self.run, 4)
         monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
-        monkeypatch.setattr(Checkpoint, "load", lambda found, *_: self.loaded.append(found.manifest.step))
+        monkeypatch.setattr(Checkpoint, "load", lambda checkpoint, *_: self.loaded.append(checkpoint.manifest.step))
         monkeypatch.setattr(resume, "apply_settings", lambda *_: None)
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
