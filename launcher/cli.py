@@ -58,7 +58,7 @@ VERBS = (
     ),
     Verb("serve", "an exported model behind HTTP, with a page to try it", "longstride.launcher.serving.serve"),
     Verb("show", "draw a pattern, a run's attention or its loss", "longstride.launcher.drawing.show"),
-    Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.schema"),
+    Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.run_config"),
 )
 
 

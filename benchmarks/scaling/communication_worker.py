@@ -31,9 +31,9 @@ from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data.run_data import together
-from longstride.launcher.engine import build as ours
-from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.ranks.processes import Ranks, process_group, ranks_from_environment
+from longstride.launcher.engine.build import build_engine
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.launcher.training.guards import Guards
 from longstride.launcher.training.loop import train_step
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     cases, folder = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
     fake = int(os.environ.get("FAKE_RANKS", "0"))
     children = [] if fake else _fork(int(os.environ["WORLD_SIZE"]))
-    ranks = Ranks(0, 0, fake) if fake else ranks_from_environment(os.environ)
+    ranks = Ranks(0, 0, fake) if fake else Ranks.from_environment(os.environ)
     prepare_accelerator()
     if fake:
         _pretend(fake)
@@ -70,8 +70,8 @@ def _fork(ranks: int) -> list[int]:
 def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What a rank communicates in a step of a run once it is warm."""
     config = RunConfig.model_validate(case["config"])
-    ours.quieten(config)
-    engine = ours.build_engine(config, ranks)
+    prepare_accelerator(config)
+    engine = build_engine(config, ranks)
     rows = config.train.global_batch // ranks.world_size
     micro_batches = rows // config.train.micro_batch
     warm = -(-WARM_MICRO_BATCHES // micro_batches)

@@ -35,7 +35,6 @@ from benchmarks.scaling import communication, order_at_scale, ulysses
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
-from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning import memory as plan_memory
 
@@ -149,7 +148,7 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
         "context": config.model.context,
         "micro_batch": train.micro_batch,
         "micro_batches": micro_batches,
-        "precision": precision(config.deepspeed),
+        "precision": config.precision,
         "activation_checkpointing": train.activation_checkpointing,
         "activations": asdict(activations),
         "cards": rows,

@@ -14,7 +14,6 @@ its patterns are made for, and everything else is a function of a position and i
 from __future__ import annotations
 
 from benchmarks.scaling.collectives import Collective
-from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig
 from longstride.sparse_model import ModelConfig
 
@@ -53,7 +52,7 @@ def step_collectives(config: RunConfig, ranks: int, micro_batches: int) -> list[
         heads=model.heads,
         query_key_width=model.query_key_width // model.heads,
         value_width=model.width // model.heads,
-        element_bytes=4 if precision(config.deepspeed) == "fp32" else 2,
+        element_bytes=4 if config.precision == "fp32" else 2,
         passes=RECOMPUTED if train.activation_checkpointing else FORWARD_AND_BACKWARD,
         layers=model.layers * micro_batches,
     )

@@ -39,7 +39,7 @@ from benchmarks.scaling.parameter_gathers import Limits, Trace, gathers, persist
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch
 from longstride.kernels import ConfigError
-from longstride.launcher.config.deepspeed_keys import precision, zero_stage
+from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data import run_data as batches
 from longstride.launcher.engine.optimizer import parameter_groups
@@ -113,7 +113,7 @@ class Run:
 
     def step(self, ranks: int, micro_batches: int, stage: int | None = None) -> list[Collective]:
         """The collectives of one step, from the third micro-batch of a run on."""
-        stage = zero_stage(self.config.deepspeed) if stage is None else stage
+        stage = self.config.zero_stage if stage is None else stage
         assert stage in STAGES, stage
         section = self.config.deepspeed
         if stage == 3:
@@ -204,13 +204,13 @@ def together_values(rows: int) -> int:
     """int64 that a rank of so many contexts brings to the collective before a step, as its own code has it."""
     seen = []
 
-    def gather(values: Tensor, ranks: Ranks, device: torch.device) -> Tensor:
+    def gather(_: Ranks, values: Tensor, device: torch.device) -> Tensor:
         seen.append(len(values))
         return values[None]
 
     state = StreamState(fingerprint="none", seed=0, epoch=0, step=0, global_batch=rows)
     batch = Batch(torch.zeros(rows, 1, dtype=torch.uint8), torch.ones(rows).long(), torch.arange(rows), state)
-    with mock.patch.object(batches, "gather_int64", gather):
+    with mock.patch.object(Ranks, "gather_int64", gather):
         next(batches.together(lambda: iter([batch]), rows, Ranks(), torch.device("cpu")))
     return sum(seen)
 

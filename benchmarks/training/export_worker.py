@@ -19,9 +19,10 @@ import torch
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.saving import Saver
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.engine import build as ours
-from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.ranks.processes import process_group, ranks_from_environment
+from longstride.launcher.engine.build import build_engine
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.engine.step import EngineStep
+from longstride.launcher.ranks.processes import Ranks, process_group
 
 POSITIONS = 64  # of the step
 TIMEOUT_SECONDS = 3600  # ranks that share few cores wait for each other
@@ -30,16 +31,14 @@ TIMEOUT_SECONDS = 3600  # ranks that share few cores wait for each other
 def main(arguments: list[str]) -> int:
     """Exit code."""
     config = RunConfig.model_validate(json.loads(Path(arguments[0]).read_text()))
-    ranks = ranks_from_environment(os.environ)
-    prepare_accelerator()
+    ranks = Ranks.from_environment(os.environ)
+    prepare_accelerator(config)
     with process_group(ranks, TIMEOUT_SECONDS):
-        ours.quieten(config)
-        engine = ours.build_engine(config, ranks)
+        engine = build_engine(config, ranks)
         saver = Saver(engine, config, ranks, print)
         generator = torch.Generator().manual_seed(ranks.rank)
         tokens = torch.randint(0, 256, (1, POSITIONS), dtype=torch.uint8, generator=generator)
-        ours.backward(engine, engine(tokens.to(engine.device), return_nats=True).mean())
-        ours.take_step(engine)
+        EngineStep(engine).take(engine(tokens.to(engine.device), return_nats=True).mean())
         stream = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=1, global_batch=config.train.global_batch)
         saved = saver.save_last(stream, {})
     return 0 if saved else 1

@@ -27,8 +27,9 @@ from longstride.data_pipelines.order.stream import Batch
 from longstride.launcher.checkpoints.saving import Saver
 from longstride.launcher.config.json_file import load_json_object
 from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig
-from longstride.launcher.engine import build as ours
-from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.engine.build import build_engine
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.engine.step import EngineStep
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.launcher.training.loop import sum_nats
 from longstride.launcher.training.recorder import device_seconds
@@ -69,8 +70,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Each way's seconds, and what they are held against."""
     (folder / "checkpoints").mkdir()
     config = configuration(options, folder)
-    ours.quieten(config)
-    engine = ours.build_engine(config, Ranks())
+    prepare_accelerator(config)
+    engine = build_engine(config, Ranks())
     savers = {name: Saver(engine, in_background(config, way), Ranks(), print) for name, way in WAYS.items()}
     found: dict[str, Any] = {
         **about(engine.device),
@@ -134,8 +135,7 @@ def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) 
         saver.save(state, {})
         still += device_seconds(engine.device) - start
     for step in range(steps):
-        ours.backward(engine, sum_nats(engine, batch, slice(None)) / context)
-        ours.take_step(engine)
+        EngineStep(engine).take(sum_nats(engine, batch, slice(None)) / context)
         if saver is not None:
             before = device_seconds(engine.device)
             saver.finish() if step == steps - 1 else saver.poll()

@@ -12,11 +12,10 @@ from pathlib import Path
 from longstride.data_pipelines.building.crew import Crew, join_crew
 from longstride.data_pipelines.building.folders import (
     PresentOutput,
-    UnfinishedBuild,
     UnfinishedFolder,
     check_apart,
     check_output,
-    is_occupied,
+    open_output,
     real_path,
 )
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings, DatasetSettings, FileSettings
@@ -70,7 +69,7 @@ def build(
             seed=seed,
         )
         paths = [Path(path) for path in inputs]
-        return _coordinator(paths, Path(output), settings, lambda: settings.plan(paths))
+        return _Coordinator(paths, Path(output), settings, lambda: settings.plan(paths))
 
     return _build(coordinate, progress, crew)
 
@@ -100,7 +99,7 @@ def build_dataset(
         dataset = dataset_named(name)
         settings = DatasetSettings(dataset, unpublished, shard_bytes)
         place = Path(given) if given is not None else default_input(dataset)
-        return _coordinator(
+        return _Coordinator(
             [place],
             Path(output),
             settings,
@@ -134,15 +133,21 @@ class _Coordinator:
     """The first rank's side of a build: which shards are to be made, and what becomes of them."""
 
     def __init__(
-        self, plan: BuildPlan, output: Path, unfinished: UnfinishedBuild | None, present: PresentOutput | None
+        self, inputs: list[Path], output: Path, settings: BuildSettings, make_plan: Callable[[], BuildPlan]
     ) -> None:
-        self._plan, self._output, self._unfinished, self._present = plan, output, unfinished, present
+        """Checks the output before a long search, and plans. Raises DataError: see ``build``."""
+        settings.check()
+        output = real_path(output)  # a link to a folder on a larger disk is followed: the output is built there
+        check_output(output, settings)
+        check_apart(inputs, output)
+        self._plan = plan = make_plan()
+        self._output = open_output(output, plan)
         self._records: dict[str, ShardRecord] = {}
         self.done_bytes = 0  # content bytes of the shards that are finished
         self.orders = _Orders(
-            modality=plan.settings.modality.name,
+            modality=settings.modality.name,
             properties=plan.properties,
-            place=unfinished.place if unfinished else None,
+            place=self._output.place,
             output=output,
             content_bytes=plan.content_bytes,
         )
@@ -150,11 +155,11 @@ class _Coordinator:
     def tasks(self) -> Iterator[_Task]:
         """The shards that are not finished, in canonical order."""
         for name, pieces in self._plan.shards():
-            finished = self._unfinished.place.finished(name, pieces) if self._unfinished else None
+            finished = self._output.finished(name, pieces)
             if finished is not None:
                 self.add(finished)
             else:
-                yield _Task(name, pieces, self._present.records[name] if self._present else None)
+                yield _Task(name, pieces, self._output.present(name))
 
     def add(self, record: ShardRecord) -> None:
         """Takes the record of a finished shard."""
@@ -164,40 +169,12 @@ class _Coordinator:
     def finish(self) -> Manifest:
         """Makes the output appear, or checks the one that is there. Raises DataError where that fails."""
         manifest = self._plan.manifest(self._records)
-        if self._unfinished:
-            self._unfinished.finish(self._output, manifest)
-        elif self._present:
-            self._present.check_content(manifest)
+        self._output.finish(manifest)
         return manifest
 
     def close(self) -> None:
         """Lets other builds begin."""
-        if self._unfinished:
-            self._unfinished.unlock()
-
-
-def _coordinator(
-    inputs: list[Path], output: Path, settings: BuildSettings, make_plan: Callable[[], BuildPlan]
-) -> _Coordinator:
-    """Checks the output before a long search, plans, and locks the unfinished build."""
-    settings.check()
-    output = real_path(output)  # a link to a folder on a larger disk is followed: the output is built there
-    check_output(output, settings)
-    check_apart(inputs, output)
-    plan = make_plan()
-    if is_occupied(output):
-        return _Coordinator(plan, output, None, PresentOutput(output, plan))
-    unfinished = UnfinishedBuild(output)
-    try:
-        if not is_occupied(output):
-            unfinished.begin(plan)
-            return _Coordinator(plan, output, unfinished, None)
-        unfinished.tidy()  # another build has ended while this one looked for files
-    except BaseException:
-        unfinished.unlock()
-        raise
-    unfinished.unlock()
-    return _Coordinator(plan, output, None, PresentOutput(output, plan))
+        self._output.close()
 
 
 def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, crew: Crew | None) -> Manifest:

@@ -101,30 +101,60 @@ def check_output(output: Path, settings: BuildSettings) -> None:
         raise _cannot_be_made(output, error.strerror or str(error)) from error
 
 
+def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBuild":
+    """The output that is there, to compare with; or its unfinished build, locked and prepared for the plan.
+
+    Raises DataError where the output holds something else, and where an unfinished build of it is locked, has another
+    plan, or cannot be begun.
+    """
+    if is_occupied(output):
+        return PresentOutput(output, plan)
+    unfinished = UnfinishedBuild(output)
+    try:
+        if not is_occupied(output):
+            unfinished.begin(plan)
+            return unfinished
+        unfinished.tidy()  # another build has ended while this one looked for files
+    except BaseException:
+        unfinished.close()
+        raise
+    unfinished.close()
+    return PresentOutput(output, plan)
+
+
 class PresentOutput:
     """A data folder that a build is compared with, shard by shard. Nothing is written."""
+
+    place = None
 
     def __init__(self, output: Path, plan: BuildPlan) -> None:
         """Raises DataError where the plan alone shows that the folder holds something else."""
         self._output = output
         check_output(output, plan.settings)
         manifest = _load_present(output)
-        self.records: dict[str, ShardRecord] = {record.name: record for record in manifest.shards()}
+        self._records = {record.name: record for record in manifest.shards()}
         planned = {
             name: (len(pieces), sum(piece.ends for piece in pieces), sum(piece.size for piece in pieces))
             for name, pieces in plan.shards()
         }
         present = {
-            name: (record.samples, record.documents, record.content_bytes) for name, record in self.records.items()
+            name: (record.samples, record.documents, record.content_bytes) for name, record in self._records.items()
         }
         same_properties = dict(manifest.properties) == dict(plan.properties)
         if planned != present or dict(manifest.made) != plan.made or not same_properties:
             raise self.holds_other_files(output)
 
-    def check_content(self, manifest: Manifest) -> None:
+    def finished(self, name: str, pieces: list[Piece]) -> None:
+        """None: every shard is compared."""
+
+    def present(self, name: str) -> ShardRecord:
+        """The record of a shard as it is there."""
+        return self._records[name]
+
+    def finish(self, manifest: Manifest) -> None:
         """Raises DataError where the folder is not, to the last bit, what the build would have made.
 
-        Then removes what is left of a build that was killed after its output was whole.
+        Else removes what is left of a build that was killed after its output was whole.
         """
         if _load_present(self._output).fingerprint != manifest.fingerprint:
             raise self.holds_other_files(self._output)
@@ -136,7 +166,10 @@ class PresentOutput:
             with suppress(DataError):  # another build may hold it, or the folder may be read-only: no harm
                 leftover = UnfinishedBuild(self._output)
                 leftover.tidy()
-                leftover.unlock()
+                leftover.close()
+
+    def close(self) -> None:
+        """Does nothing: nothing is locked."""
 
     @staticmethod
     def holds_other_files(output: Path) -> DataError:
@@ -187,18 +220,6 @@ class UnfinishedFolder:
         """Whether any shard is finished: something to go on from."""
         return self.data.is_dir() and self.records.is_dir() and any(self.records.iterdir())
 
-    def finished(self, name: str, pieces: list[Piece]) -> ShardRecord | None:
-        """The record of a shard if it is finished and holds these pieces, else None."""
-        try:
-            record = ShardRecord(**json.loads(self.record_path(name).read_bytes()))
-            sizes = [(self.data / file).stat().st_size for file in (name, index_name(name))]
-            recorded_sizes = [record.file_bytes, index_bytes(record.samples)]
-        except (OSError, TypeError, ValueError):
-            return None
-        planned = (name, len(pieces), sum(piece.size for piece in pieces))
-        is_planned = (record.name, record.samples, record.content_bytes) == planned
-        return record if sizes == recorded_sizes and is_planned else None
-
 
 def kept_folder(output: Path) -> Path | None:
     """The folder of an unfinished build of ``output`` that holds finished shards; None where there is none."""
@@ -210,10 +231,11 @@ def kept_folder(output: Path) -> Path | None:
 
 
 class UnfinishedBuild:
-    """The first rank's lock on an unfinished build: no other build works on it until it is unlocked."""
+    """The first rank's lock on an unfinished build: no other build works on it until it is closed."""
 
     def __init__(self, output: Path) -> None:
         """Raises DataError where another build into ``output`` is under way, or none can be."""
+        self._output = output
         self.place = UnfinishedFolder(_unfinished_folder(output))
         self._lock = _lock(self.place.folder, output)
 
@@ -239,14 +261,30 @@ class UnfinishedBuild:
             place.records.mkdir(exist_ok=True)
             flush_folder(place.folder)
 
-    def finish(self, output: Path, manifest: Manifest) -> None:
-        """Renames the whole data to ``output`` and removes the rest. Raises DataError where that fails."""
+    def finished(self, name: str, pieces: list[Piece]) -> ShardRecord | None:
+        """The record of a shard if it is finished and holds these pieces, else None."""
+        place = self.place
+        try:
+            record = ShardRecord(**json.loads(place.record_path(name).read_bytes()))
+            sizes = [(place.data / file).stat().st_size for file in (name, index_name(name))]
+            recorded_sizes = [record.file_bytes, index_bytes(record.samples)]
+        except (OSError, TypeError, ValueError):
+            return None
+        planned = (name, len(pieces), sum(piece.size for piece in pieces))
+        is_planned = (record.name, record.samples, record.content_bytes) == planned
+        return record if sizes == recorded_sizes and is_planned else None
+
+    def present(self, name: str) -> None:
+        """None: there is no output to compare with."""
+
+    def finish(self, manifest: Manifest) -> None:
+        """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
         with durable_file(self.place.data / MANIFEST_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
-        with os_errors_as_data_errors(output):
+        with os_errors_as_data_errors(self._output):
             flush_folder(self.place.data)
-            self.place.data.rename(output)  # replaces an empty folder; the system refuses to replace anything else
-            flush_folder(output.parent)
+            self.place.data.rename(self._output)  # replaces an empty folder; the system refuses to replace more
+            flush_folder(self._output.parent)
         self.tidy()
 
     def tidy(self) -> None:
@@ -258,7 +296,7 @@ class UnfinishedBuild:
             (self.place.folder / "lock").unlink()
             self.place.folder.rmdir()
 
-    def unlock(self) -> None:
+    def close(self) -> None:
         """Lets other builds begin."""
         os.close(self._lock)
 

@@ -78,15 +78,15 @@ class SinglePart:
 
     def for_head(self, head: int) -> Pattern:
         """All heads are alike."""
-        return self
+        return self  # type: ignore[return-value]
 
     def factors(self) -> tuple[Pattern, ...]:
         """Itself alone."""
-        return (self,)
+        return (self,)  # type: ignore[return-value]
 
     def parts(self) -> tuple[PatternPart, ...]:
         """Itself alone: one interval a query is enough."""
-        return (self,)
+        return (self,)  # type: ignore[return-value]
 
     def query_order(self, context: int) -> Order:
         """Natural."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -26,10 +27,10 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
 from longstride.launcher.checkpoints.probe import Probe
-from longstride.launcher.config import RunConfig, flattened, precision, zero_stage
+from longstride.launcher.config import RunConfig, flattened
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.output import AgreedError, file_names
-from longstride.launcher.ranks import Ranks, gather_objects, look_until, seen
+from longstride.launcher.ranks import Ranks, wait_until_visible
 
 DEEPSPEED_TAG = "deepspeed"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -83,7 +84,7 @@ class Checkpoint:
         damage = find_damage(self.folder, names, self.manifest.files)
         if ranks.is_first:
             damage += find_foreign(self.folder, self.manifest)
-        return [line for lines in gather_objects(damage, ranks) for line in lines]
+        return [line for lines in ranks.gather_objects(damage) for line in lines]
 
     def check_trust(self, ranks: Ranks) -> None:
         """Whether its verified files can be read without running code; each rank judges a share. All ranks must call.
@@ -96,7 +97,7 @@ class Checkpoint:
         names = [name for name in sorted(self.manifest.files) if name.endswith(".pt")]
         contents = ((name, unsafe_content(self.folder / name)) for name in names[ranks.rank :: ranks.world_size])
         lines = [f"{self.folder / name}: {refusal_line(content)}" for name, content in contents if content]
-        everyone = [line for each in gather_objects(lines, ranks) for line in each]
+        everyone = [line for each in ranks.gather_objects(lines) for line in each]
         if everyone:
             raise AgreedError("\n".join(everyone))
 
@@ -136,14 +137,14 @@ class Checkpoint:
 
     def needs_conversion(self, config: RunConfig, world_size: int) -> bool:
         """Whether a run of so many processes would lay DeepSpeed's files out otherwise."""
-        manifest, now = self.manifest, config.deepspeed
-        saved = (manifest.world_size, manifest.zero_stage, manifest.precision, *_layout_keys(self.config.deepspeed))
-        return saved != (world_size, zero_stage(now), precision(now), *_layout_keys(now))
+        manifest = self.manifest
+        saved = (manifest.world_size, manifest.zero_stage, manifest.precision, *_layout_keys(self.config))
+        return saved != (world_size, config.zero_stage, config.precision, *_layout_keys(config))
 
     def conversion(self, config: RunConfig, world_size: int) -> str:
         """From which layout to which it is converted for a run, in words."""
-        what = [_processes(world_size) + f" in ZeRO {zero_stage(config.deepspeed)}"]
-        now, saved = precision(config.deepspeed), self.manifest.precision
+        what = [_processes(world_size) + f" in ZeRO {config.zero_stage}"]
+        now, saved = config.precision, self.manifest.precision
         if now != saved:
             what.append(now)
         if now == "fp16" != saved:
@@ -235,17 +236,17 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
     named = []
     if ranks.is_first:
         named = [(each.folder.name, _manifest_sha256(each.folder), each.trusted) for each in checkpoints]
-    end = look_until()
+    since = time.monotonic()
     opened: list[Checkpoint] = []
     missing = None
-    for name, sha256, trusted in gather_objects(named, ranks)[0]:
-        checkpoint = seen(partial(_visible, run / file_names.CHECKPOINTS / name, sha256, trusted), end)
+    for name, sha256, trusted in ranks.gather_objects(named)[0]:
+        checkpoint = wait_until_visible(partial(_visible, run / file_names.CHECKPOINTS / name, sha256, trusted), since)
         if checkpoint is None:
             rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
             missing = f"{run / file_names.CHECKPOINTS / name}: {rule}"
             break
         opened.append(checkpoint)
-    lines = dict.fromkeys(line for line in gather_objects(missing, ranks) if line)
+    lines = dict.fromkeys(line for line in ranks.gather_objects(missing) if line)
     if lines:
         raise AgreedError("\n".join(lines))
     return opened
@@ -299,12 +300,13 @@ def _manifest_sha256(folder: Path) -> str | None:
         return None
 
 
-def _layout_keys(section: dict[str, Any]) -> tuple[object, ...]:
+def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     """What else decides where a weight lies in DeepSpeed's files, and under which of its optimisers."""
+    section, stage = config.deepspeed, config.zero_stage
     zero = section.get("zero_optimization", {})
-    if zero_stage(section) == 3:
+    if stage == 3:
         return (zero.get("sub_group_size"),)
-    if zero_stage(section) == 0:
+    if stage == 0:
         return ()
     keys = ("round_robin_gradients", "parameter_alignment")
     return (section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))

@@ -18,9 +18,9 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, precision
+from longstride.launcher.config import RunConfig
 from longstride.launcher.output import AgreedError
-from longstride.launcher.ranks import Ranks, gather_objects
+from longstride.launcher.ranks import Ranks
 
 PROBE = "probe.npy"  # (N,) uint8, in a checkpoint's folder
 _SEED = 1904
@@ -87,9 +87,9 @@ class Probe:
             raise AgreedError(str(error)) from None
         nats = _loss_nats(engine, content)
         difference = self.difference(nats)
-        tolerance = self.tolerance(precision(config.deepspeed), engine.device.type, config.model.backend)
+        tolerance = self.tolerance(config.precision, engine.device.type, config.model.backend)
         # `<=`, so that a nan is wrong.
-        wrong = [rank for rank, fine in enumerate(gather_objects(difference <= tolerance, ranks)) if not fine]
+        wrong = [rank for rank, fine in enumerate(ranks.gather_objects(difference <= tolerance)) if not fine]
         if wrong:
             raise AgreedError(
                 f"{self.path.parent}: the loaded model's loss on {PROBE} is {nats:.9g} nats, and was "
@@ -117,7 +117,7 @@ def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: 
     return {
         "loss_nats": nats,
         "crc32": zlib.crc32(content.tobytes()),
-        "precision": precision(config.deepspeed),
+        "precision": config.precision,
         "device": engine.device.type,
         "backend": config.model.backend,
     }

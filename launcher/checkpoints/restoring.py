@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from longstride.launcher.checkpoints.saved_state import MASTER
 from longstride.launcher.checkpoints.universal import Universal, ready_universal
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import apply_settings
+from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
 
 _WHOLE_NUMBERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a loss scale's state
@@ -69,7 +69,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     if (probe := checkpoint.probe) is not None:
         probe.check(engine, config, ranks)
     if conversion and ranks.is_first:
-        print(f"longstride: {conversion}", file=sys.stderr, flush=True)
+        say(conversion)
     return state
 
 

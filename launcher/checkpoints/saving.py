@@ -38,10 +38,10 @@ from longstride.launcher.checkpoints.manifest import (
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.universal import universal_folder
-from longstride.launcher.config import RunConfig, precision, zero_stage
+from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import parameter_groups, random_states
 from longstride.launcher.output import file_names
-from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
+from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
 LATEST = "latest"  # for people and their scripts: nothing here reads it
@@ -80,7 +80,7 @@ class Saver:
         """Ends a save whose files every rank has written. All ranks must call, after every step."""
         if self._pending is not None:
             done = torch.tensor([self._pending.is_written()], dtype=torch.int64)
-            if bool(gather_int64(done, self._ranks, self._engine.device).all()):
+            if bool(self._ranks.gather_int64(done, self._engine.device).all()):
                 self.finish()
 
     def finish(self) -> None:
@@ -146,8 +146,8 @@ class _Save:
             "format_version": FORMAT_VERSION,
             "step": engine.global_steps,
             "world_size": ranks.world_size,
-            "zero_stage": zero_stage(config.deepspeed),
-            "precision": precision(config.deepspeed),
+            "zero_stage": config.zero_stage,
+            "precision": config.precision,
             "stream": stream.to_json(),
             "guards": guards,
             "parameter_groups": parameter_groups(dict(engine.module.named_parameters())),
@@ -208,7 +208,7 @@ class _Save:
             outcome = work()
         except FAILURES as error:
             failure = error_line(error, self._partial)
-        everyone = gather_objects((outcome, failure), self._ranks)
+        everyone = self._ranks.gather_objects((outcome, failure))
         failures = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(everyone) if line is not None]
         if failures:
             if self._ranks.is_first:

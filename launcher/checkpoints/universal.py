@@ -38,7 +38,7 @@ from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedStat
 from longstride.launcher.config import load_json_object
 from longstride.launcher.models import write_tensors
 from longstride.launcher.output import AgreedError, say
-from longstride.launcher.ranks import Ranks, first_works, gather_objects, look_until, seen
+from longstride.launcher.ranks import Ranks, wait_until_visible
 from longstride.sparse_model import StrictModel
 
 UNIVERSAL_VERSION = 1
@@ -92,15 +92,15 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
     """
     began, is_new = time.monotonic(), False
     for attempt in range(2):
-        is_new |= first_works(lambda: _make_unless_there(checkpoint), ranks)
+        is_new |= ranks.first_works(lambda: _make_unless_there(checkpoint))
         # A shared file system may show other hosts a little later what the first rank has just renamed.
-        form = seen(partial(open_universal, checkpoint), look_until())
+        form = wait_until_visible(partial(open_universal, checkpoint), time.monotonic())
         if form:
             names = sorted(form.manifest.files)[ranks.rank :: ranks.world_size]
             damage = find_damage(form.folder, names, form.manifest.files)
         else:
             damage = [f"{universal_folder(checkpoint.folder)}: is not to be seen here"]
-        damage = list(dict.fromkeys(line for lines in gather_objects(damage, ranks) for line in lines))
+        damage = list(dict.fromkeys(line for lines in ranks.gather_objects(damage) for line in lines))
         if form and not damage:
             return form, time.monotonic() - began if is_new else 0.0
         if attempt == 0 and ranks.is_first:

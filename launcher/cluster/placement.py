@@ -31,7 +31,7 @@ from longstride.launcher.cluster.launchers import (
 )
 from longstride.launcher.cluster.restarts import NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch
-from longstride.launcher.config import RunConfig, check_world_size
+from longstride.launcher.config import RunConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the deepspeed launcher takes all of these where it is given no number
 _COUNT_SECONDS = 120.0
@@ -167,7 +167,7 @@ def usable_world_sizes(config: RunConfig, most: int) -> list[int]:
     sizes = []
     for size in range(most, 0, -1):
         try:
-            check_world_size(config, size)
+            config.check_world_size(size)
         except ConfigError:
             continue
         sizes.append(size)

@@ -30,18 +30,18 @@ class NoHostAnswersError(Exception):
     """No host answers. They may be well: perhaps only this host has lost its network for a while."""
 
 
-class Ranks(Protocol):
-    """The ranks of a run, wherever they are placed."""
+class Placement(Protocol):
+    """Where the ranks of a run are placed (see placement.py)."""
 
     def launch(self, resume: str) -> Launch:
-        """What starts them, with a value for --resume."""
+        """What starts the ranks, with a value for --resume."""
 
     def shrink(self) -> str:
-        """Places them on what is left after a loss; describes that for a line of output.
+        """Places the ranks on what is left after a loss; describes that for a line of output.
 
         Raises:
             ConfigError: the run cannot go on with what is left.
-            NoHostAnswersError: it cannot be told what is left.
+            NoHostAnswersError: there is no knowing what is left.
         """
 
     def end_elsewhere(self) -> None:
@@ -52,7 +52,7 @@ def run_with_restarts(
     run: Path,
     resume: str,
     max_restarts: int,
-    ranks: Ranks,
+    placement: Placement,
     request: StopRequest,
     supervise: Callable[[Launch], Outcome],
     stop_seconds: float,
@@ -63,7 +63,7 @@ def run_with_restarts(
     """
     option, furthest = ResumeOption(run, resume), Furthest(run, from_nothing=resume == "never")
     left, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
-    launch, placed = ranks.launch(resume), ""
+    launch, placed = placement.launch(resume), ""
     ended, attempted = supervise(launch), True
     while True:
         if ended.code not in exit_codes.RESTARTABLE or max_restarts == 0:
@@ -82,12 +82,12 @@ def run_with_restarts(
         try:
             if not _stop_comes(request, wait):
                 left, wait = left - 1, min(2 * wait, _LONGEST_WAIT_SECONDS)
-                placed = ranks.shrink()
-            vacate(run, launch.stop_file, request, stop_seconds, ranks.end_elsewhere)
+                placed = placement.shrink()
+            vacate(run, launch.stop_file, request, stop_seconds, placement.end_elsewhere)
             if request.signal is not None:
                 return exit_codes.STOPPED if request.at_once else exit_codes.REQUEUE
             resume = option.for_restart()
-            launch = ranks.launch(resume)
+            launch = placement.launch(resume)
         except NoHostAnswersError as error:
             say(f"ended: {ended.description}; {error}; restarts left: {left}")
             # Networks take long to come back. The ranks may train on meanwhile, so this counts as no attempt in vain.
@@ -223,8 +223,8 @@ def saved_steps(run: Path) -> list[int]:
 def is_done(run: Path, last_step: int | None) -> bool:
     """Whether the last step of a run is saved.
 
-    Without ``last_step``, as for a run given in epochs, its config.json says how many steps they are. Where the step is
-    known that file is not asked: an earlier start with fewer steps may have written it.
+    ``last_step``: None for a run given in epochs; its config.json then says how many steps they are. A known step comes
+    first: an earlier start with fewer steps may have written that file.
     """
     if last_step is None:
         try:

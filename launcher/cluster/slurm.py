@@ -13,7 +13,7 @@ from pathlib import Path
 
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, training_script
-from longstride.launcher.config import RunConfig, check_world_size, find_config, load_config
+from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import check_data, check_output
 from longstride.launcher.output import exit_codes
 
@@ -165,7 +165,7 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
     if problems:
         raise ConfigError(*problems)
     check_output(config.train.output, "auto")
-    check_world_size(config, arguments.nodes * arguments.processes_per_node)
+    config.check_world_size(arguments.nodes * arguments.processes_per_node)
     check_data(config, elsewhere=True)
 
 

@@ -13,8 +13,13 @@ from longstride.launcher import train
 from longstride.launcher.cluster.hosts import add_host_arguments, find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts
-from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise, supervised_signals
-from longstride.launcher.config import RunConfig, check_world_size, load_config
+from longstride.launcher.cluster.supervisor import (
+    StopRequest,
+    orphan_seconds,
+    supervise,
+    supervised_signals,
+)
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay
 from longstride.launcher.output import lasting_output
 from longstride.launcher.ranks import check_unlocked
@@ -75,7 +80,7 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     hosts = find_hosts(arguments)
     if hosts is not None:
-        check_world_size(config, hosts.num_processes)
+        config.check_world_size(hosts.num_processes)
         check_data(config, elsewhere=True)
         return HostRanks(config, arguments, hosts, started)
     processes = arguments.processes
@@ -84,6 +89,6 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
     if processes is not None:
         if processes < 1:
             raise ConfigError(f"--processes={processes}: must be at least 1")
-        check_world_size(config, processes)
+        config.check_world_size(processes)
     check_data(config)
     return LocalRanks(config, arguments, processes, started)

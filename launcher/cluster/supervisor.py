@@ -94,7 +94,8 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
     ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. A launcher
     exits by 0 where its own part that watches the ranks was killed, so its exit code alone does not say so.
     """
-    _adopt_orphans()
+    if sys.platform == "linux":  # descendants whose parents end become children of this process, not of process 1
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = StopFile(launch.stop_file)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -212,12 +213,6 @@ def _descendants() -> list[psutil.Process]:
             if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 alive.append(process)
     return alive
-
-
-def _adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose parents end, in place of process 1. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _reap_adopted(child_pid: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.engine import WEIGHTS_KINDS
+from longstride.launcher.engine import AVERAGE, TRAINED
 from longstride.launcher.output import file_names
 from longstride.launcher.pictures import check_output, plt, write_picture
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=WEIGHTS_KINDS,
+        choices=(TRAINED, AVERAGE),
         help="attention: as trained, or their moving average (default: trained)",
     )
     parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")

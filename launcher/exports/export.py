@@ -55,7 +55,7 @@ _TYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # in c
 class Options:
     """How a checkpoint is exported."""
 
-    kind: str = TRAINED  # one of WEIGHTS_KINDS
+    kind: str = TRAINED  # or AVERAGE
     dtype: str = "fp32"  # one of DTYPES
     shard_bytes: int = parse_size(DEFAULT_SHARD_SIZE)
     check: bool = True

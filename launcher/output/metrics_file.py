@@ -37,8 +37,7 @@ def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") ->
     if not path.exists():
         return None
     lines = _read_lines(path)
-    steps = [_parsed(line).get("step") for line in lines]
-    kept = [line for line, own in zip(lines, steps, strict=True) if isinstance(own, int) and own <= step]
+    kept = [line for line in lines if isinstance(at := _parsed(line).get("step"), int) and at <= step]
     if kept == lines and not last:
         return None
     number = 1

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstride.kernels import CachedAttention, ConfigError, attend_one, plan, sparse_attention
 from longstride.kernels.backends.cpu import decode as cpu_decode
 from longstride.kernels.patterns import Dense, Fixed, Pattern, Strided, Summary
+from tests.harness.backends import DEVICES, WITH_TRITON
 from tests.harness.oracles import Inputs, Shape, example_patterns, make_inputs
-from tests.kernels.test_decoding import DEVICES, HAS_TRITON, LISTS, small_tiles
-
-__all__ = ["small_tiles"]
+from tests.kernels.test_decoding import LISTS
 
 
 def written_rows(inputs: Inputs, backend: str, by_position: bool) -> tuple[Tensor, Tensor]:
@@ -24,7 +23,7 @@ def written_rows(inputs: Inputs, backend: str, by_position: bool) -> tuple[Tenso
     for x in (inputs.k, inputs.v):
         batch, heads, context, width = x.shape
         order = (context, batch, heads, width) if by_position else x.shape
-        rows = torch.full(order, float("nan"), dtype=x.dtype, device=DEVICES.get(backend, "cpu"))
+        rows = torch.full(order, float("nan"), dtype=x.dtype, device=DEVICES[backend])
         made.append(rows.permute(1, 2, 0, 3) if by_position else rows)
     return made[0], made[1]
 
@@ -92,7 +91,7 @@ def test_a_default_device_is_none_of_a_caches_business() -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@WITH_TRITON
 @pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2)], ids=str)
 def test_a_cache_of_the_kernels_is_written_row_by_row(pattern: Pattern) -> None:
     inputs = make_inputs(Shape(1, 2, 24, 16, 16), torch.float32)

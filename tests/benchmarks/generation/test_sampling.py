@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.generation import sampling
-from longstride.sparse_model.session import Session
+from benchmarks import sampling
+from longstride.sparse_model import Session
 
 
 def test_a_small_run_writes_a_row_a_pattern_and_context(

@@ -286,7 +286,7 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
     held = module.UnfinishedBuild(tmp_path / "data")
     with pytest.raises(DataError, match="another build into the same output"):
         module.UnfinishedBuild(tmp_path / "data")
-    held.unlock()
+    held.close()
     assert len(calls) == 4
 
 
@@ -309,7 +309,7 @@ def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, 
 
 def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
     """Makes another build end while the next one looks for files."""
-    module = importlib.import_module("longstride.data_pipelines.building.build")
+    module = importlib.import_module("longstride.data_pipelines.building.folders")
     make_plan = FileSettings.plan
 
     def plan_and_lose(*arguments):

@@ -20,7 +20,7 @@ from longstride.launcher.checkpoints.restoring import load_universal, seed_gener
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.engine.weight_average import AVERAGE
+from longstride.launcher.engine.optimizer import AVERAGE
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import Run, configuration, files_under, metrics, spawn, spawn_series
@@ -47,7 +47,7 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
     average, is off by all of itself, or by most of a step.
     """
     assert one.shapes == other.shapes
-    assert (one.kinds, one.step, one.numbers) == (other.kinds, other.step, other.numbers)
+    assert (one.kinds, one.adam_step, one.numbers) == (other.kinds, other.adam_step, other.numbers)
     rate = configuration(Path(), Path())["train"]["learning_rate"]
     for kind in one.kinds:
         for name in one.shapes:

@@ -185,5 +185,5 @@ def test_option_reaches_every_rank() -> None:
     start.add_arguments(parser)
     words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
     for given in ([], ["--trust-checkpoint"]):
-        command = launcher_command(parser.parse_intermixed_args([*words, *given]), "never", 2)
+        command = launcher_command(parser.parse_intermixed_args([*words, *given]), "auto", 2)
         assert command[command.index("--config") :] == [*words[:-1], *given, words[-1]]

@@ -80,9 +80,9 @@ def test_hosts_go_to_the_deepspeed_launcher(started: Started, hostfile: Path, co
     assert command[script + 1 : -2] == [
         *("--config", str(config_file), "--resume", "never", 'model.attention={"type":"dense"}'),
     ]
-    told = Path(environment["DS_ENV_FILE"])
-    assert told == config_file.parent / "run" / "hosts-1.env"
-    assert f"PATH={os.environ['PATH']}\n" in told.read_text()
+    file = Path(environment["DS_ENV_FILE"])
+    assert file == config_file.parent / "run" / "hosts-1.env"
+    assert f"PATH={os.environ['PATH']}\n" in file.read_text()
 
 
 def test_hostfile_of_the_system_is_taken_where_none_is_given(
@@ -100,15 +100,15 @@ def test_what_openmpi_and_srun_need_stands_before_what_is_given(started: Started
     command, environment = started("openmpi", "--launcher-args=--allow-run-as-root --mca plm_ssh_agent 'my ssh'")
     words = shlex.split(option(command, "--launcher_args"))
     assert words == ["--bind-to", "none", "--allow-run-as-root", "--mca", "plm_ssh_agent", "my ssh"]
-    told = Path(environment["DS_ENV_FILE"]).read_text()  # the launcher gives mpirun no meeting place
+    written = Path(environment["DS_ENV_FILE"]).read_text()  # the launcher gives mpirun no meeting place
     port = command[command.index("--master_port") + 1]
-    assert f"MASTER_ADDR=10.0.0.1\nMASTER_PORT={port}\n" in told
+    assert f"MASTER_ADDR=10.0.0.1\nMASTER_PORT={port}\n" in written
     command, environment = started("slurm", "--launcher-args=--qos=long", "--master-port", "29511")
     words = shlex.split(option(command, "--launcher_args"))
     assert words[:3] == ["--kill-on-bad-exit=0", "--wait=60", "--ntasks-per-node=2"]
     assert words[3:] == ["--nodes=2", "--nodelist=node1,node2", "--qos=long"]
-    told = Path(environment["DS_ENV_FILE"]).read_text()  # srun hands on the rest by itself
-    assert "MASTER_PORT=29511\n" in told and "PATH=" not in told
+    written = Path(environment["DS_ENV_FILE"]).read_text()  # srun hands on the rest by itself
+    assert "MASTER_PORT=29511\n" in written and "PATH=" not in written
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from longstride.launcher.exports.for_hubs import refresh_stub
 from longstride.launcher.models.exported import load_model
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.runs import ROOT
 from tests.harness.tiny_models import add_hub_files
 

@@ -15,9 +15,17 @@ import pytest
 from longstride.kernels import ConfigError
 from longstride.launcher.config.deepspeed_keys import check_keys
 from longstride.launcher.config.run_config import GuardsConfig
-from longstride.launcher.training.guards import Guards, GuardStopError, Overflow, spike_reason
-from longstride.launcher.training.incidents import Incident, as_number, read_incidents, write_incident
-from longstride.launcher.training.replay import Recorded, compared, find_record, told
+from longstride.launcher.engine.step import Overflow
+from longstride.launcher.training.guards import (
+    Guards,
+    GuardStopError,
+    Incident,
+    as_number,
+    read_incidents,
+    spike_reason,
+    write_incident,
+)
+from longstride.launcher.training.replay import Record, compare, find_record, outcome_line
 
 SPIKE = {"deviations": 3, "window": 4, "policy": "skip"}
 
@@ -224,13 +232,13 @@ def test_record_of_a_step_is_the_newest_file_of_a_guard_or_the_line(tmp_path: Pa
 def test_replay_is_the_same_only_where_every_figure_is() -> None:
     figures = {"loss_nats": "nan", "grad_norm": None, "sample_ids_crc32": 17}
     report = {"step": 5, "guard": None} | figures
-    recorded = Recorded("metrics.jsonl", figures, None)
-    assert compared(report, recorded)["reproduced"] is True
+    recorded = Record("metrics.jsonl", figures, None)
+    assert compare(report, recorded)["reproduced"] is True
     for name, other in (("loss_nats", 2.0), ("grad_norm", 1.0), ("sample_ids_crc32", 18)):
-        different = compared(report | {name: other}, recorded)
+        different = compare(report | {name: other}, recorded)
         assert different["reproduced"] is False
         assert (
-            told(different)
+            outcome_line(different)
             == f"step 5: another outcome than in metrics.jsonl: {name} {other} instead of {figures[name]}"
         )
-    assert compared(report, None)["reproduced"] is None
+    assert compare(report, None)["reproduced"] is None
