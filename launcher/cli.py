@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
-from longstride.launcher.output import AgreedError, exit_codes, report, say
+from longstride.launcher.output import AgreedError, exit_codes, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
 
 
@@ -31,6 +31,13 @@ class Verb(NamedTuple):
 VERBS = (
     Verb(
         "data build", "make shards from files", "longstride.launcher.data.folders", "add_build_arguments", "run_build"
+    ),
+    Verb(
+        "data index",
+        "train on tars as they are",
+        "longstride.launcher.data.folders",
+        "add_index_arguments",
+        "run_index",
     ),
     Verb(
         "data verify", "check a data folder", "longstride.launcher.data.folders", "add_verify_arguments", "run_verify"
@@ -88,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: Verb, words: list[str]) -> int:
+    mute_accelerator_warning()
     module = importlib.import_module(verb.module)
     parser = Parser(prog=f"longstride {verb.words}", description=f"{verb.summary[0].upper()}{verb.summary[1:]}.")
     getattr(module, verb.arguments)(parser)

@@ -24,8 +24,7 @@ ORDER = {
         "strict", "config", "cache", "attention", "feed_forward", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [
-        "errors", "settings", "durable", "modalities", "stores", "shards", "documents", "datasets", "order", "plain",
-        "building",
+        "errors", "settings", "durable", "modalities", "stores", "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",

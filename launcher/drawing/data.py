@@ -85,9 +85,9 @@ def _draw(arguments: argparse.Namespace, folder: DataFolder, samples: Iterable[S
 
 def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
     """A line that names each sample, its text, and an empty line."""
-    for key, content, _ in samples:
+    for _, content, _, place in samples:
         left = len(content) - SHOWN_BYTES
-        lines = [f"=== {key}.txt of {key.rpartition('-')[0]}.tar: {len(content):,} bytes ==="]
+        lines = [f"=== {_UNSAFE.sub('?', place)}: {len(content):,} bytes ==="]
         lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=left <= 0).removesuffix("\n"))
         lines += [f"=== {left:,} more bytes ==="] if left > 0 else []
         text = "\n".join(lines) + "\n\n"

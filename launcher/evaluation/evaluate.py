@@ -27,11 +27,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    master_weights,
-    open_checkpoint,
-)
+from longstride.launcher.checkpoints import Checkpoint, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator

@@ -86,7 +86,7 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
 
     Args:
         run, checkpoint: the run folder, and which step is exported.
-        kind: of the weights, one of ``WEIGHTS_KINDS``.
+        kind: of the weights, ``TRAINED`` or ``AVERAGE``.
         dtype: of the weights, one of ``DTYPES``.
         fingerprint: of the exported model.
     """

@@ -62,14 +62,14 @@ class ModelData:
         Nothing is downloaded for it.
         """
         from longstride.data_pipelines.errors import DataError
-        from longstride.data_pipelines.shards import load_manifest
+        from longstride.data_pipelines.shards import DataManifest
         from longstride.data_pipelines.stores import open_store
 
         embedding = config.model.embedding
         sizes = {name: getattr(embedding, name) for name in _SIZES} if isinstance(embedding, ImageEmbedding) else {}
         if config.data.order == "exact" and "://" not in config.data.path:
             try:
-                manifest = load_manifest(open_store(config.data.path))
+                manifest = DataManifest.load(open_store(config.data.path))
             except (DataError, OSError):
                 pass
             else:

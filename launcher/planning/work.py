@@ -118,12 +118,10 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
 def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
     """Contexts of the train split, from the data that is here or the published size of a set of that name."""
     location = config.data.path
-    if Path(location).exists() and config.data.order == "exact":
+    if Path(location).exists():
         lanes = RunData(config, Ranks()).stream().lanes
         return lanes.num_contexts, f"in {location}"
     data = config.data
-    if data.order == "streaming":
-        return None, "plain shards do not tell how much they hold; give --contexts N"
     name = location.rstrip("/").rpartition("/")[2]
     usual = (data.train_split, data.packing, data.separator, data.hop) == ("train", None, None, None)
     if name in PUBLISHED_TRAIN_BYTES and usual:

@@ -16,8 +16,8 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
-from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.verify import verify
+from tests.harness.data.streams import open_stream
 
 IMAGE = MODALITIES["image"]
 
@@ -98,7 +98,7 @@ def test_image_members_are_decoded_by_webdataset(built):
 
 def test_image_is_one_context_each(built):
     folder, manifest, originals = built
-    stream = ByteStream(folder, context=72, global_batch=4, seed=3)
+    stream = open_stream(folder, context=72, global_batch=4, seed=3)
     assert stream.lanes.total_units == manifest.splits["train"].documents
     steps = stream.lanes.steps_in(0)
     rows = torch.cat([batch.tokens for batch in islice(stream, steps)])
@@ -111,7 +111,7 @@ def test_image_is_one_context_each(built):
 @pytest.mark.parametrize("context", [71, 73, 144])
 def test_image_context_of_another_size_is_refused(built, context):
     with pytest.raises(DataError, match=f"context={context}: must be 72, the bytes of every image of this set"):
-        ByteStream(built[0], context=context, global_batch=2)
+        open_stream(built[0], context=context, global_batch=2)
 
 
 def test_image_bytes_are_row_column_channel(tmp_path):

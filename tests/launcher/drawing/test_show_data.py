@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.shards.index import load_manifest
-from longstride.data_pipelines.shards.samples import Sample, sample_documents
+from longstride.data_pipelines.shards.manifest import DataManifest
+from longstride.data_pipelines.shards.reading import Sample, sample_documents
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
 from longstride.launcher.drawing.data import print_texts, safe_text
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_are_printed_under_their_names(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "show", str(folders / "text"), "--count", "2", "--split", "validation"]) == 0
     out = capsys.readouterr().out
-    for key, content, _ in sample_documents(folders / "text", "validation", 2):
+    for key, content, _, _ in sample_documents(folders / "text", "validation", 2):
         shard = key.rpartition("-")[0]
         assert f"=== {key}.txt of {shard}.tar: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
     assert out.count("===") == 4
@@ -69,7 +69,7 @@ def test_text_commands_no_terminal() -> None:
 def test_long_text_is_cut_between_characters() -> None:
     content = np.frombuffer(b"x" + "é".encode() * 5000, dtype=np.uint8)
     stream = io.StringIO()
-    print_texts([Sample("train-00000-0000007", content, {})], stream)
+    print_texts([Sample("train-00000-0000007", content, {}, "train-00000-0000007.txt of train-00000.tar")], stream)
     first, text, last, _ = stream.getvalue().split("\n", 3)
     assert first == "=== train-00000-0000007.txt of train-00000.tar: 10,001 bytes ==="
     assert text == "x" + "é" * 999
@@ -185,7 +185,7 @@ def test_build_takes_options_of_the_modality(
 ) -> None:
     source = str(folders / f"{modality}-source")
     assert cli.main(["data", "build", source, "--output", str(tmp_path / "data"), "--modality", modality, *option]) == 0
-    assert load_manifest(open_store(tmp_path / "data")).properties == properties
+    assert DataManifest.load(open_store(tmp_path / "data")).properties == properties
 
 
 @pytest.mark.parametrize(
