@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.launcher.checkpoints import Checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import AVERAGE
 from longstride.launcher.models import empty_model
 from longstride.launcher.output import find_lines
-
-_KINDS = {"text": "text, byte by byte", "image": "pictures, channel by channel", "audio": "sound, byte by byte"}
-
-_EXAMPLES = {
-    "text": ('longstride sample . --prompt "…"', "longstride sample . --temperature 0.8 --seed 1 > sample.txt"),
-    "image": ("longstride sample . --count 16 --output samples.png",),
-    "audio": ("longstride sample . --output sample.wav",),
-}
 
 
 def model_card(run: Path, checkpoint: Checkpoint, config: RunConfig, kind: str, dtype: str, fingerprint: str) -> str:
@@ -44,7 +37,7 @@ def model_card(run: Path, checkpoint: Checkpoint, config: RunConfig, kind: str, 
             "With Longstride installed, in this folder:",
             "",
             "```",
-            *_EXAMPLES[config.model.embedding.type],
+            *modality_named(config.model.embedding.type).examples,
             "longstride sample . --likelihood FILE",
             "```",
             "",
@@ -54,8 +47,9 @@ def model_card(run: Path, checkpoint: Checkpoint, config: RunConfig, kind: str, 
 
 def _front_matter(config: RunConfig) -> list[str]:
     """What hubs read."""
-    task = ["pipeline_tag: text-generation"] if config.model.embedding.type == "text" else []
-    tags = ["longstride", "sparse-transformer", "byte-level", config.model.embedding.type]
+    modality = modality_named(config.model.embedding.type)
+    task = [f"pipeline_tag: {modality.hub_task}"] if modality.hub_task else []
+    tags = ["longstride", "sparse-transformer", "byte-level", modality.name]
     return ["---", "library_name: longstride", *task, "tags:", *(f"- {tag}" for tag in tags), "---"]
 
 
@@ -67,7 +61,7 @@ def _figures(checkpoint: Checkpoint, config: RunConfig, kind: str, dtype: str) -
         ("context", f"{model.context:,} bytes"),
         ("network", f"{model.layers} layers of width {model.width}, {model.heads} heads"),
         ("attention", f"`{json.dumps(model.attention)}`"),
-        ("data", f"{_data_name(config.data.path)}: {_KINDS[model.embedding.type]}"),
+        ("data", f"{_data_name(config.data.path)}: {modality_named(model.embedding.type).description}"),
         ("steps", f"{manifest.step:,}, each of {config.train.global_batch} contexts"),
         ("trained in", f"{manifest.precision}, ZeRO {manifest.zero_stage}, {manifest.world_size} processes"),
         ("weights", weights),

@@ -13,13 +13,12 @@ from longstride.launcher.models.exported import (
 )
 from longstride.launcher.models.fingerprint import DTYPES, MAPPED_BYTES, STORED, TensorHash, combined, tensor_bytes
 from longstride.launcher.models.hub_files import MODEL_TYPE, hub_fields, hub_files
-from longstride.launcher.models.model_data import MODALITIES, ModelData, describe
+from longstride.launcher.models.model_data import ModelData, describe
 
 __all__ = [
     "DTYPES",
     "EXPORT_FORMAT",
     "MAPPED_BYTES",
-    "MODALITIES",
     "MODEL_TYPE",
     "STORED",
     "Exported",

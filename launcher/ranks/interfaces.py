@@ -48,9 +48,12 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address is of the own host alone."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is always this machine's own."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def source_address(host: str) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longstride.launcher.config.deepspeed_keys import precision, zero_stage
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.planning.memory import Activations, activations, count, states
+from longstride.launcher.planning.costs import Activations, activations, count, states
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.initialization import num_parameters
 from tests.harness.runs import ROOT, plain_environment
@@ -65,7 +65,7 @@ import json, sys
 import deepspeed, torch
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.planning.memory import activations, count
+from longstride.launcher.planning.costs import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
 prepare_accelerator()
