@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from longstride.data_pipelines.modalities.audio import mulaw_encode
+from longstride.data_pipelines.modalities.wav import mulaw_encode
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 RATE = 8000  # Hz, of the sounds
