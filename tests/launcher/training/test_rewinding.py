@@ -16,6 +16,7 @@ from longstride.data_pipelines.order.lanes import StreamState
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder
 from longstride.launcher.checkpoints.retention import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.output import metrics_file
 from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
@@ -116,7 +117,7 @@ def test_rewind_without_room_is_a_stop(folder: Folder, monkeypatch: pytest.Monke
         copy.write_bytes(b"half")
         raise no_room(copy)
 
-    monkeypatch.setattr(metrics.shutil, "copy2", fail)
+    monkeypatch.setattr(metrics_file.shutil, "copy2", fail)
     with pytest.raises(GuardStopError, match=r"the run folder could not be rewound: .*No space left on device"):
         folder.act(REWIND)
     assert folder.loaded == [] and not full.exists()
