@@ -242,11 +242,11 @@ def check_pictures(config: RunConfig, properties: Mapping[str, int]) -> None:
     """
     names = ("height", "width", "channels")
     embedding = config.model.embedding
-    asked, has = ([getattr(embedding, name, None) for name in names], [properties.get(name) for name in names])
-    if None in has or asked == has:
+    of_model, of_data = [getattr(embedding, name, None) for name in names], [properties.get(name) for name in names]
+    if None in of_data or of_model == of_data:
         return
-    shape = " x ".join(map(str, has))
-    good = json.dumps({"type": "image", **dict(zip(names, has, strict=True))})
+    shape = " x ".join(map(str, of_data))
+    good = json.dumps({"type": "image", **dict(zip(names, of_data, strict=True))})
     rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
     raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
 
