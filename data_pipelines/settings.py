@@ -9,6 +9,7 @@ from longstride.data_pipelines.errors import DataError
 ON_DAMAGE = ("abort", "substitute")
 SHUFFLE_BYTES = 2**20  # of a lane's block: a few dozen source files
 REBUILD = "build the folder again or fetch it again"
+REPAIR = f"`longstride data verify` lists all damage; {REBUILD}"
 
 
 @dataclass(frozen=True, slots=True)

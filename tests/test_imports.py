@@ -24,8 +24,7 @@ ORDER = {
         "strict", "config", "cache", "attention", "feed_forward", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [
-        "errors", "settings", "durable", "modalities", "stores", "shards", "documents", "datasets", "order", "plain",
-        "building",
+        "errors", "settings", "durable", "modalities", "stores", "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
@@ -49,7 +48,7 @@ ONLY_IN = {
     "transformers": ["launcher/hub"],
     "PIL": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
-    "soxr": ["data_pipelines/modalities/resampler.py"],
+    "soxr": ["data_pipelines/modalities/audio.py"],
 }
 FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 

@@ -40,6 +40,7 @@ from benchmarks.report import add_output_arguments, check_output, rounded, write
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
+from longstride.data_pipelines.order.loading import StreamSettings
 from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.kernels import ConfigError
@@ -188,9 +189,8 @@ def measure_seed(
     """The rows of one data set and seed: a run a pattern, and of text the fixed model's scores by minimum context."""
     case = data.case
     learners = [Learner(case, pattern, seed, device, dtype) for pattern in PATTERNS]
-    stream = ByteStream(
-        data.folder, context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES
-    )
+    asked = StreamSettings(context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES)
+    stream = ByteStream(data.folder, asked)
     train_in_turns(learners, iter(stream), lambda text: say(f"{case.name}, seed {seed}: {text}"))
     runs, minima = [], []
     for learner in learners:

@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.training.data import resident_bytes
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.order.shuffling import LanesReader
+from longstride.data_pipelines.order.loading import LanesReader, StreamSettings
 from longstride.data_pipelines.order.stream import ByteStream
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, SplitRecord
+from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
 from longstride.data_pipelines.shards.reading import DataFolder
 
 CONTEXT = 12_288
@@ -40,7 +40,7 @@ def measure(folder: Path, shards: int, global_batch: int, world_sizes: list[int]
     data = paper_manifest(folder, shards)
     command = [sys.executable, str(Path(__file__).resolve()), str(data), str(global_batch), json.dumps(world_sizes)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"shards": shards, "manifest_bytes": (data / MANIFEST_NAME).stat().st_size, **found}
+    return {"shards": shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **found}
 
 
 def paper_manifest(folder: Path, shards: int) -> Path:
@@ -56,8 +56,8 @@ def paper_manifest(folder: Path, shards: int) -> Path:
         for number in range(shards)
     )
     data.mkdir()
-    whole = Manifest("text", {}, {"train": SplitRecord(shards, many)}, made.made)
-    (data / MANIFEST_NAME).write_text(whole.to_json(), encoding="utf-8")
+    whole = DataManifest("text", {}, {"train": SplitRecord(shards, many)}, made.made)
+    (data / DataManifest.FILE_NAME).write_text(whole.to_json(), encoding="utf-8")
     return data
 
 
@@ -78,11 +78,12 @@ def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list
     """Of some steps: the contexts that a rank reads, by slot, and the shards in which they begin."""
     lanes, planned = stream.lanes, []
     own = lanes.of_rank(rank, world_size)
-    block = stream._block_contexts
-    reader = LanesReader(_Unread(stream), lanes, stream.seed, own, block, "abort")  # type: ignore[arg-type]
+    reader = LanesReader(_Unread(stream), lanes, own, stream.settings)  # type: ignore[arg-type]
     for step in STEPS:
         ids = reader.take(0, step).sample_ids.tolist()
-        planned.append((ids, [stream.contexts.place(each * stream.contexts.context, stream.seed) for each in ids]))
+        planned.append(
+            (ids, [stream.contexts.place(each * stream.contexts.context, stream.settings.seed) for each in ids])
+        )
     return planned
 
 
@@ -94,10 +95,10 @@ def main(arguments: list[str]) -> int:
     start = time.perf_counter()
     folder = DataFolder(data)
     opened = time.perf_counter() - start
-    stream = ByteStream(folder, context=CONTEXT, global_batch=global_batch)
+    stream = ByteStream(folder, StreamSettings(context=CONTEXT, global_batch=global_batch))
     memory = resident_bytes("VmHWM") - before
     start = time.perf_counter()
-    stream.contexts.place(0, stream.seed)  # the permutation of the shards, once an epoch
+    stream.contexts.place(0, stream.settings.seed)  # the permutation of the shards, once an epoch
     permuted = time.perf_counter() - start
     whole = plan_rank(stream, 0, 1)
     rows = []

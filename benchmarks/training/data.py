@@ -38,8 +38,8 @@ import webdataset as wds
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.order.stream import ByteStream
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, SplitRecord
+from longstride.data_pipelines.order import ByteStream, StreamSettings
+from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.data_pipelines.shards.verify import check_split
 
@@ -162,7 +162,7 @@ def read_cut_samples(data: Path) -> int:
 
 def read_stream(data: Path, **changes: Any) -> int:
     """Bytes of all batches of an epoch."""
-    stream = ByteStream(data, context=CONTEXT, global_batch=BATCH, **changes)
+    stream = ByteStream(data, StreamSettings(context=CONTEXT, global_batch=BATCH, **changes))
     return sum(batch.tokens.numel() for batch in itertools.islice(stream, stream.lanes.steps_in(0)))
 
 
@@ -176,7 +176,7 @@ def measure_start(folder: Path, num_shards: int) -> dict[str, Any]:
     data = make_many_shards(folder, num_shards)
     command = [sys.executable, str(Path(__file__).resolve()), "--open-folder", str(data)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"shards": num_shards, "manifest_bytes": (data / MANIFEST_NAME).stat().st_size, **found}
+    return {"shards": num_shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **found}
 
 
 def make_many_shards(folder: Path, num_shards: int) -> Path:
@@ -196,8 +196,8 @@ def make_many_shards(folder: Path, num_shards: int) -> Path:
                 shutil.copy(data / first, original)
             if name != first:
                 os.link(original, data / name)
-    whole = Manifest("text", {}, {"train": SplitRecord(num_shards, tuple(shards))}, manifest.made)
-    (data / MANIFEST_NAME).write_text(whole.to_json(), encoding="utf-8")
+    whole = DataManifest("text", {}, {"train": SplitRecord(num_shards, tuple(shards))}, manifest.made)
+    (data / DataManifest.FILE_NAME).write_text(whole.to_json(), encoding="utf-8")
     return data
 
 
@@ -207,7 +207,7 @@ def open_once(data: Path) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is none of the set's
     start = time.perf_counter()
     folder = DataFolder(data)
-    stream = ByteStream(folder, context=CONTEXT, global_batch=BATCH)
+    stream = ByteStream(folder, StreamSettings(context=CONTEXT, global_batch=BATCH))
     opened = time.perf_counter() - start
     check_split(folder, "train")
     next(iter(stream))

@@ -25,7 +25,7 @@ from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Properties, modality_named
-from longstride.data_pipelines.shards import Manifest, Progress, ShardRecord
+from longstride.data_pipelines.shards import DataManifest, Progress, ShardRecord
 
 SHARD_BYTES = 16 * 2**20  # default content bytes of a shard
 
@@ -43,7 +43,7 @@ def build(
     seed: int = 0,
     progress: Progress | None = None,
     crew: Crew | None = None,
-) -> Manifest:
+) -> DataManifest:
     """Writes the files under ``inputs`` as shards into the folder ``output``, which appears only when whole.
 
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all). Hidden files,
@@ -84,7 +84,7 @@ def build_dataset(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
     crew: Crew | None = None,
-) -> Manifest:
+) -> DataManifest:
     """Writes a published dataset, in the form in which it is distributed, as shards into the folder ``output``.
 
     ``given`` is its archive, or a folder that holds the archive or the unpacked files. ``download`` fetches what is
@@ -166,7 +166,7 @@ class _Coordinator:
         self._records[record.name] = record
         self.done_bytes += record.content_bytes
 
-    def finish(self) -> Manifest:
+    def finish(self) -> DataManifest:
         """Makes the output appear, or checks the one that is there. Raises DataError where that fails."""
         manifest = self._plan.manifest(self._records)
         self._output.finish(manifest)
@@ -177,7 +177,7 @@ class _Coordinator:
         self._output.close()
 
 
-def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, crew: Crew | None) -> Manifest:
+def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, crew: Crew | None) -> DataManifest:
     """A build by all ranks, which the first one coordinates."""
     crew = join_crew() if crew is None else crew
     with crew.bound_together():

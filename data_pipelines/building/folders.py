@@ -30,12 +30,8 @@ from longstride.data_pipelines.building.shard_writer import Piece
 from longstride.data_pipelines.durable import durable_file, flush_folder
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.shards import (
-    MANIFEST_NAME,
-    Manifest,
+    DataManifest,
     ShardRecord,
-    index_bytes,
-    index_name,
-    load_manifest,
     verify,
 )
 from longstride.data_pipelines.stores import open_store
@@ -92,7 +88,7 @@ def check_output(output: Path, settings: BuildSettings) -> None:
             if not os.access(above, os.W_OK | os.X_OK):
                 raise _cannot_be_made(output, f"{above} cannot be written to")
             return
-        if not (output / MANIFEST_NAME).is_file():
+        if not (output / DataManifest.FILE_NAME).is_file():
             raise DataError(f"{output}: there already, and no data folder; nothing is overwritten: name another output")
         present = _load_present(output)
         if present.modality != settings.modality.name or dict(present.made["settings"]) != settings.to_json():
@@ -151,7 +147,7 @@ class PresentOutput:
         """The record of a shard as it is there."""
         return self._records[name]
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: DataManifest) -> None:
         """Raises DataError where the folder is not, to the last bit, what the build would have made.
 
         Else removes what is left of a build that was killed after its output was whole.
@@ -177,9 +173,9 @@ class PresentOutput:
         return DataError(f"{output}: holds a data set made from other files; {_KEPT}")
 
 
-def _load_present(output: Path) -> Manifest:
+def _load_present(output: Path) -> DataManifest:
     try:
-        return load_manifest(open_store(output))
+        return DataManifest.load(open_store(output))
     except DataError as error:
         raise DataError(f"{error}; {_KEPT}") from error
 
@@ -266,8 +262,8 @@ class UnfinishedBuild:
         place = self.place
         try:
             record = ShardRecord(**json.loads(place.record_path(name).read_bytes()))
-            sizes = [(place.data / file).stat().st_size for file in (name, index_name(name))]
-            recorded_sizes = [record.file_bytes, index_bytes(record.samples)]
+            sizes = [(place.data / file).stat().st_size for file in (name, record.index_name)]
+            recorded_sizes = [record.file_bytes, record.index_file.size]
         except (OSError, TypeError, ValueError):
             return None
         planned = (name, len(pieces), sum(piece.size for piece in pieces))
@@ -277,9 +273,9 @@ class UnfinishedBuild:
     def present(self, name: str) -> None:
         """None: there is no output to compare with."""
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: DataManifest) -> None:
         """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
-        with durable_file(self.place.data / MANIFEST_NAME, self.place.partial) as file:
+        with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
         with os_errors_as_data_errors(self._output):
             flush_folder(self.place.data)

@@ -17,7 +17,7 @@ from longstride.data_pipelines.datasets import Dataset
 from longstride.data_pipelines.documents import Document, FileDocument, LeftOut, find_documents, mix
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
-from longstride.data_pipelines.shards import FORMAT_VERSION, Manifest, ShardRecord, SplitRecord
+from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
 
 
 class BuildSettings(Protocol):
@@ -180,7 +180,12 @@ class BuildPlan:
 
         Where the input lies does not count.
         """
-        settings = [FORMAT_VERSION, self.settings.modality.name, self.settings.to_json(), dict(self.properties)]
+        settings = [
+            DataManifest.FORMAT_VERSION,
+            self.settings.modality.name,
+            self.settings.to_json(),
+            dict(self.properties),
+        ]
         documents = hashlib.sha256()
         for split, members in self.splits.items():
             for document in members:
@@ -188,7 +193,7 @@ class BuildPlan:
         whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         return {"settings": whole.hexdigest(), "files": documents.hexdigest()}
 
-    def manifest(self, records: Mapping[str, ShardRecord]) -> Manifest:
+    def manifest(self, records: Mapping[str, ShardRecord]) -> DataManifest:
         """The manifest of the whole, from the records of all shards by name."""
         shards: dict[str, list[ShardRecord]] = {split: [] for split in self.splits}
         for name, record in records.items():
@@ -199,7 +204,7 @@ class BuildPlan:
             )
             for split, members in self.splits.items()
         }
-        return Manifest(self.settings.modality.name, self.properties, splits, self.made)
+        return DataManifest(self.settings.modality.name, self.properties, splits, self.made)
 
     @property
     def made(self) -> dict[str, Any]:

@@ -7,21 +7,14 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from tarfile import BLOCKSIZE
 from typing import BinaryIO
 
-import numpy as np
 import webdataset as wds
 
 from longstride.data_pipelines.documents import Document, OpenInput
 from longstride.data_pipelines.modalities import Modality, Properties
-from longstride.data_pipelines.shards import (
-    BLOCK_BYTES,
-    INDEX_DTYPE,
-    ShardRecord,
-    index_to_bytes,
-    member_bytes,
-    sample_key,
-)
+from longstride.data_pipelines.shards import ShardRecord
 
 SAMPLE_BYTES = 2**16  # a longer document becomes several samples: each is checked whole, and lost whole if damaged
 
@@ -105,10 +98,12 @@ class _ShardStream:
         """Appends one sample. ``ends``: its document ends with it."""
         header = self._modality.header(len(content), self._properties)
         payload = header + content
-        place = self._members_end + BLOCK_BYTES + len(header)
+        place = self._members_end + BLOCKSIZE + len(header)
         self._rows.append((self._members_end, place, len(content), 0, ends))
-        self._members_end += member_bytes(len(payload))
-        self._tar.write({"__key__": sample_key(self._name, len(self._rows) - 1), self._modality.extension: payload})
+        self._members_end += BLOCKSIZE + -(-len(payload) // BLOCKSIZE) * BLOCKSIZE  # header, and payload in blocks
+        self._tar.write(
+            {"__key__": ShardRecord.key_in(self._name, len(self._rows) - 1), self._modality.extension: payload}
+        )
 
     def write(self, content: bytes) -> int:
         """TarWriter writes its file through this, in blocks that do not end where members end."""
@@ -131,19 +126,8 @@ class _ShardStream:
     def finish(self) -> tuple[ShardRecord, bytes]:
         """Ends the archive. Returns its manifest record and the content of its index file."""
         self._tar.close()
-        rows = np.array(self._rows, dtype=INDEX_DTYPE)
-        rows["crc32"] = self._crc32s
-        index = index_to_bytes(rows)
-        record = ShardRecord(
-            name=self._name,
-            samples=len(rows),
-            documents=int(rows["ends"].sum(dtype=np.int64)),
-            content_bytes=int(rows["length"].sum(dtype=np.int64)),
-            file_bytes=self._file_bytes,
-            sha256=self._digest.hexdigest(),
-            index_sha256=hashlib.sha256(index).hexdigest(),
-        )
-        return record, index
+        rows = [(*row[:3], crc32, row[4]) for row, crc32 in zip(self._rows, self._crc32s, strict=True)]
+        return ShardRecord.of(self._name, rows, self._file_bytes, self._digest.hexdigest())
 
     def close(self) -> None:
         """Closes the tar stream without writing: else it would write to the file when it is garbage collected."""

@@ -14,7 +14,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties
 from longstride.data_pipelines.order.lanes import shard_order
-from longstride.data_pipelines.shards import OpenShard, SampleReader, Split, document_edges, index_file, load_index
+from longstride.data_pipelines.shards import SampleReader, Split
 
 _KEPT_ORDERS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
 
@@ -185,7 +185,7 @@ class DocumentContexts(_Cutting):
         done = 0
         for visit, following in self._order.visits(first, first + len(rows), seed):
             reader.expect(following)
-            starts, sizes = self._places(self.split.open(visit.shard), visit)
+            starts, sizes = self._places(visit)
             # Contexts of a shard lie one behind the other, and may overlap: each byte is read once.
             content = np.empty(int((starts + sizes).max()) - int(starts[0]), dtype=np.uint8)
             reader.fill(visit.shard, int(starts[0]), content)
@@ -197,20 +197,20 @@ class DocumentContexts(_Cutting):
     def goes_on(self, number: int) -> bool:
         """Whether context ``number`` of the canonical order begins within a document, another one before it."""
         visit, _ = next(self._order.visits(number, number + 1, None))
-        before = self._before(self.split.open(visit.shard))
+        before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start
 
-    def _before(self, shard: OpenShard) -> np.ndarray:
+    def _before(self, number: int) -> np.ndarray:
         """(documents + 1,) int64: contexts before each document of a shard, and in all."""
-        key = self.context, self._hop
+        shard, key = self.split.open(number), (self.context, self._hop)
         if key not in shard.tables:
             sizes = np.diff(shard.document_edges)
             shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(sizes, self.context, self._hop))])
         return shard.tables[key]
 
-    def _places(self, shard: OpenShard, visit: Visit) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, visit: Visit) -> tuple[np.ndarray, np.ndarray]:
         """Where the contexts of a visit begin in the shard's content, and their lengths: (n,), (n,) int64."""
-        edges, before = shard.document_edges, self._before(shard)
+        edges, before = self.split.open(visit.shard).document_edges, self._before(visit.shard)
         numbers = np.arange(visit.start, visit.end)
         documents = np.searchsorted(before, numbers, side="right") - 1
         starts = edges[documents] + (numbers - before[documents]) * self._hop
@@ -222,8 +222,7 @@ class DocumentContexts(_Cutting):
             return np.array([shard.documents for shard in self.split.shards], dtype=np.int64)
         key = self.context, self._hop
         if key not in self.split.tables:
-            self.split.store.expect(index_file(shard) for shard in self.split.shards)
-            edges = (document_edges(load_index(self.split.store, shard)) for shard in self.split.shards)
-            counts = [int(contexts_in(np.diff(each), self.context, self._hop).sum()) for each in edges]
+            sizes = self.split.document_sizes()
+            counts = [int(contexts_in(each, self.context, self._hop).sum()) for each in sizes]
             self.split.tables[key] = np.array(counts, dtype=np.int64)
         return self.split.tables[key]

@@ -1,22 +1,28 @@
 """A split read once from beginning to end: for scores that count every byte exactly once.
 
-Letters: N positions a context, B contexts a batch, W ranks.
+Letters: N positions a window, B windows a batch, W ranks, M bytes that a window has in common with the one before it.
+
+Windows are contexts that overlap by as many bytes as every scored byte is to see before it. They begin every N - M
+bytes of a stream: of all documents end to end where they are packed, of each document where they are not. A document
+that is longer than a shard starts anew in each shard: what a shard holds of it is a stream of its own. The first window
+of a stream is scored whole, with all there is before each byte; of every other one the first M bytes are only seen.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Cut
-from longstride.data_pipelines.order.windows import Windows, cut_windows
+from longstride.data_pipelines.modalities import Modality, Properties
+from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, PackedContexts, settle_cut
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards import DataFolder, SampleReader, open_folder
+from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
 
 PADDING_ID = -1  # the sample id of a row that only fills up a batch
 
@@ -58,14 +64,23 @@ def evaluation_contexts(
     Context k of those that are taken is row ``k % B`` of batch ``k // B``; every rank gets a run of the batches, the
     same number of them, filled up with empty ones. ``limit`` takes that many contexts, evenly spread over the split.
     With a ``min_context`` they overlap, so that each scored byte sees at least that many before it, or all that its
-    stream has (see windows.py). Raises DataError for arguments out of range and for any damage.
+    stream has (see the head of this file). Raises DataError for arguments out of range and for any damage.
     """
-    check_arguments(batch_size, rank, world_size, limit)
-    windows = cut_windows(open_folder(location, remote).split(split), context, cut or Cut(), min_context)
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("world_size", world_size, 1),
+        ("rank", rank, 0),
+        ("limit", limit, 1),
+    ):
+        if value is not None and value < least:
+            raise DataError(f"{name}={value}: must be at least {least}")
+    if rank >= world_size:
+        raise DataError(f"rank={rank}: must be less than the world size {world_size}")
+    windows = cut_windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
-    own = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
-    numbers = (place * windows.count // count for place in own)
+    taken = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
+    numbers = (place * windows.count // count for place in taken)
     return _batches(windows, context, numbers, batch_size, share)
 
 
@@ -82,41 +97,98 @@ def read_context(
 
     Raises DataError where there is no such context, and for any damage.
     """
-    windows = cut_windows(open_folder(location, remote).split(split), context, cut or Cut(), 0)
+    windows = cut_windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
     if not 0 <= number < windows.count:
-        raise no_such_context(number, windows.count)
+        nearest = min(max(number, 0), windows.count - 1)
+        rule = f"must be from 0 to {windows.count - 1}, a context of the split; nearest {nearest}"
+        raise DataError(f"context_number={number}: {rule}")
     row = np.zeros(context, dtype=np.uint8)
     length, _ = windows.read(SampleReader(windows.split), number, row)
     return torch.from_numpy(row[:length])
 
 
-def no_such_context(number: int, count: int) -> DataError:
-    """What is wrong with the number of a context of a split that has ``count``."""
-    nearest = min(max(number, 0), count - 1)
-    return DataError(
-        f"context_number={number}: must be from 0 to {count - 1}, a context of the split; nearest {nearest}"
-    )
-
-
-def check_arguments(batch_size: int, rank: int, world_size: int, limit: int | None) -> None:
-    """Raises DataError for arguments of an evaluation that are out of range."""
-    least = {"batch_size": 1, "world_size": 1, "rank": 0, "limit": 1}
-    values = {"batch_size": batch_size, "world_size": world_size, "rank": rank, "limit": limit}
-    for name, value in values.items():
-        if value is not None and value < least[name]:
-            raise DataError(f"{name}={value}: must be at least {least[name]}")
-    if rank >= world_size:
-        raise DataError(f"rank={rank}: must be less than the world size {world_size}")
-
-
 def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes]:
     """The content of a split in canonical order, a shard at a time. Raises DataError for any damage."""
-    opened = open_folder(location).split(split)
+    opened = DataFolder.at(location).split(split)
     reader = SampleReader(opened)
     for number, shard in enumerate(opened.shards):
         content = np.empty(shard.content_bytes, dtype=np.uint8)
         reader.fill(number, 0, content)
         yield content.tobytes()
+
+
+class Windows(Protocol):
+    """The windows of a split in canonical order."""
+
+    split: Split
+    count: int
+
+    def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
+        """Write window ``number`` into ``row``, (N,) uint8, 0 beyond its length.
+
+        Returns its length and the first byte of it to be scored. Raises DataError for any damage.
+        """
+
+
+def settle_windows(cut: Cut, context: int, min_context: int, modality: Modality, properties: Properties) -> Cut:
+    """The cut of a score, whatever the hop of training: packing said, and the hop where documents are not packed.
+
+    Raises DataError where it does not fit the documents, or no byte could see so many before it.
+    """
+    settled = settle_cut(replace(cut, hop=None), context, modality, properties)
+    if not 0 <= min_context < context:
+        nearest = min(max(min_context, 0), context - 1)
+        raise DataError(
+            f"min_context={min_context}: must be from 0 to {context - 1}, less than the model's context; "
+            f"nearest {nearest}"
+        )
+    if min_context and modality.document_bytes(properties) is not None:
+        rule = f"every {modality.name} of this set is a context of its own, with nothing before it; must be 0"
+        raise DataError(f"min_context={min_context}: {rule}")
+    return settled if settled.hop is None else replace(settled, hop=context - min_context)
+
+
+def cut_windows(split: Split, context: int, cut: Cut, min_context: int) -> Windows:
+    """The windows of a split. Raises DataError as ``settle_windows`` does."""
+    settled = settle_windows(cut, context, min_context, split.modality, split.manifest.properties)
+    if settled.hop is None:
+        return PackedWindows(split, context, settled.separator, min_context)
+    return DocumentWindows(split, context, settled.hop)
+
+
+class PackedWindows:
+    """Of documents laid end to end."""
+
+    def __init__(self, split: Split, context: int, separator: int | None, min_context: int) -> None:
+        self.split = split
+        self._contexts = PackedContexts(split, context, separator)
+        self._context, self._seen, self._hop = context, min_context, context - min_context
+        self._total = self._contexts.total_units
+        self.count = 1 + max(0, -(-(self._total - context) // self._hop))
+
+    def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
+        """See Windows."""
+        start = number * self._hop
+        length = min(self._context, self._total - start)
+        self._contexts.fill(reader, start, row[:length], None)
+        row[length:] = 0
+        return length, self._seen if number else 0
+
+
+class DocumentWindows:
+    """Of documents apart; the last window of each is shorter."""
+
+    def __init__(self, split: Split, context: int, hop: int) -> None:
+        self.split = split
+        self._contexts = DocumentContexts(split, context, hop)
+        self._seen = context - hop
+        self.count = self._contexts.total_units
+
+    def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
+        """See Windows."""
+        lengths = np.zeros(1, dtype=np.int64)
+        self._contexts.read(reader, number, row[None], lengths, None)
+        return int(lengths[0]), self._seen if self._seen and self._contexts.goes_on(number) else 0
 
 
 def _batches(

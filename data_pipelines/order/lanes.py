@@ -34,7 +34,7 @@ class StreamState:
     Raises DataError for values that are no state.
     """
 
-    fingerprint: str  # of the data set, split and cutting into contexts: see stream.stream_fingerprint
+    fingerprint: str  # of the data set, split, cutting into contexts and shuffle: see stream.py
     seed: int
     epoch: int
     step: int  # within the epoch

@@ -1,27 +1,78 @@
-"""The rows of one rank's steps, read here or ahead by worker processes.
+"""The contexts of one rank's steps: lanes read block after block, here or ahead by worker processes.
 
-Workers share out the lanes, not the steps: each lane is read once, in sequence, by one process, and every worker's
-share of a step is asked for in turn. So the rows are the same with any number of workers.
+Letters: N positions a context, L lanes of a reader, S contexts of a block.
+
+Each block of a lane is given out in an order of its own. Workers share out the lanes, not the steps: each lane is read
+once, in sequence, by one process, and every worker's share of a step is asked for in turn. So the contexts are the same
+with any number of workers.
+
+Of a context that cannot be read the run ends, or another context of the epoch stands in for it. Which one follows from
+(seed, epoch, context) alone: whoever reads the damaged context, whatever the number of ranks and workers, finds the
+same substitute.
 """
 
 import signal
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.damage import Substitution
-from longstride.data_pipelines.order.lanes import Lanes
+from longstride.data_pipelines.order.contexts import Contexts, Cut
+from longstride.data_pipelines.order.lanes import Lanes, block_order, shard_order, substitutes
+from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES
+from longstride.data_pipelines.shards import SampleReader
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StreamSettings:
+    """What is asked of a stream. Raises DataError for a value that is out of range."""
+
+    context: int  # N
+    global_batch: int  # contexts a step, over all ranks
+    seed: int = 0  # of the order
+    rank: int = 0
+    world_size: int = 1
+    cut: Cut = Cut()  # noqa: RUF009 - frozen
+    shuffle_bytes: int = SHUFFLE_BYTES  # each lane is shuffled in blocks of this size; 0 reads it in sequence
+    on_damage: str = "abort"
+    workers: int = 0  # processes that read ahead
+    prefetch: int = 2  # steps that each worker reads ahead
+
+    def __post_init__(self) -> None:
+        for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
+            if getattr(self, name) < least:
+                raise DataError(f"{name}={getattr(self, name)}: must be at least {least}")
+        shard_order(0, self.seed, 0)  # refuses a seed that cannot be used
+        if self.on_damage not in ON_DAMAGE:
+            raise DataError(f"on_damage={self.on_damage!r}: must be one of {', '.join(ON_DAMAGE)}")
+
+    @property
+    def block_contexts(self) -> int:
+        """Contexts of a block, S; 1 where a lane is read in sequence."""
+        return max(1, self.shuffle_bytes // self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """A context that stands in for a damaged one."""
+
+    context: int  # the number of the one delivered
+    damaged: int  # of the one that cannot be read
+    damage: str  # what is wrong, naming shard and sample
+
+    def __str__(self) -> str:
+        return f"context {self.context} stands in for {self.damaged}: {self.damage}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRows:
     """Some lanes' contexts of one step."""
 
     tokens: np.ndarray  # (lanes, N) uint8
@@ -30,11 +81,90 @@ class Rows:
     substitutions: tuple[Substitution, ...]
 
 
-class RowsReader(Protocol):
-    """Reads some rows of every step."""
+class LanesReader:
+    """The contexts of some lanes, steps ascending. Their blocks end at the same steps, and are read together."""
 
-    def take(self, epoch: int, step: int) -> Rows:
-        """The rows of a step, steps ascending."""
+    def __init__(self, contexts: Contexts, lanes: Lanes, own: Sequence[int], settings: StreamSettings) -> None:
+        self._contexts, self._lanes, self._own = contexts, lanes, own
+        self._seed, self._on_damage = settings.seed, settings.on_damage
+        # Blocks of one context are in sequence; they are read as many at once.
+        self._shuffled = settings.block_contexts > 1
+        in_sequence = max(1, SampleReader.READ_BYTES // contexts.context)
+        self._size = settings.block_contexts if self._shuffled else in_sequence  # S
+        self._readers = [SampleReader(contexts.split) for _ in own]
+        self._rows = np.empty((len(own), 0, contexts.context), dtype=np.uint8)  # (L, S, N)
+        self._loaded: tuple[int, int] | None = None  # epoch and block
+
+    def take(self, epoch: int, step: int) -> LaneRows:
+        """The contexts of a step."""
+        block, place = divmod(step, self._size)
+        if (epoch, block) != self._loaded:
+            self._load(epoch, block)
+        chosen = self._order[:, place]
+        stand_ins = (self._substitutions.get(each) for each in chosen.tolist()) if self._substitutions else ()
+        return LaneRows(
+            tokens=self._rows.reshape(-1, self._contexts.context).take(chosen, axis=0),
+            lengths=self._lengths.take(chosen),
+            sample_ids=self._ids.take(chosen),
+            substitutions=tuple(each for each in stand_ins if each is not None),
+        )
+
+    def _load(self, epoch: int, block: int) -> None:
+        """Reads a block of every lane. The place of a context is its number over all lanes: lane * S + number."""
+        self._loaded = None
+        count = min(self._size, self._lanes.steps_in(epoch) - block * self._size)
+        if self._rows.shape[1] != count:
+            self._rows = np.empty((len(self._own), count, self._contexts.context), dtype=np.uint8)
+        self._lengths = np.empty((len(self._own), count), dtype=np.int64)
+        self._ids = np.empty_like(self._lengths)
+        self._order = np.empty_like(self._lengths)
+        self._substitutions: dict[int, Substitution] = {}
+        for place, lane in enumerate(self._own):
+            first = self._lanes.context_id(epoch, block * self._size, lane)
+            self._ids[place] = np.arange(first, first + count)
+            order = block_order(count, self._seed, epoch, lane, block) if self._shuffled else np.arange(count)
+            self._order[place] = place * count + order
+            try:
+                self._contexts.read(self._readers[place], first, self._rows[place], self._lengths[place], self._seed)
+            except DataError:
+                if self._on_damage == "abort":
+                    raise
+                self._load_one_by_one(epoch, place)
+        self._loaded = epoch, block
+
+    def _load_one_by_one(self, epoch: int, place: int) -> None:
+        """Reads what can be read of a lane's block that holds damage, and substitutes for the rest."""
+        for number, context in enumerate(self._ids[place].tolist()):
+            read = partial(self._read_one, place=place, number=number)
+            try:
+                read(context)
+            except DataError as damage:
+                candidates = substitutes(self._lanes.contexts_of(epoch), self._seed, epoch, context)
+                stand_in = _substitute(read, context, damage, candidates)
+                self._ids[place, number] = stand_in.context
+                self._substitutions[place * self._rows.shape[1] + number] = stand_in
+
+    def _read_one(self, context: int, *, place: int, number: int) -> None:
+        row, length = self._rows[place, number : number + 1], self._lengths[place, number : number + 1]
+        self._contexts.read(self._readers[place], context, row, length, self._seed)
+
+
+def _substitute(
+    read: Callable[[int], None], damaged: int, damage: DataError, candidates: Iterable[int]
+) -> Substitution:
+    """Read the first candidate that can be read in place of a damaged context.
+
+    Raises DataError where so many are damaged that none is found.
+    """
+    tried = 0
+    for context in candidates:
+        try:
+            read(context)
+        except DataError:
+            tried += 1
+            continue
+        return Substitution(context, damaged, str(damage).removesuffix(f"; {REPAIR}"))
+    raise DataError(f"{damage}; so are all {tried} contexts that could stand in for it: too much is lost")
 
 
 def shared_out(rows: Sequence[int], workers: int) -> list[Sequence[int]]:
@@ -44,8 +174,8 @@ def shared_out(rows: Sequence[int], workers: int) -> list[Sequence[int]]:
 
 
 def load_rows(
-    readers: Sequence[RowsReader], lanes: Lanes, first_batch: int, workers: int, prefetch: int
-) -> Generator[Rows, None, None]:
+    readers: Sequence[LanesReader], lanes: Lanes, first_batch: int, workers: int, prefetch: int
+) -> Generator[LaneRows, None, None]:
     """The rows of each step from global batch ``first_batch`` on, without end, of all readers in their order.
 
     With ``workers``, each reader has a process of its own. Raises DataError as the readers do.
@@ -63,7 +193,7 @@ def load_rows(
         del parts
 
 
-def _joined(step: Sequence[Rows | DataError]) -> Rows:
+def _joined(step: Sequence[LaneRows | DataError]) -> LaneRows:
     """The rows of all readers. Raises the first error."""
     parts = []
     for part in step:
@@ -72,7 +202,7 @@ def _joined(step: Sequence[Rows | DataError]) -> Rows:
         parts.append(part)
     if len(parts) == 1:
         return parts[0]
-    return Rows(
+    return LaneRows(
         tokens=np.concatenate([part.tokens for part in parts]),
         lengths=np.concatenate([part.lengths for part in parts]),
         sample_ids=np.concatenate([part.sample_ids for part in parts]),
@@ -80,7 +210,7 @@ def _joined(step: Sequence[Rows | DataError]) -> Rows:
     )
 
 
-def _read(reader: RowsReader, lanes: Lanes, first_batch: int) -> Iterator[Rows]:
+def _read(reader: LanesReader, lanes: Lanes, first_batch: int) -> Iterator[LaneRows]:
     for batch in count(first_batch):
         yield reader.take(*lanes.position(batch))
 
@@ -88,10 +218,10 @@ def _read(reader: RowsReader, lanes: Lanes, first_batch: int) -> Iterator[Rows]:
 class _Shares(IterableDataset):
     """What each worker reads: its share of every step. An error travels as a value, without a traceback."""
 
-    def __init__(self, readers: Sequence[RowsReader], lanes: Lanes, first_batch: int) -> None:
+    def __init__(self, readers: Sequence[LanesReader], lanes: Lanes, first_batch: int) -> None:
         self._readers, self._lanes, self._first = readers, lanes, first_batch
 
-    def __iter__(self) -> Iterator[Rows | DataError]:
+    def __iter__(self) -> Iterator[LaneRows | DataError]:
         worker = get_worker_info()
         assert worker is not None
         try:
@@ -100,7 +230,7 @@ class _Shares(IterableDataset):
             yield error
 
 
-def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[Rows | DataError]:
+def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[LaneRows | DataError]:
     with warnings.catch_warnings():
         # It counts the cores of this machine; readers wait for the disk or the network for the most part.
         warnings.filterwarnings("ignore", message="This DataLoader will create")

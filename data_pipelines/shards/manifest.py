@@ -1,8 +1,22 @@
-"""What a data folder says of itself: ``manifest.json``, its records and its fingerprint.
+"""What a data folder says of itself: ``manifest.json``, and an index for each shard.
+
+    manifest.json           what there is, its checksums, how it was made, and the fingerprint of all that
+    train-00000.tar         plain tar (ustar), one member a sample: train-00000-0000000.txt, train-00000-0000001.txt ...
+    train-00000.index.npy   where each sample lies, its length and CRC-32: 25 bytes a sample
+    validation-00000.tar    ...
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
      "made": how it was built, "splits": {"train": {"documents": 12, "shards": [a line a shard, ...]}, ...},
      "fingerprint": SHA-256 of all that}
+
+A sample is a document of the input, or a part of a long one. Its key names split, shard and place, so that a member of
+another shard is never mistaken for it. A member is a file that other programs open as it is (.txt, .ppm, .wav): its
+*payload* is the *content*, the bytes of contexts, behind the header that such a file needs.
+
+A folder that ``longstride data index`` wrote holds the manifest and the indexes of tars that others made. Its
+format_version is 3, and ``"tars"`` says where the tars lie: a path relative to the manifest, an absolute one, or a URL.
+A shard's name is then the tar's path below that place. The place is no part of the fingerprint: tars may move. A row of
+such an index is a member, or 64 KiB of a long one; what lies between the rows belongs to nobody.
 
 Sets of a hundred thousand shards are meant: nothing here copies the records or asks the disk about them.
 """
@@ -10,19 +24,32 @@ Sets of a hundred thousand shards are meant: nothing here copies the records or 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from io import BytesIO
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
+
+import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.settings import REBUILD
+from longstride.data_pipelines.stores import Store, StoredFile, unreadable
 
-FORMAT = "longstride-shards"
-FORMAT_VERSION = 2
-MANIFEST_NAME = "manifest.json"
-_SHARD_NAME = re.compile(r"[a-z]+-\d{5,}\.tar")
+BLOCK_BYTES = 512  # of a tar file: one header, and what payloads are padded to
+INDEX_DTYPE = np.dtype(
+    [
+        ("member", "<u8"),  # offset of the member's header in the shard
+        ("content", "<u8"),  # offset of its first content byte
+        ("length", "<u4"),  # content bytes
+        ("crc32", "<u4"),  # of the whole member as it lies in the shard: header, payload and padding
+        ("ends", "u1"),  # 1 where a document ends with this sample, 0 where the next one goes on with it
+    ]
+)
+IndexRow = tuple[int, int, int, int, int]  # as INDEX_DTYPE has it
+_BUILT_NAME = re.compile(r"[a-z]+-\d{5,}\.tar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +64,60 @@ class ShardRecord:
     sha256: str
     index_sha256: str
 
+    @classmethod
+    def of(cls, name: str, rows: Sequence[IndexRow], file_bytes: int, sha256: str) -> "tuple[ShardRecord, bytes]":
+        """The record of a shard, from the rows of its index; and the content of its index file."""
+        index = np.array(rows, dtype=INDEX_DTYPE)
+        content = index_to_bytes(index)
+        record = cls(
+            name=name,
+            samples=len(index),
+            documents=int(index["ends"].sum(dtype=np.int64)),
+            content_bytes=int(index["length"].sum(dtype=np.int64)),
+            file_bytes=file_bytes,
+            sha256=sha256,
+            index_sha256=hashlib.sha256(content).hexdigest(),
+        )
+        return record, content
+
+    @property
+    def file(self) -> StoredFile:
+        """The shard as a store is asked for it."""
+        return StoredFile(self.name, self.file_bytes, self.sha256)
+
+    @property
+    def index_file(self) -> StoredFile:
+        """The shard's index as a store is asked for it."""
+        return StoredFile(self.index_name, index_bytes(self.samples), self.index_sha256)
+
     @property
     def index_name(self) -> str:
         """File name of the shard's index."""
-        return index_name(self.name)
+        return self.name.removesuffix(".tar") + ".index.npy"
 
     def key(self, number: int) -> str:
-        """The key of sample ``number`` of this shard: its member's name without the extension."""
-        return sample_key(self.name, number)
+        """The key of sample ``number`` of a built shard: its member's name without the extension."""
+        return self.key_in(self.name, number)
+
+    @staticmethod
+    def key_in(shard_name: str, number: int) -> str:
+        """The key of sample ``number`` of a built shard of that name."""
+        return f"{shard_name.removesuffix('.tar')}-{number:07d}"
+
+    def load_index(self, store: Store) -> np.ndarray:
+        """The index: (samples,) INDEX_DTYPE. Raises DataError where it is missing or not what was built."""
+        file = self.index_file
+        content = _read(store, file)
+        if _sha256(content) != file.sha256 and store.discard(file):
+            content = _read(store, file)
+        path = store.path_for_messages(file.name)
+        if _sha256(content) != file.sha256:
+            raise DataError(f"{path}: the index is damaged (its SHA-256 is not the manifest's); {REBUILD}")
+        index = np.frombuffer(content, dtype=INDEX_DTYPE, offset=len(content) - self.samples * INDEX_DTYPE.itemsize)
+        totals = int(index["length"].sum(dtype=np.int64)), int(index["ends"].sum(dtype=np.int64))
+        if totals != (self.content_bytes, self.documents):
+            raise DataError(f"{path}: does not hold the {self.samples} samples that the manifest says; {REBUILD}")
+        return index
 
     def to_json(self) -> dict[str, Any]:
         """The shard's line of the manifest."""
@@ -70,17 +143,72 @@ class SplitRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DataManifest:
     """The content of a data folder's ``manifest.json``."""
+
+    FILE_NAME: ClassVar[str] = "manifest.json"
+    FORMAT: ClassVar[str] = "longstride-shards"
+    FORMAT_VERSION: ClassVar[int] = 2  # of a folder that holds its shards
+    INDEXED_VERSION: ClassVar[int] = 3  # of an index of other people's tars
 
     modality: str
     properties: Mapping[str, int]  # of every document, as the modality means them: height, width, rate ...
     splits: Mapping[str, SplitRecord]
     made: Mapping[str, Any]  # the build's settings and what it left out; no times and no machine's paths
+    tars: str | None = None  # where the tars lie that others made; None: the shards lie beside the manifest
+
+    @classmethod
+    def load(cls, store: Store) -> "DataManifest":
+        """The manifest of a data folder.
+
+        Raises DataError, naming the file, for a folder that is missing or empty, and for a manifest that is damaged, of
+        another version or edited.
+        """
+        return cls.parse(store.path_for_messages(cls.FILE_NAME), store.read(cls.FILE_NAME))
+
+    @classmethod
+    def parse(cls, path: str, content: bytes) -> "DataManifest":
+        """The manifest in a file's content; ``path`` is for messages. Raises DataError as ``load`` does."""
+        whole = cls._parse_json(path, content)
+        try:
+            splits = {
+                name: SplitRecord(split["documents"], tuple(ShardRecord(**shard) for shard in split["shards"]))
+                for name, split in whole["splits"].items()
+            }
+            tars = whole["tars"] if whole["format_version"] == cls.INDEXED_VERSION else None
+            manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars)
+            fingerprint = manifest.fingerprint
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
+        if fingerprint != whole.get("fingerprint"):
+            raise DataError(f"{path}: edited since it was built (its content does not give its fingerprint); {REBUILD}")
+        if tars is not None and (not isinstance(tars, str) or not tars):
+            raise DataError(f"{path}: tars={tars!r}: must say where the tars lie: a path or a URL, such as ../shards")
+        modality_named(manifest.modality)
+        for shard in manifest.shards():
+            if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
+                raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
+        return manifest
+
+    @classmethod
+    def _parse_json(cls, path: str, content: bytes) -> dict[str, Any]:
+        try:
+            whole = json.loads(content)
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{path}: cannot be read as JSON ({error}); {REBUILD}") from error
+        if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
+            raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
+        version = whole.get("format_version")
+        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION):
+            raise DataError(
+                f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} and "
+                f"{cls.INDEXED_VERSION}; update Longstride or rebuild"
+            )
+        return whole
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over everything else in the manifest: its head and then each shard's line."""
+        """SHA-256 (hexadecimal) over everything else but ``tars``: the manifest's head and then each shard's line."""
         digest = hashlib.sha256(_canonical(self._head()))
         for name in sorted(self.splits):
             digest.update(f"\n{name}".encode())
@@ -95,7 +223,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of ``manifest.json``: a line a shard, so that a person can read and compare it."""
-        lines = json.dumps({**self._head(), "fingerprint": self.fingerprint}, indent=2).splitlines()[:-1]
+        place = {} if self.tars is None else {"tars": self.tars}
+        lines = json.dumps({**self._head(), **place, "fingerprint": self.fingerprint}, indent=2).splitlines()[:-1]
         lines[-1] += ","
         lines.append('  "splits": {')
         for name, split in self.splits.items():
@@ -108,8 +237,8 @@ class Manifest:
 
     def _head(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
+            "format": self.FORMAT,
+            "format_version": self.FORMAT_VERSION if self.tars is None else self.INDEXED_VERSION,
             "modality": self.modality,
             "properties": dict(self.properties),
             "made": dict(self.made),
@@ -117,53 +246,50 @@ class Manifest:
         }
 
 
-def index_name(shard_name: str) -> str:
-    """File name of the index that lies beside a shard."""
-    return shard_name.removesuffix(".tar") + ".index.npy"
+def is_tar_name(name: str) -> bool:
+    """Whether this is the path of a tar below a folder, which it does not leave."""
+    parts = name.split("/")
+    return name.endswith(".tar") and PurePosixPath(name).name != ".tar" and not {"", ".", ".."} & set(parts)
 
 
-def sample_key(shard_name: str, number: int) -> str:
-    """WebDataset key of sample ``number`` of a shard."""
-    return f"{shard_name.removesuffix('.tar')}-{number:07d}"
+def member_ends(index: np.ndarray) -> np.ndarray:
+    """(samples,) INDEX_DTYPE -> (samples,) int64: the offset behind each member's padding."""
+    payload_ends = (index["content"] + index["length"]).astype(np.int64)
+    return -(-payload_ends // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def parse_manifest(path: str, content: bytes) -> Manifest:
-    """The manifest in a file's content; ``path`` is for messages.
+def index_to_bytes(index: np.ndarray) -> bytes:
+    """(samples,) INDEX_DTYPE -> the content of an index file."""
+    buffer = BytesIO()
+    np.save(buffer, index.astype(INDEX_DTYPE, copy=False), allow_pickle=False)
+    return buffer.getvalue()
 
-    Raises DataError, naming the file, for one that is damaged, of another version, or edited.
-    """
-    whole = _parse_json(path, content)
+
+def index_bytes(samples: int) -> int:
+    """Size of the index file of so many samples."""
+    return _index_header_bytes(len(str(samples))) + samples * INDEX_DTYPE.itemsize
+
+
+@cache
+def _index_header_bytes(digits: int) -> int:
+    """Of a number of samples with so many digits."""
+    header = BytesIO()
+    description = np.lib.format.dtype_to_descr(INDEX_DTYPE)
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": description, "fortran_order": False, "shape": (10 ** (digits - 1),)}
+    )
+    return header.tell()
+
+
+def _read(store: Store, file: StoredFile) -> bytes:
     try:
-        splits = {
-            name: SplitRecord(split["documents"], tuple(ShardRecord(**shard) for shard in split["shards"]))
-            for name, split in whole["splits"].items()
-        }
-        manifest = Manifest(whole["modality"], whole["properties"], splits, whole["made"])
-        fingerprint = manifest.fingerprint
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
-    if fingerprint != whole.get("fingerprint"):
-        raise DataError(f"{path}: edited since it was built (its content does not give its fingerprint); {REBUILD}")
-    modality_named(manifest.modality)
-    for shard in manifest.shards():
-        if not _SHARD_NAME.fullmatch(shard.name):
-            raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
-    return manifest
+        return store.local(file).read_bytes()
+    except OSError as error:
+        raise DataError(unreadable(store.path_for_messages(file.name), error)) from error
 
 
-def _parse_json(path: str, content: bytes) -> dict[str, Any]:
-    try:
-        whole = json.loads(content)
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); {REBUILD}") from error
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-        raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{FORMAT}"); {REBUILD}')
-    version = whole.get("format_version")
-    if version != FORMAT_VERSION:
-        raise DataError(
-            f"{path}: format_version={version!r}, and this version reads {FORMAT_VERSION}; update Longstride or rebuild"
-        )
-    return whole
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -5,37 +5,32 @@ flipped bit, both without an error. Here the index says where each member lies: 
 no byte of a member is believed, be it header, payload or padding, until its CRC-32 is the index's.
 """
 
+import hashlib
+import os
+import posixpath
+import tarfile
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
-from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards.index import (
-    BLOCK_BYTES,
-    index_file,
-    load_index,
-    load_manifest,
-    member_ends,
-    shard_file,
-)
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, ShardRecord
-from longstride.data_pipelines.shards.scatter import read_contents
+from longstride.data_pipelines.settings import REPAIR, RemoteSettings
+from longstride.data_pipelines.shards.manifest import BLOCK_BYTES, DataManifest, ShardRecord, member_ends
 from longstride.data_pipelines.stores import open_store
 
 SCATTERED_BYTES = 2**14  # content of a sample, on the average, from which on it is worth a place of its own
 _MOST_SCATTERED = 500  # samples: systems limit the parts of a read to 1,024
-READ_BYTES = 2**19  # read at once where members are smaller
 _LOST_SECONDS = 600.0
 _KEPT_BYTES = 64 * 2**20  # of indexes held, and one for each lane at least
-REPAIR = "`longstride data verify` lists all damage; build the folder again or fetch it again"
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class OpenShard:
 
     record: ShardRecord
     path: Path
-    index: np.ndarray  # (samples,) shards.INDEX_DTYPE
+    index: np.ndarray  # (samples,) manifest.INDEX_DTYPE
     tables: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)  # see contexts.DocumentContexts
 
     @property
@@ -70,7 +65,7 @@ class OpenShard:
     @cached_property
     def document_edges(self) -> np.ndarray:
         """(documents + 1,) int64: content bytes before each document's part in this shard, and in all."""
-        return document_edges(self.index)
+        return _document_edges(self.index)
 
 
 class DataFolder:
@@ -79,17 +74,37 @@ class DataFolder:
     Raises DataError where the location holds no data folder.
     """
 
-    def __init__(self, location: str | Path, remote: RemoteSettings | None = None) -> None:
-        self.store = open_store(location, remote)
-        self.manifest = load_manifest(self.store)
-        self.store.bind(self.manifest.fingerprint)
+    def __init__(
+        self, location: str | Path, remote: RemoteSettings | None = None, manifest: DataManifest | None = None
+    ) -> None:
+        self.store = open_store(location, remote)  # of the manifest and the indexes
+        self.manifest = DataManifest.load(self.store) if manifest is None else manifest
+        tars = self.manifest.tars
+        self.tars = self.store if tars in (None, ".") else open_store(_tars_location(location, str(tars)), remote)
+        self.bind()
         self._splits: dict[str, Split] = {}
+
+    @classmethod
+    def at(cls, location: "str | Path | DataFolder", remote: RemoteSettings | None = None) -> "DataFolder":
+        """The data folder at a location; one that is open already is what it is."""
+        return location if isinstance(location, DataFolder) else cls(location, remote)
+
+    def bind(self, room_for: int = 0) -> None:
+        """See ``Store.bind``."""
+        self.store.bind(self.manifest.fingerprint, room_for)
+        if self.tars is not self.store:
+            self.tars.bind(self.manifest.fingerprint, room_for)
+
+    def close(self) -> None:
+        """See ``Store.close``."""
+        self.store.close()
+        self.tars.close()
 
     def split(self, name: str) -> "Split":
         """The shards of a split. Raises DataError where there is none of that name."""
         if name not in self.manifest.splits:
             raise DataError(
-                f"{self.store.path_for_messages(MANIFEST_NAME)}: no split {name!r}; "
+                f"{self.store.path_for_messages(DataManifest.FILE_NAME)}: no split {name!r}; "
                 f"it holds {', '.join(self.manifest.splits)}"
             )
         if name not in self._splits:
@@ -97,16 +112,23 @@ class DataFolder:
         return self._splits[name]
 
 
-def open_folder(location: "str | Path | DataFolder", remote: RemoteSettings | None = None) -> DataFolder:
-    """The data folder at a location; one that is open already is what it is."""
-    return location if isinstance(location, DataFolder) else DataFolder(location, remote)
+def _tars_location(location: str | Path, tars: str) -> str | Path:
+    """Where the tars of a manifest at ``location`` lie; ``tars`` is relative to it, absolute or a URL."""
+    text = str(location)
+    if "://" in tars or tars.startswith("/"):
+        return tars
+    if isinstance(location, Path) or "://" not in text:
+        return os.path.normpath(os.path.join(os.path.realpath(location), tars))  # noqa: PTH118
+    protocol, _, rest = text.partition("://")
+    path, mark, query = rest.partition("?")
+    return f"{protocol}://{posixpath.normpath(f'{path}/{tars}')}{mark}{query}"
 
 
 class Split:
     """The shards of one split."""
 
     def __init__(self, folder: DataFolder, name: str) -> None:
-        self.store, self.manifest, self.name = folder.store, folder.manifest, name
+        self._folder, self.manifest, self.name = folder, folder.manifest, name
         self.shards = self.manifest.splits[name].shards
         self.modality = modality_named(self.manifest.modality)
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
@@ -134,11 +156,14 @@ class Split:
         return opened
 
     def _opened(self, record: ShardRecord) -> OpenShard:
-        opened = OpenShard(record, self.store.local(shard_file(record)), load_index(self.store, record))
-        if not self._ends_in_zeros(opened) and self.store.discard(shard_file(record)):
-            opened = OpenShard(record, self.store.local(shard_file(record)), opened.index)
+        tars = self._folder.tars
+        opened = OpenShard(record, tars.local(record.file), record.load_index(self._folder.store))
+        if self.manifest.tars is not None:  # what lies behind the last sample is none of ours
+            return opened
+        if not self._ends_in_zeros(opened) and tars.discard(record.file):
+            opened = OpenShard(record, tars.local(record.file), opened.index)
         if not self._ends_in_zeros(opened):
-            path = self.store.path_for_messages(record.name)
+            path = tars.path_for_messages(record.name)
             raise DataError(f"{path}: is damaged behind its last sample; {REPAIR}")
         return opened
 
@@ -149,33 +174,75 @@ class Split:
                 file.seek(int(shard.ends[-1]))
                 return not any(file.read())
         except OSError as error:
-            path = self.store.path_for_messages(shard.record.name)
+            path = self._folder.tars.path_for_messages(shard.record.name)
             raise DataError(f"{path}: cannot be read ({error.strerror}); {REPAIR}") from error
 
     def renew(self, number: int) -> bool:
         """Forget a shard whose file was found damaged or gone; whether opening it again may help."""
         gone = number in self._open and not self._open[number].path.exists()
         self._open.pop(number, None)
-        return self.store.discard(shard_file(self.shards[number])) or gone
+        return self._folder.tars.discard(self.shards[number].file) or gone
 
     def expect(self, number: int) -> None:
-        """Tell the store which shard will be read soon."""
+        """Tell the stores which shard will be read soon."""
         if number not in self._lost:
-            self.store.expect((index_file(self.shards[number]), shard_file(self.shards[number])))
+            shard = self.shards[number]
+            if self._folder.tars is self._folder.store:
+                self._folder.store.expect((shard.index_file, shard.file))
+            else:
+                self._folder.store.expect((shard.index_file,))
+                self._folder.tars.expect((shard.file,))
 
     def reserve(self, lanes: int) -> None:
         """Tell how many lanes read at a time. Raises DataError where the store cannot hold a shard for each."""
         self._least_open = lanes
-        largest = max(shard_file(shard).size + index_file(shard).size for shard in self.shards)
-        self.store.bind(self.manifest.fingerprint, room_for=lanes * largest)
+        self._folder.bind(room_for=lanes * max(shard.file.size + shard.index_file.size for shard in self.shards))
+
+    def close(self) -> None:
+        """End what goes on in the background of this process."""
+        self._folder.close()
+
+    def check_sizes(self) -> None:
+        """Raises DataError for a file that is missing or of another size; a remote folder is not looked at."""
+        for store, files in (
+            (self._folder.tars, [shard.file for shard in self.shards]),
+            (self._folder.store, [shard.index_file for shard in self.shards]),
+        ):
+            sizes = store.sizes()
+            for file in files:
+                if sizes is not None and sizes.get(file.name) != file.size:
+                    store.local(file)  # says what is wrong with it
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the shards have to be fetched."""
+        return self._folder.tars.sizes() is None
+
+    def document_sizes(self) -> Iterator[np.ndarray]:
+        """(documents,) int64 of each shard: content bytes. Reads every index."""
+        self._folder.store.expect(shard.index_file for shard in self.shards)
+        for shard in self.shards:
+            yield np.diff(_document_edges(shard.load_index(self._folder.store)))
 
     def path(self, number: int) -> str:
         """What a shard is called in a message."""
-        return self.store.path_for_messages(self.shards[number].name)
+        return self._folder.tars.path_for_messages(self.shards[number].name)
+
+    def sample_name(self, number: int, sample: int) -> str:
+        """The name of the member of shard ``number`` that holds a sample."""
+        if self.manifest.tars is None:
+            return f"{self.shards[number].key(sample)}.{self.modality.extension}"
+        shard = self.open(number)
+        begins = sample
+        while begins and not shard.index["ends"][begins - 1]:
+            begins -= 1
+        return _member_name(shard.path, int(shard.index["member"][begins])) or f"number {sample}"
 
 
 class SampleReader:
     """Reads content of one split, forwards for the most part: one of these a lane, as it keeps its place."""
+
+    READ_BYTES = 2**19  # read at once where members are smaller
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -225,8 +292,8 @@ class SampleReader:
         while first < samples.stop:
             chunk = _chunk(shard, first, min(samples.stop, first + _MOST_SCATTERED))
             target = out[places[chunk.start - samples.start] : places[chunk.stop - samples.start]]
-            if not read_contents(
-                shard.path, shard.index[chunk.start : chunk.stop], int(shard.ends[chunk.stop - 1]), target
+            if not _read_scattered(
+                shard.path, shard.index[chunk.start : chunk.stop], shard.ends[chunk.start : chunk.stop], target
             ):
                 break
             first = chunk.stop
@@ -282,8 +349,8 @@ class SampleReader:
             raise DataError(f"{self._split.path(number)}: cannot be read ({error.strerror}); {REPAIR}") from error
 
 
-def document_edges(index: np.ndarray) -> np.ndarray:
-    """(samples,) shards.INDEX_DTYPE -> (documents + 1,) int64: content bytes before each document, and in all.
+def _document_edges(index: np.ndarray) -> np.ndarray:
+    """(samples,) INDEX_DTYPE -> (documents + 1,) int64: content bytes before each document, and in all.
 
     What goes on in the next shard is a document of its own here and there.
     """
@@ -300,12 +367,47 @@ def _edges(lengths: np.ndarray) -> np.ndarray:
 
 def _chunk(shard: OpenShard, first: int, stop: int) -> range:
     """As many samples from ``first`` on as one read takes, at least one."""
-    limit = int(shard.index["member"][first]) + READ_BYTES
+    limit = int(shard.index["member"][first]) + SampleReader.READ_BYTES
     return range(first, max(first + 1, min(stop, int(np.searchsorted(shard.ends, limit, side="right")))))
+
+
+def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.ndarray) -> bool:
+    """Write the content of whole members, (n,) INDEX_DTYPE, into ``out``, which has exactly their bytes.
+
+    All in one call, each content straight to its place: a copy less where samples are long. ``ends``, (n,), are the
+    offsets behind the members' padding. False where the file is not what the index says: ``out`` is undefined then,
+    and it is left to the caller to find out why.
+    """
+    rows = index.tolist()
+    # What lies before, between and behind the contents: headers and padding, and what belongs to no sample.
+    edges = [rows[0][0], *(edge for row in rows for edge in (row[1], row[1] + row[2])), int(ends[-1])]
+    frames = [memoryview(bytearray(stop - start)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+    places = np.concatenate([[0], np.cumsum(index["length"], dtype=np.int64)]).tolist()
+    contents = [out.data[start:stop] for start, stop in pairwise(places)]
+    parts = [part for pair in zip(frames, contents, strict=False) for part in pair] + frames[-1:]
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if os.preadv(file, parts, rows[0][0]) != sum(map(len, parts)):
+            return False
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    for number, ((member, content, length, crc32, _), end) in enumerate(zip(rows, ends.tolist(), strict=True)):
+        computed = zlib.crc32(frames[number][len(frames[number]) - (content - member) :])
+        computed = zlib.crc32(contents[number], computed)
+        if zlib.crc32(frames[number + 1][: end - content - length], computed) != crc32:
+            return False
+    return True
 
 
 def _what_is_wrong(split: Split, number: int, sample: int, member: memoryview) -> str:
     """For a member whose CRC-32 is not the index's: one line that says where the damage is."""
+    if split.manifest.tars is not None:
+        return f"member {split.sample_name(number, sample)} is damaged, or another than was indexed (CRC-32); {REPAIR}"
     key = split.shards[number].key(sample)
     header = bytes(member[:BLOCK_BYTES])
     name = header[:100].rstrip(b"\0")
@@ -313,6 +415,60 @@ def _what_is_wrong(split: Split, number: int, sample: int, member: memoryview) -
         return f"ends before sample {key}; {REPAIR}"
     if header[257:262] != b"ustar":
         return f"sample {key} has a damaged header; {REPAIR}"
-    if name != f"{key}.{split.modality.extension}".encode():
+    if name != split.sample_name(number, sample).encode():
         return f"holds sample {name.decode(errors='replace')!r} in place of {key}; {REPAIR}"
     return f"sample {key} is damaged (CRC-32); {REPAIR}"
+
+
+def _member_name(path: Path, offset: int) -> str | None:
+    """The name of the member whose headers begin at an offset of a tar; None where they are damaged."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                member = archive.next()
+    except (OSError, tarfile.TarError):
+        return None
+    return None if member is None else member.name
+
+
+class Sample(NamedTuple):
+    """A document, or a piece of a long one, for a person to look at."""
+
+    key: str  # names split, shard and place, as its member in the shard does
+    content: np.ndarray  # (n,) uint8
+    properties: Mapping[str, int]  # of all documents of the set
+    place: str  # its member and the shard, in words
+
+
+def sample_documents(location: str | Path | DataFolder, split: str, count: int, seed: int = 0) -> Iterator[Sample]:
+    """As many samples of a split, in order, each from its own part of it; equal seeds give equal samples.
+
+    A split with fewer is given whole. Only the shards that hold them are opened. Raises DataError for a folder, split
+    or count that does not fit, and for a damaged sample, before it is handed on.
+    """
+    if count < 1:
+        raise DataError(f"count={count}: must be at least 1")
+    opened = DataFolder.at(location).split(split)
+    reader = SampleReader(opened)
+    ends = list(accumulate(shard.samples for shard in opened.shards))
+    for number in _spread(ends[-1], count, seed):
+        shard = int(np.searchsorted(ends, number, side="right"))
+        sample = number - (ends[shard - 1] if shard else 0)
+        edges = opened.open(shard).edges
+        content = np.empty(int(edges[sample + 1] - edges[sample]), dtype=np.uint8)
+        reader.fill(shard, int(edges[sample]), content)
+        name = opened.sample_name(shard, sample)
+        key = opened.shards[shard].key(sample) if opened.manifest.tars is None else name
+        yield Sample(key, content, opened.manifest.properties, f"{name} of {opened.shards[shard].name}")
+
+
+def _spread(total: int, count: int, seed: int) -> list[int]:
+    """``count`` numbers below ``total``, one in each of as many equal parts; all of them where there are fewer."""
+    count = min(count, total)
+    numbers = []
+    for part in range(count):
+        first, end = part * total // count, (part + 1) * total // count
+        drawn = int.from_bytes(hashlib.sha256(f"{seed}\0{part}".encode()).digest()[:8], "big")
+        numbers.append(first + drawn % (end - first))
+    return numbers

@@ -10,94 +10,86 @@ from pathlib import Path
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import Modality, modality_named
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-from longstride.data_pipelines.shards.index import index_file, load_index, member_ends, shard_file
-from longstride.data_pipelines.shards.manifest import MANIFEST_NAME, Manifest, ShardRecord, parse_manifest
-from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, open_folder
-from longstride.data_pipelines.stores import Store, open_store, unreadable
+from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, member_ends
+from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
+from longstride.data_pipelines.stores import open_store, unreadable
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _CHECKED_AT_START = 1000  # shards
-
-
-def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
-    """Read a whole data folder: one line for each damage found, none where all is as it was built.
-
-    Sizes, SHA-256 of shards and indexes, the tar structure against the index, and the CRC-32 of each sample.
-    ``progress`` is told the bytes of shards, (done, in all), after each. Raises DataError where there is no data
-    folder.
-    """
-    store = open_store(location)
-    content = store.read(MANIFEST_NAME)
-    try:
-        manifest = parse_manifest(store.path_for_messages(MANIFEST_NAME), content)
-    except DataError as error:
-        return [str(error)]
-    if store.sizes() is not None:
-        return _verify_files(store, manifest, progress) + _strangers(store, manifest)
-    with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
-        # Fetched anew, whatever the training's cache holds, and forgotten shard after shard.
-        room = 2 * max(shard_file(shard).size + index_file(shard).size for shard in manifest.shards())
-        fresh = open_store(location, RemoteSettings(cache=cache, cache_bytes=room))
-        try:
-            return _verify_files(fresh, manifest, progress)
-        finally:
-            fresh.close()
-
-
-def _verify_files(store: Store, manifest: Manifest, progress: Progress | None) -> list[str]:
-    store.bind(manifest.fingerprint)
-    modality = modality_named(manifest.modality)
-    done, total = 0, sum(shard.file_bytes for shard in manifest.shards())
-    findings = []
-    for shard in manifest.shards():
-        findings += _verify_shard(store, shard, modality)
-        done += shard.file_bytes
-        if progress is not None:
-            progress(done, total)
-    return findings
 
 
 def check_split(location: str | Path | DataFolder, split: str) -> None:
     """Raises DataError unless a split's files have their sizes, and shards begin with their own first sample.
 
     Of the shards up to a thousand, evenly spread, are opened: enough to tell files that are no shards before a run
-    begins. A remote folder is not looked at: its files are checked when they are fetched.
+    begins. Remote files are not looked at: they are checked when they are fetched.
     """
-    opened = open_folder(location).split(split)
-    sizes = opened.store.sizes()
-    if sizes is None:
+    opened = DataFolder.at(location).split(split)
+    opened.check_sizes()
+    if opened.is_remote:
         return
-    for shard in opened.shards:
-        for file in (shard_file(shard), index_file(shard)):
-            if sizes.get(file.name) != file.size:
-                opened.store.local(file)  # says what is wrong with it
     count = len(opened.shards)
-    looked_at = min(count, _CHECKED_AT_START)
-    for place in range(looked_at):
-        SampleReader(opened).fill(place * count // looked_at, 0, np.empty(1, dtype=np.uint8))
+    checked = min(count, _CHECKED_AT_START)
+    for place in range(checked):
+        SampleReader(opened).fill(place * count // checked, 0, np.empty(1, dtype=np.uint8))
 
 
-def _strangers(store: Store, manifest: Manifest) -> list[str]:
-    """Files that look as if they belonged to the set, and are not in its manifest."""
-    known = {file.name for shard in manifest.shards() for file in (shard_file(shard), index_file(shard))}
-    names = sorted(name for name in store.sizes() or () if name.endswith((".tar", ".npy")) and name not in known)
-    return [f"{store.path_for_messages(name)}: {MANIFEST_NAME} does not list it; remove it" for name in names]
+def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
+    """Read a whole data folder: one line for each damage found, none where all is as it was built.
 
-
-def _verify_shard(store: Store, shard: ShardRecord, modality: Modality) -> list[str]:
-    name = store.path_for_messages(shard.name)
+    Sizes, SHA-256 of shards and indexes, the tar structure against the index, and the CRC-32 of each sample.
+    ``progress`` is called with the bytes of shards, (done, in all), after each. Raises DataError where there is no data
+    folder.
+    """
+    store = open_store(location)
+    content = store.read(DataManifest.FILE_NAME)
     try:
-        path = store.local(shard_file(shard))
-        index = load_index(store, shard)
+        manifest = DataManifest.parse(store.path_for_messages(DataManifest.FILE_NAME), content)
+    except DataError as error:
+        return [str(error)]
+    with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
+        # What is remote is fetched anew, whatever the training's cache holds, and forgotten shard after shard.
+        room = 2 * max(shard.file.size + shard.index_file.size for shard in manifest.shards())
+        folder = DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)
+        try:
+            return _verify_shards(folder, progress) + _strangers(folder)
+        finally:
+            folder.close()
+
+
+def _verify_shards(folder: DataFolder, progress: Progress | None) -> list[str]:
+    done, total = 0, sum(shard.file_bytes for shard in folder.manifest.shards())
+    findings = []
+    for name in folder.manifest.splits:
+        split = folder.split(name)
+        for number, shard in enumerate(split.shards):
+            findings += _verify_shard(folder, split, number)
+            done += shard.file_bytes
+            if progress is not None:
+                progress(done, total)
+    return findings
+
+
+def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
+    shard, name = split.shards[number], split.path(number)
+    try:
+        path = folder.tars.local(shard.file)
+        index = shard.load_index(folder.store)
     except DataError as error:
         return [str(error)]
     findings = []
     try:
-        if _file_sha256(path) != shard.sha256:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        if digest.hexdigest() != shard.sha256:
             findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
-        findings += _verify_samples(name, path, shard, index, modality)
+        if folder.manifest.tars is None:
+            findings += _verify_members(name, path, split, shard, index)
+        else:
+            findings += _verify_rows(name, path, split, number, index)
     except OSError as error:
         findings.append(unreadable(name, error))
     except tarfile.TarError as error:
@@ -105,14 +97,15 @@ def _verify_shard(store: Store, shard: ShardRecord, modality: Modality) -> list[
     return findings
 
 
-def _verify_samples(name: str, path: Path, shard: ShardRecord, index: np.ndarray, modality: Modality) -> list[str]:
+def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, index: np.ndarray) -> list[str]:
+    """Of a shard that we wrote: a member a sample, and nothing else."""
     findings = []
     with tarfile.open(path, "r:") as archive, path.open("rb") as file:
-        found = {member.name: member for member in archive}
+        members = {member.name: member for member in archive}
         for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index).tolist(), strict=True)):
             start, content, length, crc32, _ = row
-            key = f"{shard.key(number)}.{modality.extension}"
-            member = found.pop(key, None)
+            key = f"{shard.key(number)}.{split.modality.extension}"
+            member = members.pop(key, None)
             file.seek(start)
             if member is None or not member.isreg():
                 findings.append(f"{name}: sample {key} is missing; {REBUILD}")
@@ -120,12 +113,29 @@ def _verify_samples(name: str, path: Path, shard: ShardRecord, index: np.ndarray
                 findings.append(f"{name}: sample {key} is not where the index says; {REBUILD}")
             elif zlib.crc32(file.read(end - start)) != crc32:
                 findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
-    return findings + [f"{name}: member {stranger} is not in the index; {REBUILD}" for stranger in found]
+    return findings + [f"{name}: member {stranger} is not in the index; {REBUILD}" for stranger in members]
 
 
-def _file_sha256(path: Path) -> str:
+def _verify_rows(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
+    """Of a tar that others wrote: what the index names. The rest is under the SHA-256 alone."""
+    findings = []
     with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        for sample, (start, end, crc32) in enumerate(
+            zip(index["member"].tolist(), member_ends(index).tolist(), index["crc32"].tolist(), strict=True)
+        ):
+            file.seek(start)
+            if zlib.crc32(file.read(end - start)) != crc32:
+                findings.append(
+                    f"{name}: member {split.sample_name(number, sample)} is damaged (CRC-32); fetch the tar again"
+                )
+    return list(dict.fromkeys(findings))
+
+
+def _strangers(folder: DataFolder) -> list[str]:
+    """Files that look as if they belonged to the set, and are not in its manifest."""
+    if folder.manifest.tars is not None:  # tars beside it may be anybody's
+        return []
+    known = {file.name for shard in folder.manifest.shards() for file in (shard.file, shard.index_file)}
+    names = sorted(name for name in folder.store.sizes() or () if name.endswith((".tar", ".npy")) and name not in known)
+    name_of, listing = folder.store.path_for_messages, DataManifest.FILE_NAME
+    return [f"{name_of(name)}: {listing} does not list it; remove it" for name in names]

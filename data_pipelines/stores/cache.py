@@ -9,6 +9,7 @@ ends. A partial file counts with the size it will have, so that simultaneous fet
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -26,7 +27,7 @@ from longstride.data_pipelines.stores.local import StoredFile
 
 _SET_FOLDER = re.compile(r"[0-9a-f]{16}")
 _PARTIAL = re.compile(r".*\.(\d+)-[0-9a-f]+\.partial")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")  # others have their hash for a name
 _POLL_SECONDS = 0.02  # at first; it grows while another process fetches
 _LONGEST_POLL_SECONDS = 0.5
 
@@ -67,7 +68,7 @@ class Cache:
 
     def find(self, file: StoredFile) -> Path | None:
         """The path of a whole file, marked as just used. None where it has to be fetched."""
-        path = self._folder / file.name
+        path = self._path(file)
         try:
             if path.stat().st_size != file.size:
                 return None
@@ -85,13 +86,11 @@ class Cache:
         None where another process completed the file, or the store is being closed. Raises DataError where the file
         can never fit.
         """
-        if not _FILE_NAME.fullmatch(file.name):
-            raise DataError(f"{file.name!r}: no name of a file of a data folder; build the folder again")
         if file.size > self._limit:
             raise DataError(
                 f"cache_bytes={self._limit}: {file.name} alone has {file.size} bytes; good: at least {file.size}"
             )
-        path = self._folder / f"{file.name}.{file.size}-{file.sha256[:8]}.partial"
+        path = self._folder / f"{self._path(file).name}.{file.size}-{file.sha256[:8]}.partial"
         pause = _POLL_SECONDS
         while not stop.is_set():
             with self._usable(), self._cache_lock():
@@ -110,7 +109,7 @@ class Cache:
 
     def commit(self, partial: Partial) -> Path:
         """Turns a verified partial file into a whole one, at once for every reader."""
-        target = self._folder / partial.file.name
+        target = self._path(partial.file)
         with self._usable():
             os.fsync(partial.handle.fileno())
             partial.path.replace(target)
@@ -127,12 +126,18 @@ class Cache:
     def remove(self, file: StoredFile) -> None:
         """Removes the copy of a file, if there is one. It stays readable where it is open."""
         with self._usable():
-            (self._folder / file.name).unlink(missing_ok=True)
+            self._path(file).unlink(missing_ok=True)
 
     def forget_locks(self) -> None:
         """In a forked child: closes the parent's partial files. Else the child would keep their locks."""
         while self._locked:
             self._locked.pop().close()
+
+    def _path(self, file: StoredFile) -> Path:
+        """Where a whole file lies: by its name, unless that is a path or holds what names here cannot hold."""
+        if _FILE_NAME.fullmatch(file.name):
+            return self._folder / file.name
+        return self._folder / f"{hashlib.sha256(file.name.encode()).hexdigest()}{Path(file.name).suffix}"
 
     def _end(self, partial: Partial) -> None:
         self._locked.discard(partial.handle)

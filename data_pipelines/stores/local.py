@@ -5,13 +5,15 @@ Readers see no difference: they ask for a path, open it, read and close it.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD
+
+_BLOCK_BYTES = 2**20  # of a file that is read once and not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,18 @@ class Store(Protocol):
 
     def sizes(self) -> Mapping[str, int] | None:
         """Bytes of every file by name. None where listing them would cost more than one call."""
+
+    def find(self, suffix: str) -> Mapping[str, int | None]:
+        """Every file below the folder whose name ends so, and its bytes where the listing tells; no hidden ones.
+
+        Raises DataError where the folder cannot be listed.
+        """
+
+    def size(self, name: str) -> int:
+        """Bytes of one file. Raises DataError where it cannot be had."""
+
+    def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
+        """A file of so many bytes, from its beginning, read once and held nowhere. Raises DataError on the way."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Names the data set (its manifest's fingerprint) that the files belong to. Comes before ``local``.
@@ -92,6 +106,38 @@ class LocalStore:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         except OSError as error:
             raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
+
+    def find(self, suffix: str) -> Mapping[str, int | None]:
+        """See ``Store``; links to folders are not followed."""
+        sizes: dict[str, int | None] = {}
+
+        def refuse(error: OSError) -> None:
+            raise DataError(f"{error.filename}: cannot be listed ({error.strerror}); allow reading it") from error
+
+        for folder, folders, files in os.walk(self._folder, onerror=refuse):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(files):
+                path = Path(folder, name)
+                if name.endswith(suffix) and not name.startswith(".") and path.is_file():
+                    sizes[path.relative_to(self._folder).as_posix()] = path.stat().st_size
+        return sizes
+
+    def size(self, name: str) -> int:
+        """See ``Store``."""
+        try:
+            return (self._folder / name).stat().st_size
+        except OSError as error:
+            raise DataError(unreadable(self._folder / name, error)) from error
+
+    def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
+        """See ``Store``."""
+        path = self._folder / name
+        try:
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    yield block
+        except OSError as error:
+            raise DataError(unreadable(path, error)) from error
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Does nothing: the files are here."""

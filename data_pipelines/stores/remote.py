@@ -15,10 +15,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.settings import RemoteSettings
@@ -42,6 +42,7 @@ _HASH_BYTES = 2**20
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,}")
 _JOIN_SECONDS = 5.0  # for all threads together, when a store is closed
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RemoteStore:
@@ -68,20 +69,62 @@ class RemoteStore:
 
     def read(self, name: str) -> bytes:
         """The content of a small file, fetched anew. Raises DataError, naming the URL."""
+        return self._answer(lambda transport: transport.whole(name), self._url.shown_of(name))
+
+    def sizes(self) -> None:
+        """None: it would take a request for each file."""
+
+    def find(self, suffix: str) -> Mapping[str, int | None]:
+        """See ``Store``. Of a web server, what its page of the folder links to."""
+        names = self._answer(lambda transport: transport.find(suffix), self.location)
+        if not names:
+            good = f"{self.location.rstrip('/')}/train-{{000..012}}{suffix}"
+            raise DataError(f"{self.location}: lists no file *{suffix}; name the files themselves, such as {good}")
+        return names
+
+    def size(self, name: str) -> int:
+        """See ``Store``."""
+        shown = self.path_for_messages(name)
+        size = self._answer(lambda transport: transport.size(name), shown)
+        if size is None:
+            raise DataError(f"{shown}: the server does not tell its size; fetch the file first")
+        return size
+
+    def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
+        """See ``Store``. Each attempt goes on where the last one ended."""
         process = self._in_process()
-        transport, shown = process.transport(), self._url.shown_of(name)
+        transport, shown, have = process.transport(), self._url.shown_of(name), 0
+        patience = _Patience(self.settings, process.stop)
+        while have < size:
+            before = have
+            try:
+                chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
+                for content in transport.stream(name, have, size, chunk_bytes):
+                    have += len(content)
+                    yield content
+                problem = f"the body ended after {have} of {size} bytes"
+            except RefusedError as error:
+                raise _refused(shown, error) from None
+            except DifferentFileError as error:
+                raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
+            except Exception as error:
+                problem = transport.reason(error)
+            if have < size:
+                patience.after(problem, shown, progress=have > before)
+
+    def _answer(self, ask: Callable[[Transport], T], shown: str) -> T:
+        """What a server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
+        process = self._in_process()
+        transport = process.transport()
         patience = _Patience(self.settings, process.stop)
         while True:
             try:
-                return transport.whole(name)
+                return ask(transport)
             except RefusedError as error:
                 raise _refused(shown, error) from None
             except Exception as error:
                 problem = transport.reason(error)
             patience.after(problem, shown, progress=False)
-
-    def sizes(self) -> None:
-        """None: it would take a request for each file."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Names the data set: the first 16 digits name its folder in the cache.

@@ -147,6 +147,21 @@ class Transport:
                 return b"".join(self._http_body(file_url, 0, None))
             return self._filesystem.cat_file(file_url)
 
+    def find(self, suffix: str) -> dict[str, int | None]:
+        """Paths of the files below the folder that end so, and their bytes where the listing tells. One attempt."""
+        url = self.url.of("").rstrip("/")
+        with _final_answers(self.url):
+            listed = self._filesystem.find(url, detail=True)
+        root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
+        names = {path.removeprefix(root): details for path, details in listed.items() if path.endswith(suffix)}
+        hidden = [name for name in names if name.startswith(".") or "/." in name]
+        return {name: names[name].get("size") for name in sorted(names) if name not in hidden}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None where the server does not tell. One attempt, which raises as ``whole`` does."""
+        with _final_answers(self.url):
+            return self._filesystem.size(self.url.of(name))
+
     def stream(self, name: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
         """Bytes from ``offset`` on of a file of ``size`` bytes, in one attempt. They may end early.
 

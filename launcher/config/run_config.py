@@ -45,14 +45,16 @@ class RemoteConfig(StrictModel):
 class DataConfig(StrictModel):
     """Where the bytes come from."""
 
-    path: str = Field(min_length=1, description="folder of `longstride data build`, or its http(s):// or s3:// URL")
+    path: str = Field(
+        min_length=1, description="folder of `longstride data build` or `index`, or its http(s):// or s3:// URL"
+    )
     train_split: str = Field(default="train", min_length=1)
     validation_split: str = Field(default="validation", min_length=1)
     order: Literal["exact", "streaming"] = Field(
-        default="exact", description="streaming: plain WebDataset shards without an index, inexact on resume"
+        default="exact", description="streaming: of older runs alone; `longstride data index` takes its place"
     )
-    modality: str | None = Field(default=None, description="of plain shards; a built folder knows its own")
-    extension: str | None = Field(default=None, description="of the member that holds a plain sample's content")
+    modality: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
+    extension: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
     seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
     shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
     packing: bool | None = Field(
@@ -87,14 +89,24 @@ class DataConfig(StrictModel):
         if self.order == "exact":
             for name in ("modality", "extension"):
                 if getattr(self, name) is not None:
-                    rule = "is asked of plain shards alone; leave it out, or set order to streaming"
+                    rule = f"a data folder knows its own; leave it out, and give --{name} to `longstride data index`"
                     problems.append(Problem(name, rule, getattr(self, name)))
-        elif self.on_damage != "abort":
-            rule = "plain shards have no index to tell what is damaged; must be abort where order is streaming"
-            problems.append(Problem("on_damage", rule, self.on_damage))
         if problems:
             raise ConfigError(*problems)
         return self
+
+    def check_order(self) -> None:
+        """Whether the data can be read; the order "streaming" is known only so that older runs can be exported.
+
+        Raises:
+            ConfigError: it is "streaming", with the command that converts.
+        """
+        if self.order == "exact":
+            return
+        options = [f"--{name} {value}" for name in ("modality", "extension") if (value := getattr(self, name))]
+        command = " ".join(["longstride data index", self.path, "--output DIR", *options])
+        rule = f"is no more: run `{command}`, set data.path to DIR, leave out order, modality and extension"
+        raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
 
 
 # Settings of the data by the names that the data room has for them, and where the user wrote them.
@@ -214,9 +226,6 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        if self.train.epochs is not None and self.data.order == "streaming":
-            rule = "plain shards have no size that is known before they are read; give train.steps instead"
-            raise ConfigError.at("train.epochs", self.train.epochs, rule)
         recomputing = self.deepspeed.get("activation_checkpointing", {})
         count = recomputing.get("number_checkpoints")
         if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
@@ -289,7 +298,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             _resolve_deepspeed(content)
         put(content, parts, value)
     _resolve_deepspeed(content)
-    return RunConfig.model_validate(content)
+    config = RunConfig.model_validate(content)
+    config.data.check_order()
+    return config
 
 
 def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:

@@ -1,4 +1,4 @@
-"""`longstride data build|verify`: shards from files, and whether a data folder is as it was built."""
+"""`longstride data build|index|verify`: shards from files, an index of others' tars, a check of both."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from tqdm import tqdm
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import MAX_PIXELS, MODALITIES
-from longstride.data_pipelines.shards import Manifest, verify
+from longstride.data_pipelines.modalities import MODALITIES
+from longstride.data_pipelines.shards import DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher.output import exit_codes, mistake, report
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
-_SETTINGS = {  # of `build`, by the names that they have here
+_SETTINGS = {  # of `build` and `index`, by the names that they have here
     "validation_fraction": "--validation-fraction",
     "shard_bytes": "--shard-bytes",
     "exclude": "--exclude",
     "suffixes": "--suffix",
     "dataset": "--dataset",
+    "extension": "--extension",  # of `index`
+    "split": "--split",
 }
-_OPTIONS = {"image": "image_size", "audio": "rate"}  # of one modality alone
+_OPTIONS = {name: kind.build_option for name, kind in MODALITIES.items() if kind.build_option}  # of one modality alone
 # Of files alone: a dataset has its own. None where they were not given, so that what is given in vain is told.
 _DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
@@ -37,8 +39,8 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
     parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
     parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
-    parser.add_argument("--image-size", metavar="HxW", help="crop and resize pictures (default: all have one size)")
-    parser.add_argument("--rate", metavar="HZ", help="bring all sounds to it (default: all have one rate)")
+    for option in _OPTIONS.values():
+        parser.add_argument(option.name, metavar=option.metavar, help=option.help)
     parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
     parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
     parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
@@ -76,7 +78,7 @@ def run_build(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _build(arguments: argparse.Namespace, crew: Crew) -> Manifest:
+def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
     _check_kind(arguments)
     for given in arguments.inputs:
         _check_on_this_machine("PATH", given, "a file or folder on this machine, such as texts; fetch it first")
@@ -132,7 +134,7 @@ def _check_kind(arguments: argparse.Namespace) -> None:
         raise DataError(
             f"PATH={arguments.inputs[0]}: goes without --dataset; name the dataset's archive or folder by --input"
         )
-    for name in (*_DEFAULTS, *_OPTIONS.values()):
+    for name in (*_DEFAULTS, *(option.attribute for option in _OPTIONS.values())):
         value = getattr(arguments, name)
         if value is not None:
             option = f"--{name.replace('_', '-')}={value[0] if isinstance(value, list) else value}"
@@ -159,9 +161,49 @@ def _check_on_this_machine(option: str, value: str, rule: str) -> None:
 
 
 def _by_option(error: DataError | OSError) -> Exception:
-    """The same about a setting of a build by the option's name, which a person wrote."""
+    """The same about a setting by the option's name, which a person wrote."""
     setting, equals, rest = str(error).partition("=")
     return DataError(f"{_SETTINGS[setting]}={rest}") if equals and setting in _SETTINGS else error
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data index`."""
+    parser.add_argument("places", nargs="+", metavar="DIR|URL|TAR", help="tars: folders, names or patterns of them")
+    parser.add_argument("--output", required=True, metavar="DIR", help="for manifest and indexes; may be the tars' own")
+    parser.add_argument("--modality", choices=sorted(MODALITIES), default="text", help="(default: text)")
+    parser.add_argument("--extension", metavar="EXT", help="of the members that hold content (default: the modality's)")
+    parser.add_argument(
+        "--split", action="append", metavar="NAME=PATTERN", help="which tars belong to a split (repeatable)"
+    )
+    parser.add_argument(
+        "--validation-fraction", type=float, help="of the tars, where none is named validation* (default: 0.05)"
+    )
+    parser.add_argument("--complete", action="store_true", help="refuse a sample that lacks the member")
+
+
+def run_index(arguments: argparse.Namespace) -> int:
+    """Runs `data index`.
+
+    Raises:
+        DataError: what cannot be read as it lies, or an output that is taken.
+    """
+    _check_on_this_machine("--output", arguments.output, "a folder on this machine, such as data/mine; then upload it")
+    try:
+        with _progress() as show:
+            manifest = index_tars(
+                arguments.places,
+                Path(arguments.output),
+                modality=arguments.modality,
+                extension=arguments.extension,
+                splits=arguments.split or (),
+                validation_fraction=arguments.validation_fraction,
+                complete=arguments.complete,
+                progress=show,
+            )
+    except DataError as error:
+        raise _by_option(error) from error
+    print(f"{arguments.output}: {_summary(manifest)}", file=sys.stderr)
+    return 0
 
 
 def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
@@ -170,31 +212,15 @@ def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
     Raises:
         DataError: an option of another modality, or a value that cannot be read.
     """
-    for modality, name in _OPTIONS.items():
-        value = getattr(arguments, name)
-        if value is not None and modality != arguments.modality:
-            option = f"--{name.replace('_', '-')}={value}"
-            raise DataError(f"{option}: goes with --modality {modality}, and this is {arguments.modality}")
-    if arguments.image_size is not None:
-        height, cross, width = arguments.image_size.partition("x")
-        rule = "must be height x width in pixels, or one number for both; such as 32x32"
-        size = {
-            "height": _whole_number("--image-size", arguments.image_size, height, rule),
-            "width": _whole_number("--image-size", arguments.image_size, width if cross else height, rule),
-        }
-        if size["height"] * size["width"] > MAX_PIXELS:
-            rule = f"must be at most {MAX_PIXELS:,} pixels in all, such as 64x64"
-            raise DataError(f"--image-size={arguments.image_size}: {rule}")
-        return size
-    if arguments.rate is not None:
-        return {"rate": _whole_number("--rate", arguments.rate, arguments.rate, "must be in Hz; such as 12000")}
-    return {}
-
-
-def _whole_number(option: str, value: str, part: str, rule: str) -> int:
-    if not part.isascii() or not part.isdecimal() or len(part) > 9 or int(part) == 0:
-        raise DataError(f"{option}={value}: {rule}")
-    return int(part)
+    properties: dict[str, int] = {}
+    for modality, option in _OPTIONS.items():
+        value = getattr(arguments, option.attribute)
+        if value is not None:
+            if modality != arguments.modality:
+                rule = f"goes with --modality {modality}, and this is {arguments.modality}"
+                raise DataError(f"{option.name}={value}: {rule}")
+            properties = MODALITIES[modality].parse_build_option(value)
+    return properties
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +252,7 @@ def check_location(location: str) -> None:
         raise DataError("DIR|URL='': must be a data folder, such as data/mine")
 
 
-def _summary(manifest: Manifest) -> str:
+def _summary(manifest: DataManifest) -> str:
     """What was made, and what was left out of it."""
     made = [
         f"{name} {split.content_bytes:,} bytes of {split.documents:,} documents"

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from longstride.data_pipelines.order import (
     ByteStream,
     Cut,
     EvaluationBatch,
+    StreamSettings,
     StreamState,
     Substitution,
     evaluation_contexts,
     read_context,
 )
-from longstride.data_pipelines.plain import PlainStream, plain_context, plain_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
@@ -142,40 +142,37 @@ class RunData:
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
         self._config, self._ranks = config, ranks
-        self._location = location or config.data.path
-        self._folder: DataFolder | None = None  # of plain shards there is none
-        if config.data.order == "exact":
-            with placed():
-                self._folder = DataFolder(self._location, make_remote(config))
+        if location is None:  # a run's configuration may be older
+            config.data.check_order()
+        with placed():
+            self._folder = DataFolder(location or config.data.path, make_remote(config))
 
     @property
     def modality(self) -> str:
         """The kind of data, by its name."""
-        return plain_members(self._config)["modality"] if self._folder is None else self._folder.manifest.modality
+        return self._folder.manifest.modality
 
-    def stream(self, state: StreamState | None = None) -> ByteStream | PlainStream:
+    def stream(self, state: StreamState | None = None) -> ByteStream:
         """This rank's training batches from a state on; None is the beginning.
 
         Raises:
             DataError: the split or state does not fit the run.
         """
         data = self._config.data
-        asked: dict[str, Any] = {
-            "context": self._config.model.context,
-            "global_batch": self._config.train.global_batch,
-            "seed": data.seed,
-            "rank": self._ranks.rank,
-            "world_size": self._ranks.world_size,
-            "cut": make_cut(self._config),
-            "shuffle_bytes": data.shuffle_bytes,
-            "workers": data.workers,
-            "prefetch": data.prefetch,
-            "state": state,
-        }
         with placed():
-            if self._folder is None:
-                return PlainStream(self._location, data.train_split, **asked, **plain_members(self._config))
-            return ByteStream(self._folder, data.train_split, **asked, on_damage=data.on_damage)
+            settings = StreamSettings(
+                context=self._config.model.context,
+                global_batch=self._config.train.global_batch,
+                seed=data.seed,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                cut=make_cut(self._config),
+                shuffle_bytes=data.shuffle_bytes,
+                on_damage=data.on_damage,
+                workers=data.workers,
+                prefetch=data.prefetch,
+            )
+            return ByteStream(self._folder, settings, data.train_split, state=state)
 
     def evaluation(
         self,
@@ -190,20 +187,18 @@ class RunData:
         Raises:
             DataError: the split does not fit the run.
         """
-        asked: dict[str, Any] = {
-            "context": self._config.model.context,
-            "batch_size": batch_size or self._config.train.micro_batch,
-            "rank": self._ranks.rank,
-            "world_size": self._ranks.world_size,
-            "cut": make_cut(self._config),
-            "limit": limit,
-            "min_context": min_context,
-        }
-        name = split or self._config.data.validation_split
         with placed():
-            if self._folder is None:
-                return plain_contexts(self._location, name, **asked, **plain_members(self._config))
-            return evaluation_contexts(self._folder, name, **asked)
+            return evaluation_contexts(
+                self._folder,
+                split or self._config.data.validation_split,
+                context=self._config.model.context,
+                batch_size=batch_size or self._config.train.micro_batch,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                cut=make_cut(self._config),
+                limit=limit,
+                min_context=min_context,
+            )
 
     def context(self, number: int, split: str | None = None) -> Tensor:
         """Context ``number`` of a split, by default the validation split: (n,) uint8, n from 1 to the model's context.
@@ -212,11 +207,9 @@ class RunData:
             DataError: the split does not fit the run, has no such context, or is damaged there.
         """
         name = split or self._config.data.validation_split
-        asked: dict[str, Any] = {"context": self._config.model.context, "cut": make_cut(self._config)}
+        context, cut = self._config.model.context, make_cut(self._config)
         with placed():
-            if self._folder is None:
-                return plain_context(self._location, name, number, **asked, **plain_members(self._config))
-            return read_context(self._folder, name, number, **asked)
+            return read_context(self._folder, name, number, context=context, cut=cut)
 
     def check(self) -> None:
         """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.
@@ -228,10 +221,9 @@ class RunData:
         self.evaluation()
         check_pictures(self._config, stream.properties)
         data = self._config.data
-        if self._folder is not None:  # nothing tells what plain shards should hold
-            check_split(self._folder, data.validation_split)
-            if data.on_damage == "abort":
-                check_split(self._folder, data.train_split)
+        check_split(self._folder, data.validation_split)
+        if data.on_damage == "abort":
+            check_split(self._folder, data.train_split)
 
 
 def check_pictures(config: RunConfig, properties: Mapping[str, int]) -> None:
@@ -259,8 +251,3 @@ def make_remote(config: RunConfig) -> RemoteSettings:
 def make_cut(config: RunConfig) -> Cut:
     """How the run's documents become contexts."""
     return Cut(packing=config.data.packing, separator=config.data.separator, hop=config.data.hop)
-
-
-def plain_members(config: RunConfig) -> dict[str, Any]:
-    """What is to be known of plain shards, which say nothing of themselves."""
-    return {"modality": config.data.modality or "text", "extension": config.data.extension}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.shards.manifest import Manifest, ShardRecord
+from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Corpus:
 
     source: Path
     folder: Path
-    manifest: Manifest
+    manifest: DataManifest
 
     def shard_payloads(self, split: str) -> list[bytes]:
         """The payload bytes of each shard in canonical order, read by the standard library alone."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling.order_at_scale import main, paper_manifest, plan_rank
-from longstride.data_pipelines.order.stream import ByteStream
+from tests.harness.data.streams import open_stream
 
 
 def test_ranks_together_read_what_one_process_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +26,7 @@ def test_ranks_together_read_what_one_process_would(tmp_path: Path, capsys: pyte
 
 def test_another_order_would_be_seen(tmp_path: Path) -> None:
     data = paper_manifest(tmp_path, 20)
-    one, other = (ByteStream(data, context=12_288, global_batch=4, seed=seed) for seed in (0, 1))
+    one, other = (open_stream(data, context=12_288, global_batch=4, seed=seed) for seed in (0, 1))
     assert plan_rank(one, 0, 1) != plan_rank(other, 0, 1)
     whole = plan_rank(one, 0, 1)
     halves = [plan_rank(one, rank, 2) for rank in (0, 1)]

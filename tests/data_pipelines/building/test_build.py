@@ -21,7 +21,6 @@ from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, pack
 from longstride.data_pipelines.documents import FileDocument
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.modalities import modality_named
-from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import open_store
 from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, write_files
@@ -64,7 +63,7 @@ def test_build_is_read_by_plain_webdataset(corpus):
 
 def check_index(folder: Path, shard, ends: list[int]) -> None:
     """Compares an index with the tar file as the standard library reads it."""
-    index = load_index(open_store(folder), shard)
+    index = shard.load_index(open_store(folder))
     assert index.dtype.itemsize == 25
     assert index["ends"].tolist() == ends
     content = (folder / shard.name).read_bytes()
@@ -91,7 +90,7 @@ def test_build_index_tells_where_documents_end(tmp_path):
     manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0)
     (shard,) = manifest.splits["train"].shards
     order = [len(payload) for payload in payloads_of(tmp_path / "data", "train")]
-    ends = load_index(open_store(tmp_path / "data"), shard)["ends"].tolist()
+    ends = shard.load_index(open_store(tmp_path / "data"))["ends"].tolist()
     whole, parts = [], 0
     for size, end in zip(order, ends, strict=True):
         parts += size

@@ -26,7 +26,7 @@ from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
 from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import split_bytes
-from longstride.data_pipelines.shards.manifest import Manifest
+from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.verify import verify
 from tests.harness.data.builds import OutOfOrder, folder_bytes, write_files
 from tests.harness.data.published_files import (
@@ -50,7 +50,7 @@ def split(folder: Path, name: str) -> bytes:
     return b"".join(split_bytes(folder, name))
 
 
-def made(name: str, given: Path, output: Path, **options) -> Manifest:
+def made(name: str, given: Path, output: Path, **options) -> DataManifest:
     """A build, by default with ``unpublished``."""
     return build_dataset(name, given, output, **{"unpublished": True, **options})
 

@@ -17,11 +17,11 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.data_pipelines.modalities.audio import mulaw_decode, mulaw_encode
+from longstride.data_pipelines.modalities.wav import mulaw_decode, mulaw_encode
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import split_bytes
-from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards.verify import verify
+from tests.harness.data.streams import open_stream
 
 AUDIO = MODALITIES["audio"]
 EVERY_SAMPLE = np.arange(-(2**15), 2**15).astype(np.int16)
@@ -258,7 +258,7 @@ def test_audio_contexts_overlap_by_the_hop(tmp_path):
         starts = range(0, max(1, len(sound) - 64 + 24), 24)
         expected += [sound[start : start + 64] for start in starts]
     assert sorted(map(len, expected)) == [10, 41, 54, *[64] * 6]
-    stream = ByteStream(tmp_path / "data", context=64, global_batch=3, cut=Cut(hop=24))
+    stream = open_stream(tmp_path / "data", context=64, global_batch=3, cut=Cut(hop=24))
     batches = list(islice(stream, stream.lanes.steps_in(0)))
     rows = torch.cat([batch.tokens for batch in batches]).numpy()
     lengths = torch.cat([batch.lengths for batch in batches]).tolist()

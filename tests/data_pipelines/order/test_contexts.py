@@ -14,12 +14,11 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.order.lanes import shard_order
-from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards import reading
-from longstride.data_pipelines.shards.index import load_index
-from longstride.data_pipelines.shards.reading import SampleReader, open_folder
+from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
 from longstride.data_pipelines.stores import open_store
 from tests.data_pipelines.conftest import Corpus, write_sources
+from tests.harness.data.streams import open_stream
 
 CONTEXT = 300
 
@@ -29,7 +28,7 @@ def pieces(tmp_path, monkeypatch) -> Corpus:
     """Documents of many samples, some over several shards, and reads of a few samples at once."""
     write_sources(tmp_path / "source", num_files=30, seed=1)
     monkeypatch.setattr(shard_writer, "SAMPLE_BYTES", 37)
-    monkeypatch.setattr(reading, "READ_BYTES", 3000)
+    monkeypatch.setattr(SampleReader, "READ_BYTES", 3000)
     monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
     monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)
     manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0.2, shard_bytes=900)
@@ -40,7 +39,7 @@ def shard_documents(corpus, split: str) -> list[list[bytes]]:
     """The parts of documents that each shard holds, in canonical order."""
     shards = []
     for shard in corpus.manifest.splits[split].shards:
-        ends = load_index(open_store(corpus.folder), shard)["ends"]
+        ends = shard.load_index(open_store(corpus.folder))["ends"]
         parts = [b""]
         for sample, end in zip(corpus.documents_of(shard), ends, strict=True):
             parts[-1] += sample
@@ -89,7 +88,7 @@ def rows_of(batch) -> list[bytes]:
 
 def train_contexts(corpus, cut: Cut, context: int, global_batch: int, epochs: int, seed: int = 3) -> dict[int, bytes]:
     """Every context that the stream delivers in so many epochs, by its number."""
-    stream = ByteStream(
+    stream = open_stream(
         corpus.folder, context=context, global_batch=global_batch, seed=seed, cut=cut, shuffle_bytes=2000
     )
     found: dict[int, bytes] = {}
@@ -168,25 +167,25 @@ def test_document_over_several_samples_and_shards_is_cut_in_each_shard(tmp_path)
 
 
 def test_what_an_epoch_carries_over_is_named(corpus):
-    stream = ByteStream(corpus.folder, context=64, global_batch=24)
+    stream = open_stream(corpus.folder, context=64, global_batch=24)
     left = stream.lanes.total_units % (64 * 24)
     last = corpus.manifest.splits["train"].shards[shard_order(len(corpus.shard_payloads("train")), 0, 0)[-1]]
     assert stream.carried(0) is None
     assert stream.carried(1) == f"{left:,} bytes are carried over into epoch 1, from {corpus.folder / last.name} on"
-    stream = ByteStream(corpus.folder, context=64, global_batch=1, cut=Cut(packing=False))
+    stream = open_stream(corpus.folder, context=64, global_batch=1, cut=Cut(packing=False))
     assert stream.carried(1) is None
 
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(separator=0), Cut(packing=False), Cut(packing=False, hop=32)], ids=str)
 def test_state_of_another_cut_is_refused(corpus, cut):
     other = Cut(separator=1)
-    state = ByteStream(corpus.folder, context=64, global_batch=4, cut=other).state
+    state = open_stream(corpus.folder, context=64, global_batch=4, cut=other).state
     with pytest.raises(DataError, match="another data set, split, cutting"):
-        ByteStream(corpus.folder, context=64, global_batch=4, cut=cut, state=state)
+        open_stream(corpus.folder, context=64, global_batch=4, cut=cut, state=state)
 
 
 def test_padding_is_zero_and_lengths_are_at_least_one(corpus):
-    stream = ByteStream(corpus.folder, context=1000, global_batch=4, cut=Cut(packing=False))
+    stream = open_stream(corpus.folder, context=1000, global_batch=4, cut=Cut(packing=False))
     for batch in itertools.islice(stream, stream.lanes.steps_in(0)):
         assert (batch.lengths >= 1).all() and (batch.lengths <= 1000).all()
         beyond = torch.arange(1000) >= batch.lengths[:, None]
@@ -197,7 +196,7 @@ def test_padding_is_zero_and_lengths_are_at_least_one(corpus):
 @given(data=st.data())
 def test_reader_reads_any_range_in_any_order(corpus, data):
     """One reader, which keeps its place, asked here and there."""
-    split = open_folder(corpus.folder).split("train")
+    split = DataFolder(corpus.folder).split("train")
     reader = SampleReader(split)
     separator = data.draw(st.sampled_from([None, 0, 255]))
     behind = b"" if separator is None else bytes([separator])

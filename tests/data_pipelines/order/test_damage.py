@@ -8,9 +8,8 @@ import torch
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
-from longstride.data_pipelines.order.stream import ByteStream
-from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.stores import open_store
+from tests.harness.data.streams import open_stream
 
 CONTEXT, GLOBAL_BATCH = 64, 12
 
@@ -23,7 +22,7 @@ def damaged(corpus, tmp_path):
     for number, field in ((1, "content"), (5, "member")):
         path = folder / shards[number].name
         content = bytearray(path.read_bytes())
-        content[int(load_index(open_store(folder), shards[number])[1][field])] ^= 8
+        content[int(shards[number].load_index(open_store(folder))[1][field])] ^= 8
         path.write_bytes(content)
     lost = folder / shards[9].name
     lost.write_bytes(bytes(lost.stat().st_size))
@@ -33,7 +32,7 @@ def damaged(corpus, tmp_path):
 def steps(folder, world_size=1, workers=0, count=None):
     """Two epochs of (tokens, ids, substitutions) of all ranks together."""
     streams = [
-        ByteStream(
+        open_stream(
             folder,
             context=CONTEXT,
             global_batch=GLOBAL_BATCH,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.lanes import Lanes, StreamState, block_order, shard_order
-from longstride.data_pipelines.order.stream import ByteStream
+from tests.harness.data.streams import open_stream
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 WORKERS = (0, 1, 3)
@@ -40,7 +40,7 @@ def global_batches(corpus, count, world_size=1, state=None, workers=0, prefetch=
     """The first ``count`` global batches, put together from all ranks."""
     ranks = [
         take(
-            ByteStream(
+            open_stream(
                 corpus.folder,
                 context=64,
                 global_batch=24,
@@ -77,7 +77,7 @@ def defined_context(lanes: Lanes, seed: int, epoch: int, step: int, lane: int, b
 
 
 def assert_follows_definition(corpus, context, global_batch, seed, num_epochs, shuffle_bytes=1000):
-    stream = ByteStream(
+    stream = open_stream(
         corpus.folder, context=context, global_batch=global_batch, seed=seed, shuffle_bytes=shuffle_bytes
     )
     num_batches = stream.lanes.batches_before(num_epochs)
@@ -134,7 +134,7 @@ def test_blocks_are_shuffled_each_in_its_own_way():
 @pytest.fixture(scope="module")
 def uninterrupted(corpus):
     """Three epochs of global batches, read by one rank."""
-    stream = ByteStream(corpus.folder, context=64, global_batch=24, seed=5, shuffle_bytes=SHORT_BLOCKS)
+    stream = open_stream(corpus.folder, context=64, global_batch=24, seed=5, shuffle_bytes=SHORT_BLOCKS)
     assert stream.lanes.steps_in(0) > 2 * (SHORT_BLOCKS // 64)
     return list(global_batches(corpus, stream.lanes.batches_before(3)))
 
@@ -161,7 +161,7 @@ def test_stream_leaves_the_random_numbers_of_others_alone(corpus):
     """Dropout draws from the same generator as a loader would: a resume must find it where it was."""
     for workers in WORKERS:
         before = torch.get_rng_state()
-        take(ByteStream(corpus.folder, context=64, global_batch=24, workers=workers), 3)
+        take(open_stream(corpus.folder, context=64, global_batch=24, workers=workers), 3)
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -172,7 +172,7 @@ def test_workers_hand_on_damage_as_it_is(corpus, tmp_path):
         path.write_bytes(path.read_bytes()[:600] + bytes(path.stat().st_size - 600))
     for workers in (0, 2):
         with pytest.raises(DataError, match=r"^/\S+train-\d+\.tar: [^\n]+$"):
-            take(ByteStream(folder, context=64, global_batch=4, workers=workers), 100)
+            take(open_stream(folder, context=64, global_batch=4, workers=workers), 100)
 
 
 def assert_resumes(corpus, uninterrupted, data, workers):
@@ -218,10 +218,10 @@ def test_stream_resumes_campaign(corpus, uninterrupted, data):
 def test_stream_far_ahead_costs_the_same(corpus):
     """Resuming in epoch 10 million reads no more than the first batch does."""
     lanes = Lanes(corpus.manifest.splits["train"].content_bytes, 64, 24)
-    start = ByteStream(corpus.folder, context=64, global_batch=24).state
+    start = open_stream(corpus.folder, context=64, global_batch=24).state
     epoch, step = lanes.position(lanes.batches_before(10_000_000) + 3)
     state = StreamState(start.fingerprint, 0, epoch, step, 24)
-    batch = next(iter(ByteStream(corpus.folder, context=64, global_batch=24, state=state)))
+    batch = next(iter(open_stream(corpus.folder, context=64, global_batch=24, state=state)))
     content = b"".join(corpus.shard_payloads("train")[number] for number in shard_order(lanes_shards(corpus), 0, epoch))
     sample = int(batch.sample_ids[12])
     offset = sample * 64 - epoch * lanes.total_units
@@ -241,26 +241,26 @@ def test_stream_epochs_differ_in_order(corpus):
 
 
 def test_stream_batch_has_shapes_and_types(corpus):
-    batch = next(iter(ByteStream(corpus.folder, context=64, global_batch=24, rank=1, world_size=3)))
+    batch = next(iter(open_stream(corpus.folder, context=64, global_batch=24, rank=1, world_size=3)))
     assert batch.tokens.shape == (8, 64) and batch.tokens.dtype == torch.uint8
     assert batch.sample_ids.shape == (8,) and batch.sample_ids.dtype == torch.int64
     assert (batch.state.epoch, batch.state.step) == (0, 1)
 
 
 def test_stream_iterates_again_from_its_state(corpus):
-    stream = ByteStream(corpus.folder, context=64, global_batch=24)
+    stream = open_stream(corpus.folder, context=64, global_batch=24)
     assert torch.equal(next(iter(stream)).tokens, next(iter(stream)).tokens)
 
 
 def test_stream_can_be_sent_to_another_process(corpus):
-    stream = ByteStream(corpus.folder, context=64, global_batch=24)
+    stream = open_stream(corpus.folder, context=64, global_batch=24)
     first = next(iter(stream))
     assert torch.equal(next(iter(pickle.loads(pickle.dumps(stream)))).tokens, first.tokens)
 
 
 def test_stream_passes_over_epochs_without_a_step(corpus):
     total = corpus.manifest.splits["train"].content_bytes
-    stream = ByteStream(corpus.folder, context=total // 2, global_batch=5)
+    stream = open_stream(corpus.folder, context=total // 2, global_batch=5)
     assert [stream.lanes.steps_in(epoch) for epoch in range(3)] == [0, 0, 1]
     assert (stream.state.epoch, stream.state.step) == (2, 0)
     content = defined_stream(corpus, seed=0, num_epochs=3)
@@ -279,16 +279,16 @@ def test_stream_passes_over_epochs_without_a_step(corpus):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_stream_refuses_state_of_another_stream(corpus, change, rule):
-    state = ByteStream(corpus.folder, context=64, global_batch=24).state
+    state = open_stream(corpus.folder, context=64, global_batch=24).state
     with pytest.raises(DataError, match=rule):
-        ByteStream(corpus.folder, context=64, global_batch=24, state=StreamState(**{**state.to_json(), **change}))
+        open_stream(corpus.folder, context=64, global_batch=24, state=StreamState(**{**state.to_json(), **change}))
 
 
 @pytest.mark.parametrize("change", [{"context": 128}, {"split": "validation"}, {"shuffle_bytes": 0}], ids=str)
 def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change):
-    state = ByteStream(corpus.folder, context=64, global_batch=4).state
+    state = open_stream(corpus.folder, context=64, global_batch=4).state
     with pytest.raises(DataError, match="another data set, split, cutting into contexts or shuffle"):
-        ByteStream(corpus.folder, **{"context": 64, "global_batch": 4, "state": state, **change})
+        open_stream(corpus.folder, **{"context": 64, "global_batch": 4, "state": state, **change})
 
 
 @pytest.mark.parametrize(
@@ -312,13 +312,13 @@ def test_stream_refuses_state_of_another_split_context_or_shuffle(corpus, change
 )
 def test_stream_refuses_arguments_that_do_not_fit(corpus, change, rule):
     with pytest.raises(DataError, match=rule):
-        ByteStream(corpus.folder, **{"context": 64, "global_batch": 24, **change})
+        open_stream(corpus.folder, **{"context": 64, "global_batch": 24, **change})
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files where Linux lists them")
 def test_stream_keeps_no_file_open(corpus):
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    stream = iter(ByteStream(corpus.folder, context=64, global_batch=24))
+    stream = iter(open_stream(corpus.folder, context=64, global_batch=24))
     for _ in range(5):
         next(stream)
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -9,9 +9,9 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, read_context
-from longstride.data_pipelines.plain.plain_evaluation import plain_context, plain_contexts
+from longstride.data_pipelines.shards.indexing import index_tars
 from tests.data_pipelines.order.test_contexts import shard_documents
-from tests.data_pipelines.plain.test_streaming import write_shards
+from tests.harness.data.tars import write_shards
 
 DOCUMENTS = Cut(packing=False)
 
@@ -59,21 +59,19 @@ def test_windows_follow_their_definition(corpus, context, data):
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(separator=10), DOCUMENTS], ids=str)
 @pytest.mark.parametrize("min_context", [0, 1, 20, 32])
-def test_windows_of_plain_shards_follow_their_definition(tmp_path, cut, min_context):
-    texts = [text for shard in write_shards(tmp_path) for text in shard]
+def test_windows_of_indexed_tars_follow_their_definition(tmp_path, cut, min_context):
+    texts = [text for shard in write_shards(tmp_path / "tars") for text in shard]
+    index_tars([str(tmp_path / "tars")], tmp_path / "index", validation_fraction=0)
     streams = texts if cut.packing is False else [b"".join(t + b"\n" * (cut.separator is not None) for t in texts)]
     expected = [window for stream in streams for window in windows_of(stream, 33, min_context)]
     for world_size in (1, 3):
         found = {}
         for rank in range(world_size):
             options = {"context": 33, "batch_size": 2, "cut": cut, "min_context": min_context}
-            found |= rows_of(plain_contexts(tmp_path, "train", rank=rank, world_size=world_size, **options))
+            batches = evaluation_contexts(tmp_path / "index", "train", rank=rank, world_size=world_size, **options)
+            rows = rows_of(batches)
+            found |= {number: row for number, row in rows.items() if number >= 0}
         assert [found[number] for number in range(len(expected))] == expected
-    assert bytes(plain_context(tmp_path, "train", 7, context=33, cut=cut).numpy()) in b"".join(streams)
-    with pytest.raises(DataError, match=r"^context_number=100000: must be from 0 to \d+, a context of the split"):
-        plain_context(tmp_path, "train", 100_000, context=33, cut=cut)
-    with pytest.raises(DataError, match=r"^context_number=-1: must be at least 0$"):
-        plain_context(tmp_path, "train", -1, context=33, cut=cut)
 
 
 @pytest.mark.parametrize(("min_context", "nearest"), [(-1, 0), (64, 63), (10**6, 63)])

@@ -11,11 +11,10 @@ import torch
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
-from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.shards import reading
-from longstride.data_pipelines.shards.index import load_index
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import open_store
+from tests.harness.data.streams import open_stream
 
 VICTIM = "train-00001.tar"
 
@@ -33,7 +32,7 @@ def intact(corpus):
 
 
 def batches(folder: Path):
-    stream = ByteStream(folder, context=64, global_batch=6)
+    stream = open_stream(folder, context=64, global_batch=6)
     return list(itertools.islice(stream, stream.lanes.batches_before(2)))
 
 
@@ -41,7 +40,7 @@ def deliver_until_damage(folder: Path, intact) -> DataError | None:
     """Read two epochs; all that is delivered must be what the undamaged folder holds."""
     delivered = 0
     try:
-        stream = ByteStream(folder, context=64, global_batch=6)
+        stream = open_stream(folder, context=64, global_batch=6)
         for batch, expected in zip(stream, intact, strict=False):
             assert torch.equal(batch.tokens, expected.tokens)
             assert torch.equal(batch.sample_ids, expected.sample_ids)
@@ -63,7 +62,7 @@ def flip(path: Path, offset: int) -> None:
 
 def member_offset(corpus, number: int) -> int:
     shard = next(shard for shard in corpus.manifest.splits["train"].shards if shard.name == VICTIM)
-    return int(load_index(open_store(corpus.folder), shard)[number]["member"])
+    return int(shard.load_index(open_store(corpus.folder))[number]["member"])
 
 
 def test_damaged_payload_is_named(corpus, copy, intact):
@@ -112,7 +111,7 @@ def test_missing_file_is_named(copy, intact, name):
 
 @pytest.mark.parametrize("vanish", [lambda path: path.unlink(), lambda path: path.write_bytes(b"short")])
 def test_shard_that_changes_under_a_run_is_named(copy, vanish):
-    stream = ByteStream(copy, context=64, global_batch=1)
+    stream = open_stream(copy, context=64, global_batch=1)
     iterator = iter(stream)
     next(iterator)
     for path in copy.glob("*.tar"):
@@ -139,7 +138,7 @@ def test_swapped_shards_of_equal_size_are_named(tmp_path):
     build([tmp_path / "source"], folder, validation_fraction=0, shard_bytes=400)
     shutil.copy(folder / "train-00001.tar", folder / "train-00002.tar")
     with pytest.raises(DataError, match=r"holds sample 'train-00001-0000000\.txt' in place of train-00002-0000000"):
-        for _ in zip(range(20), ByteStream(folder, context=90, global_batch=2), strict=False):
+        for _ in zip(range(20), open_stream(folder, context=90, global_batch=2), strict=False):
             pass
 
 

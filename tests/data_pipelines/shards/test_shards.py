@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.index import INDEX_DTYPE, index_bytes, index_to_bytes, load_manifest
+from longstride.data_pipelines.shards.manifest import INDEX_DTYPE, DataManifest, index_bytes, index_to_bytes
 from longstride.data_pipelines.shards.verify import check_split, verify
 from longstride.data_pipelines.stores import open_store
 
@@ -30,7 +30,7 @@ def edit_manifest(folder, change):
 
 
 def test_manifest_round_trips(corpus):
-    assert load_manifest(open_store(corpus.folder)) == corpus.manifest
+    assert DataManifest.load(open_store(corpus.folder)) == corpus.manifest
     assert corpus.manifest.to_json() == (corpus.folder / "manifest.json").read_text()
 
 
@@ -42,25 +42,25 @@ def test_manifest_counts_agree(corpus):
 
 def test_manifest_missing_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"nowhere: no such folder"):
-        load_manifest(open_store(tmp_path / "nowhere"))
+        DataManifest.load(open_store(tmp_path / "nowhere"))
 
 
 def test_manifest_empty_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"the folder is empty"):
-        load_manifest(open_store(tmp_path))
+        DataManifest.load(open_store(tmp_path))
 
 
 def test_manifest_missing_is_refused(copy):
     (copy / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"lacks manifest\.json"):
-        load_manifest(open_store(copy))
+        DataManifest.load(open_store(copy))
 
 
 @pytest.mark.parametrize("content", ["", "{", "\xff", "[]", "{}", '{"format": "other"}'])
 def test_manifest_that_is_none_is_refused(copy, content):
     (copy / "manifest.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=r"manifest\.json"):
-        load_manifest(open_store(copy))
+        DataManifest.load(open_store(copy))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_manifest_that_is_none_is_refused(copy, content):
 def test_manifest_edited_is_refused(copy, change, rule):
     edit_manifest(copy, change)
     with pytest.raises(DataError, match=rule):
-        load_manifest(open_store(copy))
+        DataManifest.load(open_store(copy))
 
 
 @pytest.mark.parametrize("name", ["train-00003.tar", "train-00003.index.npy"])

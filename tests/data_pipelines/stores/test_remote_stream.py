@@ -11,11 +11,11 @@ import torch
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
-from longstride.data_pipelines.order.stream import ByteStream
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import remote
 from tests.harness.data.faulty_server import FaultyServer
+from tests.harness.data.streams import open_stream
 
 OPTIONS = {"context": 64, "global_batch": 12, "seed": 5, "shuffle_bytes": 700}
 FORK_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -35,7 +35,7 @@ def settings(tmp_path) -> RemoteSettings:
 
 
 def batches(location, count, remote=None, **changes):
-    stream = ByteStream(location, remote=remote, **{**OPTIONS, **changes})
+    stream = open_stream(location, remote=remote, **{**OPTIONS, **changes})
     with contextlib.closing(iter(stream)) as steps:
         return list(itertools.islice(steps, count))
 
@@ -96,7 +96,7 @@ def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_
     """The running run finds files that differ from its manifest. A new run sees another data set, not the old cache."""
     served = shutil.copytree(corpus.folder, tmp_path / "served")
     with FaultyServer(served) as url:
-        stream = ByteStream(url, remote=settings, **OPTIONS)
+        stream = open_stream(url, remote=settings, **OPTIONS)
         shutil.rmtree(served)
         build([corpus.source], served, validation_fraction=0.1, shard_bytes=2500, seed=8)
         with pytest.raises(DataError, match=r"train-\d+.*: .*(and it should have|SHA-256 is not what it should be)"):
@@ -109,4 +109,4 @@ def test_cache_that_is_too_small_is_refused(corpus, tmp_path):
         FaultyServer(corpus.folder) as url,
         pytest.raises(DataError, match=r"cache_bytes=5000: .* are needed at the same time; good: at least"),
     ):
-        ByteStream(url, remote=RemoteSettings(cache=str(tmp_path), cache_bytes=5000), **OPTIONS)
+        open_stream(url, remote=RemoteSettings(cache=str(tmp_path), cache_bytes=5000), **OPTIONS)

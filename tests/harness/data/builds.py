@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.building.crew import Crew
-from longstride.data_pipelines.shards.index import load_manifest
+from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.stores import open_store
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,7 +58,7 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 def payloads_of(folder: Path, split: str) -> list[bytes]:
     """The samples of a split, read by the standard library alone."""
     payloads = []
-    for shard in load_manifest(open_store(folder)).splits[split].shards:
+    for shard in DataManifest.load(open_store(folder)).splits[split].shards:
         with tarfile.open(folder / shard.name, "r:") as archive:
             payloads += [archive.extractfile(member).read() for member in archive]
     return payloads

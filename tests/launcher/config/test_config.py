@@ -152,8 +152,11 @@ def test_paths_and_plain_urls_are_taken(path: Path, location: str) -> None:
     assert load_config(path, [f"data.path={location}"]).data.path == location
 
 
-def test_what_does_not_go_with_the_order_is_refused(path: Path) -> None:
-    (line,) = refused(path, "data.order=streaming", "data.on_damage=substitute")
-    assert line.startswith('data.on_damage="substitute": plain shards have no index')
+def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Path) -> None:
+    (line,) = refused(path, "data.order=streaming", "data.path=shards", "data.modality=audio", "data.extension=wav")
+    assert line == (
+        'data.order="streaming": is no more: run `longstride data index shards --output DIR --modality audio '
+        "--extension wav`, set data.path to DIR, leave out order, modality and extension; such as exact, in a new run"
+    )
     (line,) = refused(path, "data.modality=text")
-    assert line.startswith('data.modality="text": is asked of plain shards alone')
+    assert line.startswith('data.modality="text": a data folder knows its own; leave it out')

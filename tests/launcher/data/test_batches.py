@@ -68,15 +68,12 @@ def evaluation(config: RunConfig, asked: dict[str, Any], ranks: Ranks) -> Iterat
     return RunData(config, ranks).evaluation(**asked)
 
 
-@pytest.mark.parametrize("order", ["exact", "streaming"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_evaluation_ends_on_all_ranks_with_each_context_once(
-    world_size: int, order: str, config_file: Path, taken: Callable[..., list[Future[list[int]]]]
+    world_size: int, config_file: Path, taken: Callable[..., list[Future[list[int]]]]
 ) -> None:
-    """Few contexts and many, fewer than ranks too, overlapping or not; plain shards are of a size that nobody knows."""
-    config = load_config(str(config_file), [f"data.order={order}", "train.micro_batch=2"])
-    if order == "streaming":
-        config = load_config(str(config_file), ["data.order=streaming", "data.shuffle_bytes=4096"])
+    """Few contexts and many, fewer than ranks too, overlapping or not."""
+    config = load_config(str(config_file), ["train.micro_batch=2"])
     for limit in (1, 2, 3, 7, 8, None):
         for min_context in (0, 48):
             asked: dict[str, Any] = {"limit": limit, "min_context": min_context, "batch_size": 2}

@@ -80,10 +80,6 @@ def test_a_length_of_null_takes_the_place_of_nothing(config_file: Path, other: s
         (["train.epochs=2", "train.steps=9"], "train.epochs=2.0: must be left out where steps 9 says the same"),
         (["train.epochs=0"], "train.epochs=0: must be greater than 0"),
         (["train.epochs=many"], 'train.epochs="many": must be a valid number'),
-        (
-            ["train.epochs=2", "data.order=streaming"],
-            "train.epochs=2.0: plain shards have no size that is known before they are read; give train.steps instead",
-        ),
     ],
 )
 def test_wrong_length_is_told_in_one_line(config_file: Path, overrides: list[str], line: str) -> None:

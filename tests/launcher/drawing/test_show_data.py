@@ -16,12 +16,11 @@ import pytest
 from PIL import Image
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.shards.index import load_manifest
-from longstride.data_pipelines.shards.samples import Sample, sample_documents
+from longstride.data_pipelines.shards.manifest import DataManifest
+from longstride.data_pipelines.shards.reading import Sample, sample_documents
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
-from longstride.launcher.drawing.data import print_texts, safe_text
-from longstride.launcher.drawing.samples import draw_pictures, draw_sounds, envelope
+from longstride.launcher.drawing.samples import draw_samples, envelope, print_texts, safe_text
 from tests.harness.runs import ROOT
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -51,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_are_printed_under_their_names(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "show", str(folders / "text"), "--count", "2", "--split", "validation"]) == 0
     out = capsys.readouterr().out
-    for key, content, _ in sample_documents(folders / "text", "validation", 2):
+    for key, content, _, _ in sample_documents(folders / "text", "validation", 2):
         shard = key.rpartition("-")[0]
         assert f"=== {key}.txt of {shard}.tar: {len(content):,} bytes ===\n{content.tobytes().decode()}\n" in out
     assert out.count("===") == 4
@@ -69,7 +68,7 @@ def test_text_commands_no_terminal() -> None:
 def test_long_text_is_cut_between_characters() -> None:
     content = np.frombuffer(b"x" + "é".encode() * 5000, dtype=np.uint8)
     stream = io.StringIO()
-    print_texts([Sample("train-00000-0000007", content, {})], stream)
+    print_texts([Sample("train-00000-0000007", content, {}, "train-00000-0000007.txt of train-00000.tar")], stream)
     first, text, last, _ = stream.getvalue().split("\n", 3)
     assert first == "=== train-00000-0000007.txt of train-00000.tar: 10,001 bytes ==="
     assert text == "x" + "é" * 999
@@ -100,7 +99,7 @@ def test_text_for_a_reader_that_has_seen_enough(folders: Path) -> None:
 
 def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:
     samples = list(sample_documents(folders / "image", "train", 7))
-    figure = draw_pictures(samples, "seven")
+    figure = draw_samples(samples, "image", "seven")
     panels = [axis for axis in figure.axes if axis.images]
     assert [axis.get_title() for axis in panels] == [sample.key for sample in samples]
     for axis in panels:
@@ -110,7 +109,7 @@ def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:
 
 def test_sounds_are_drawn_over_their_seconds(folders: Path) -> None:
     samples = list(sample_documents(folders / "audio", "train", 10))
-    figure = draw_sounds(samples, "all")
+    figure = draw_samples(samples, "audio", "all")
     for axis, sample in zip(figure.axes, samples, strict=True):
         assert axis.get_xlim() == (0, len(sample.content) / 1000)
         assert axis.get_title(loc="left").startswith(sample.key)
@@ -185,7 +184,7 @@ def test_build_takes_options_of_the_modality(
 ) -> None:
     source = str(folders / f"{modality}-source")
     assert cli.main(["data", "build", source, "--output", str(tmp_path / "data"), "--modality", modality, *option]) == 0
-    assert load_manifest(open_store(tmp_path / "data")).properties == properties
+    assert DataManifest.load(open_store(tmp_path / "data")).properties == properties
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,24 @@
+"""Streams by what is asked of them, in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.loading import StreamSettings
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.shards.reading import DataFolder
+
+
+def open_stream(
+    location: str | Path | DataFolder,
+    split: str = "train",
+    *,
+    remote: RemoteSettings | None = None,
+    state: StreamState | None = None,
+    **asked: Any,
+) -> ByteStream:
+    """A stream, of settings that are named here."""
+    return ByteStream(location, StreamSettings(**asked), split, remote=remote, state=state)

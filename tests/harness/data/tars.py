@@ -1,0 +1,71 @@
+"""Tars as others write them: by webdataset, by Python's tarfile and by GNU tar, with members beside the content."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import tarfile
+from pathlib import Path
+
+import webdataset as wds
+
+UNEVEN = (1, 7, 2, 12, 3)  # samples of each tar
+
+
+def add(archive: tarfile.TarFile, name: str, payload: bytes, **fields: object) -> None:
+    """One member."""
+    member = tarfile.TarInfo(name)
+    member.size = len(payload)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    archive.addfile(member, io.BytesIO(payload) if member.isreg() else None)
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
+    """A tar of these members, in this order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as archive:
+        for name, payload in members:
+            add(archive, name, payload)
+    return path
+
+
+def write_shards(folder: Path, samples=UNEVEN, prefix="train-", sizes=(1, 200), seed=0) -> list[list[bytes]]:
+    """Tars of mixed members, with tarfile and with WebDataset in turn; the texts of each."""
+    generator = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = []
+    for shard, count in enumerate(samples):
+        path = folder / f"{prefix}{shard:03}.tar"
+        # A number heads each text, so that none occurs twice.
+        texts.append(
+            [b"%03d%04d" % (shard, each) + generator.randbytes(generator.randint(*sizes)) for each in range(count)]
+        )
+        picture = generator.randbytes(900)
+        if shard % 2:
+            with wds.TarWriter(str(path)) as writer:
+                for number, text in enumerate(texts[-1]):
+                    writer.write({"__key__": f"{shard}/{number:04}", "txt": text, "json": b"{}", "jpg": picture})
+        else:
+            write_tar(
+                path,
+                [
+                    (f"./{shard}/{number:04}.{extension}", payload)
+                    for number, text in enumerate(texts[-1])
+                    for extension, payload in (("jpg", picture), ("json", b"{}"), ("TXT", text))
+                ],
+                tarfile.GNU_FORMAT,
+            )
+    return texts
+
+
+def gnu_tar(path: Path, files: dict[str, bytes], form: str, folder: Path) -> Path:
+    """What GNU tar makes of files, in one of its formats."""
+    for name, payload in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(payload)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["tar", f"--format={form}", "-C", str(folder), "-cf", str(path.absolute()), *files]
+    subprocess.run(command, check=True, capture_output=True)
+    return path
