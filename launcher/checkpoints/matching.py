@@ -20,6 +20,10 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -
     """
     manifest, theirs = checkpoint.manifest, read_checkpoint_config(checkpoint.folder)
     origin = f"the checkpoint {checkpoint.folder}"
+    if theirs.data.order != config.data.order:
+        rule = f"{origin} counts steps of the order {theirs.data.order!r}, which is no more; index its tars with "
+        rule += "`longstride data index`, and begin a run in another folder"
+        raise ConfigError.at("data.order", config.data.order, rule)
     problems = []
     own_model, their_model = (flattened(each.to_json()["model"], "model") for each in (config, theirs))
     for path in sorted((own_model.keys() | their_model.keys()) - {"model.backend"}):  # who computes, not what
@@ -28,10 +32,6 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, fingerprint: str) -
             problems.append(Problem(path, rule, own_model.get(path)))
     state = StreamState.from_json(manifest.stream)
     ours, others = config.data, theirs.data
-    if others.order != ours.order:
-        rule = f"{origin} counts steps of the order {others.order!r}, which is no more and cannot be gone on with; "
-        rule += "index its tars with `longstride data index`, and begin a run in another folder"
-        raise ConfigError.at("data.order", ours.order, rule)
     pairs = (
         ("data.train_split", ours.train_split, others.train_split),
         ("data.shuffle_bytes", ours.shuffle_bytes, others.shuffle_bytes),
