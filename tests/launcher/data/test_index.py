@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels.errors import ConfigError
-from longstride.launcher import cli, train
+from longstride.launcher import cli
 from longstride.launcher.checkpoints import matching
 from longstride.launcher.config import load_config
 from longstride.launcher.config.run_config import RunConfig
@@ -18,7 +18,7 @@ from longstride.launcher.models.model_data import describe
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.ranks import Ranks
 from tests.harness.data.tars import write_shards
-from tests.harness.runs import metrics
+from tests.harness.runs import Run, metrics, spawn_series
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_verb_makes_a_data_folder_that_every_other_verb_reads(
     assert capsys.readouterr().err.endswith(f"{output}: whole\n")
     assert cli.main(["data", "show", str(output), "--count", "1"]) == 0
     assert ".tar: " in capsys.readouterr().out.splitlines()[0]
-    assert cli.main(["plan", "--config", str(config_file), f"data.path={output}"]) == 0
+    assert cli.main(["plan", str(config_file), f"data.path={output}"]) == 0
     assert f"in {output}" in capsys.readouterr().out
     assert cli.main(words) == WRONG_INPUT
     assert capsys.readouterr().err == (
@@ -51,13 +51,17 @@ def test_the_verb_makes_a_data_folder_that_every_other_verb_reads(
 
 def test_a_run_on_an_index_goes_on_at_the_very_batch(tars: Path, tmp_path: Path, config_file: Path) -> None:
     assert cli.main(["data", "index", str(tars), "--output", str(tars)]) == 0
-    words = ["--config", str(config_file), f"data.path={tars}", "train.checkpoint_every=3"]
-    assert train.main([*words, f"train.output={tmp_path / 'whole'}"]) == 0
-    assert train.main([*words, "--resume", "auto", "train.output=" + str(tmp_path / "whole"), "train.steps=9"]) == 0
-    assert train.main([*words, f"train.output={tmp_path / 'longer'}", "train.steps=9"]) == 0
+    words = ["--config", str(config_file), f"data.path={tars}", "train.checkpoint_every=3", "train.schedule=constant"]
+    runs = [
+        Run([*words, f"train.output={tmp_path / 'resumed'}", "train.steps=4"], 1),
+        Run([*words, f"train.output={tmp_path / 'resumed'}", "train.steps=9", "--resume", "auto"], 2),
+        Run([*words, f"train.output={tmp_path / 'whole'}", "train.steps=9"], 1),
+    ]
+    for ended in spawn_series(runs):
+        assert not any(ended.codes), ended.stderr
     ids = [
         {line["step"]: line["sample_ids_crc32"] for line in metrics(tmp_path / name) if line["split"] == "train"}
-        for name in ("whole", "longer")
+        for name in ("resumed", "whole")
     ]
     assert ids[0] == ids[1] and set(ids[0]) == set(range(1, 10))
 
