@@ -16,6 +16,7 @@ setup(
     description="Train deep Sparse Transformers on long sequences of raw bytes",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    project_urls={"Paper": "https://arxiv.org/abs/1904.10509"},  # the project itself has no public address yet
     keywords=["sparse attention", "long context", "transformer", "triton", "deepspeed", "byte-level"],
     classifiers=[
         "Development Status :: 4 - Beta",
@@ -57,6 +58,7 @@ setup(
         "dev": [
             *REMOTE,
             *AUDIO,
+            "setuptools>=77",  # tests build the wheel
             "pytest>=8,<10",
             "pytest-xdist>=3.5,<4",
             "hypothesis>=6.100,<7",

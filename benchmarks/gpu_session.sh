@@ -69,7 +69,7 @@ import importlib.util, sys
 print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 END
 }
-bars() { step bars 20 "$PYTHON" benchmarks/bars.py --results "$OUTPUT" --device "$DEVICE"; }
+bars() { step bars 20 "$PYTHON" benchmarks/attention/bars.py --results "$OUTPUT" --device "$DEVICE"; }
 
 if [ -n "$WHEELS" ]; then
   step wheels 40 "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl
@@ -108,14 +108,14 @@ part_1() {
     "${workers[@]}" "${chosen[@]}"
   local options=(--preset bars --time-limit 180 --flex-patterns local) # each compiles for many seconds
   [ -z "$REHEARSE" ] || options=(--preset rehearsal --backend triton --no-flex --repeats 1)
-  step attention-bars 240 "$PYTHON" benchmarks/attention.py "${options[@]}" "${OVERWRITE[@]}" \
+  step attention-bars 240 "$PYTHON" benchmarks/attention/attention.py "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/bars-$SLUG.json"
   bars
 }
 part_2() {
   local options=(--time-limit 420)
   [ -z "$REHEARSE" ] || options=(--device cpu --widths 16 --processes 1)
-  step tuning 520 "$PYTHON" benchmarks/tune.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/tuning-$SLUG.json"
+  step tuning 520 "$PYTHON" benchmarks/attention/tune.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/tuning-$SLUG.json"
 }
 part_3() {
   # The contexts that matter most come first: what the time limit cuts off is at the end.
@@ -131,14 +131,14 @@ part_3() {
     skip training-step "the model needs $absent; --wheels installs it"
     FAILED=1
   else
-    step training-step 150 "$PYTHON" benchmarks/training_step.py "${small[@]}" "${OVERWRITE[@]}" \
+    step training-step 150 "$PYTHON" benchmarks/training/training_step.py "${small[@]}" "${OVERWRITE[@]}" \
       --output "$OUTPUT/training-step-$SLUG.json"
   fi
-  step attention 330 "$PYTHON" benchmarks/attention.py "${grid[@]}" "${OVERWRITE[@]}" \
+  step attention 330 "$PYTHON" benchmarks/attention/attention.py "${grid[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/attention-$SLUG.json"
   bars
   if [ -z "$absent" ]; then
-    step sampling 90 "$PYTHON" benchmarks/sampling.py "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
+    step sampling 90 "$PYTHON" benchmarks/generation/sampling.py "${bytes[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/sampling-$SLUG.json"
   fi
 }
 part_4() {
@@ -174,7 +174,7 @@ part_5() {
     FAILED=1
     return
   fi
-  step paper 540 "$PYTHON" benchmarks/paper.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/paper-$SLUG.json"
+  step paper 540 "$PYTHON" benchmarks/paper/paper.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/paper-$SLUG.json"
 }
 "part_$PART"
 

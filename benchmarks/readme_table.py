@@ -1,17 +1,19 @@
-"""The README's tables of measurements, made from the files in benchmarks/results/.
+"""The tables of attention's speed in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
-`python benchmarks/readme_table.py` writes them into README.md; a test holds that they agree.
+`python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
+first head width. docs/kernels.md has all.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+README, DETAILS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
 SHOWN_CONTEXT = 12_288
@@ -20,18 +22,20 @@ GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal fo
 PLAN_COLUMN = "plan for 1,048,576 positions"
 
 
-def main() -> int:
-    """Rewrites the README where it differs."""
-    README.write_text(with_tables(README.read_text()))
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrites both pages where they differ."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    for page in (README, DETAILS):
+        page.write_text(with_tables(page))
     return 0
 
 
-def with_tables(readme: str) -> str:
-    """The README's text with its tables as the result files have them."""
-    before, rest = readme.split(BEGIN)
+def with_tables(page: Path) -> str:
+    """A page's text with its tables as the result files have them."""
+    before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("attention-*.json"))]
-    tables = [one for found in files for one in tables_of(found)]
+    tables = [table for found in files for table in tables_of(found)[: 1 if page == README else None]]
     return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
 
 
@@ -48,10 +52,10 @@ def table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """One device's attention in one head width and dtype, against torch's dense causal attention in the same run."""
     first = rows[0]
     lines = [
-        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}: "
-        f"n = {SHOWN_CONTEXT:,}, l = {first['stride']}, c = {first['summary']}, {first['heads']} heads of "
-        f"{first['head_width']}, {first['dtype']}; "
-        f"how many times faster than torch's dense causal attention{kernels_of(first)} in the same run.",
+        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}. "
+        f"Context {SHOWN_CONTEXT:,}, stride {first['stride']}, summary {first['summary']}, {first['heads']} heads of "
+        f"width {first['head_width']}, {first['dtype']}. "
+        f"How many times faster than torch's dense causal attention{kernels_of(first)} in the same run:",
         "",
     ]
     plans = {row["pattern"]: row for row in found["plans"] if row["context"] == 1_048_576}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What ends a line, what a terminal obeys (of Unicode's second set as well), and what turns the order of letters around.
+# Ends of lines, control characters of terminals (C1 as well), and marks that reverse the order of letters.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -13,17 +13,17 @@ class DataError(ValueError):
     """A folder, shard or state that cannot be used: one line with the path, the value, the rule and what to do."""
 
     def __init__(self, message: str) -> None:
-        # File names may hold line ends, and what a terminal would obey.
-        super().__init__(_CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message))
+        # A file's name may hold line ends and control characters.
+        super().__init__(_CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), message))
 
 
 @contextmanager
-def os_errors_told(path: Path | None = None) -> Iterator[None]:
-    """Raises DataError for an OSError inside; ``path`` is named where the system names none, as for a full disk."""
+def os_errors_as_data_errors(path: Path | None = None) -> Iterator[None]:
+    """Raises DataError for an OSError inside. ``path`` is named where the system names none, as for a full disk."""
     try:
         yield
     except OSError as error:
-        # Of a rename the second name is where a person asked for something to be.
+        # A rename has two names: the second one is the place that the user chose.
         name = next((name for name in (error.filename2, error.filename) if name is not None), path)
         reason = error.strerror or str(error)
         raise DataError(reason if name is None else f"{name}: {reason}") from error

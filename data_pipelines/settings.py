@@ -1,11 +1,13 @@
-"""Settings of the data room that a run's configuration names. Imports nothing of the room but its error."""
+"""Settings of the data room that a run's configuration names. It imports nothing of the room but the error."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from longstride.data_pipelines.errors import DataError
 
 ON_DAMAGE = ("abort", "substitute")
-SHUFFLE_BYTES = 2**20  # of a lane's block: some dozens of source files
+SHUFFLE_BYTES = 2**20  # of a lane's block: a few dozen source files
 REBUILD = "build the folder again or fetch it again"
 REPAIR = f"`longstride data verify` lists all damage; {REBUILD}"
 
@@ -17,9 +19,9 @@ class RemoteSettings:
     Raises DataError for a value out of range.
     """
 
-    cache: str | None = None  # folder of the local cache; None: longstride in XDG_CACHE_HOME or ~/.cache
+    cache: str | None = None  # folder of the local cache; None: see `cache_folder`
     cache_bytes: int = 32 * 2**30  # bound of the cache
-    attempts: int = 8  # in a row without a byte of progress, before it is an error
+    attempts: int = 8  # in a row without a byte, before the fetch fails
     timeout_seconds: float = 30.0  # of a connection, and of a read that brings nothing
     parallel: int = 4  # fetches ahead at once, per process
 
@@ -30,3 +32,11 @@ class RemoteSettings:
                 raise DataError(f"{name}={value!r}: must be a whole number of at least 1, such as {good}")
         if not 0 < self.timeout_seconds < float("inf"):
             raise DataError(f"timeout_seconds={self.timeout_seconds!r}: must be a positive number, such as 30")
+
+    @property
+    def cache_folder(self) -> Path:
+        """The local cache: ``cache``, or ``longstride`` in XDG_CACHE_HOME or ~/.cache."""
+        if self.cache is not None:
+            return Path(self.cache).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "longstride"

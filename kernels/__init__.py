@@ -1,4 +1,8 @@
-"""Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``, and ``attend_one`` for a query at a time."""
+"""Attention over sparse patterns: ``sparse_attention(q, k, v, pattern)``, and ``attend_one`` for a query at a time.
+
+The patterns themselves are in ``longstride.kernels.patterns``. What is wrong in a configuration, there and in all other
+rooms, is a ``ConfigError``.
+"""
 
 import longstride
 
@@ -7,15 +11,20 @@ if __name__ == "kernels":
 else:
     from longstride.kernels.attention import check_backend, sparse_attention
     from longstride.kernels.decoding import CachedAttention, allowed_keys, attend_one, empty_cache, num_keys_read
-    from longstride.kernels.errors import ConfigError
+    from longstride.kernels.errors import ConfigError, Problem, join_paths, nearest
+    from longstride.kernels.plan import num_pairs
 
     __all__ = [
         "CachedAttention",
         "ConfigError",
+        "Problem",
         "allowed_keys",
         "attend_one",
         "check_backend",
         "empty_cache",
+        "join_paths",
+        "nearest",
         "num_keys_read",
+        "num_pairs",
         "sparse_attention",
     ]

@@ -1,20 +1,31 @@
-"""The public call: checks its inputs, resolves heads, chooses a backend."""
+"""The public call: checks its inputs, resolves heads, chooses a backend, and runs it as one torch custom op.
+
+The op has its own backward, so that compilers and activation checkpointing see one opaque step. A backend that has
+``forward`` and ``backward`` runs behind the op; one that has only a differentiable ``attend`` (reference, flex) is
+called directly.
+"""
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.autograd import attend, load
-from longstride.kernels.checks import check_tensors, choose_backend
-from longstride.kernels.patterns import PATTERNS
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pattern_to_json
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
+ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# A captured graph would keep the addresses of plans, which are made at first use and forgotten to make room for others.
+TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @overload
@@ -60,37 +71,46 @@ def sparse_attention(
     Args:
         q, k: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
         v: (B, H, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head; where heads differ by themselves (``num_summaries``) each gets its own.
+        pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
 
     Returns:
-        (B, H, N, Dv) in q's dtype, and the logsumexp where it was asked for.
+        (B, H, N, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, something is no pattern, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
-    _check(q, k, v)
+    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
+    if k.shape != q.shape:
+        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
     patterns = head_patterns(pattern, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
-    out, lse = attend(q, k, v, patterns, scale, _choose(backend, q, k, v))
+    backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
+    module = load(backend)
+    if hasattr(module, "attend"):
+        out, lse = module.attend(q, k, v, patterns, scale)
+    else:
+        out, lse = _attention(q, k, v, _encode(patterns), scale, backend)
     return (out, lse) if return_lse else out
 
 
 def check_backend(
     name: str, *, device: torch.device, dtype: torch.dtype, head_width: int, value_width: int, training: bool
 ) -> None:
-    """Whether ``sparse_attention`` could run a backend on such tensors; none is computed with.
+    """Check that ``sparse_attention`` can run a backend on tensors like these, without computing anything.
 
     Args:
         name: auto, triton, cpu, reference or flex.
         device, dtype: of q, k and v.
         head_width, value_width: D of q and k, and Dv.
-        training: whether a backward pass will follow.
+        training: a backward pass will follow.
 
     Raises:
         ConfigError: the backend is unknown or cannot run there; the path is ``backend``.
@@ -100,15 +120,15 @@ def check_backend(
             torch.empty(0, 1, 1, width, device=device, dtype=dtype, requires_grad=training)
             for width in (head_width, head_width, value_width)
         )
-        _choose(name, q, k, v)
+        choose_backend(name, BACKENDS, (q, k, v), ADVICE)
 
 
 def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pattern, ...]:
     """One resolved pattern per head; ValueError where something is no pattern or a list has another length."""
     if isinstance(pattern, Sequence) and not isinstance(pattern, str):
         given = list(pattern)
-        for number, one in enumerate(given):
-            _require_pattern(f"pattern[{number}]", one)
+        for number, entry in enumerate(given):
+            _require_pattern(f"pattern[{number}]", entry)
     else:
         _require_pattern("pattern", pattern)
         given = [pattern] * heads
@@ -118,21 +138,157 @@ def head_patterns(pattern: Pattern | Sequence[Pattern], heads: int) -> tuple[Pat
 
 
 def _require_pattern(name: str, value: object) -> None:
-    if type(value) in PATTERNS.values():  # the usual case, and quicker than to ask for every method
+    if type(value) in PATTERNS.values():  # the usual case, and quicker than a check of every method
         return
     if isinstance(value, type) or not isinstance(value, Pattern):
-        found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-        raise ValueError(f"{name} must be a Pattern (pattern_from_json makes one), not {found}")
+        kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name} must be a Pattern (pattern_from_json makes one), not {kind}")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
-    if k.shape != q.shape:
-        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+def check_tensors(named: dict[str, tuple[Tensor, str]]) -> None:
+    """Check that tensors have their axes, none empty but the batch, and share the first one's dtype and device.
+
+    Args:
+        named: each name with its tensor and that tensor's axes, one letter an axis.
+
+    Raises:
+        ValueError: one line about the first tensor that does not fit.
+    """
+    first, (reference, _) = next(iter(named.items()))
+    for name, (tensor, axes) in named.items():
+        if tensor.dim() != len(axes):
+            raise ValueError(f"{name} must be ({', '.join(axes)}), not {tuple(tensor.shape)}")
+        if 0 in tensor.shape[1:]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have at least one head, position and channel")
+        if tensor.dtype not in DTYPES or tensor.dtype != reference.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}: q, k and v must share one of fp16, bf16, fp32, fp64")
+        if tensor.device != reference.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {reference.device}: they must share a device")
 
 
-def _choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    advice = 'backend="reference" runs everywhere, with memory that grows with N^2'
-    return choose_backend(name, BACKENDS, load, (q, k, v), advice)
+def choose_backend(name: str, known: tuple[str, ...], tensors: tuple[Tensor, Tensor, Tensor], advice: str) -> str:
+    """The backend to run: the named one, or with auto the fast one of the device; never a slower substitute.
+
+    Args:
+        name: auto, or one of ``known``.
+        known: the backends that serve this call.
+        tensors: q, k and v.
+        advice: what to do instead where auto's choice cannot run.
+
+    Raises:
+        ConfigError: the backend is unknown or cannot run here; the path is ``backend``.
+    """
+    if name != "auto" and name not in known:
+        raise ConfigError.at("backend", name, f"must be one of auto, {', '.join(known)}")
+    chosen = name if name != "auto" else "triton" if tensors[0].is_cuda else "cpu"
+    reason = load(chosen).why_not(*tensors)
+    if reason is None:
+        return chosen
+    if name != "auto":
+        raise ConfigError.at("backend", name, f"cannot run here: {reason}")
+    raise ConfigError.at("backend", name, f"{chosen} cannot run here: {reason}; {advice}")
+
+
+@torch.library.custom_op("longstride::attention", mutates_args=(), tags=TAGS)
+def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    module = load(backend)
+    return module.forward(q, k, v, _decode(patterns), scale)
+
+
+@_attention.register_fake
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+
+
+@torch.library.custom_op("longstride::attention_backward", mutates_args=(), tags=TAGS)
+def _attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: str,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    module = load(backend)
+    return module.backward(grad_out, grad_lse, q, k, v, out, lse, _decode(patterns), scale)
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: str,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, patterns, scale, backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.arguments = (patterns, scale, backend)
+
+
+def _differentiate(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
+    q, k, v, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    return *_attention_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments), None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def load(backend: str) -> ModuleType:
+    """A backend's module, imported at first use, as triton may not be installed.
+
+    Its ``why_not`` gives the reason why it cannot run on q, k and v, or None. It has ``forward`` and ``backward``, or a
+    differentiable ``attend``; those that serve single queries have ``prepare``.
+    """
+    # torch.compile can trace an import statement, but not importlib.
+    if backend == "triton":
+        from longstride.kernels.backends import triton
+
+        return triton
+    if backend == "cpu":
+        from longstride.kernels.backends import cpu
+
+        return cpu
+    if backend == "flex":
+        from longstride.kernels.backends import flex
+
+        return flex
+    from longstride.kernels.backends import reference
+
+    return reference
+
+
+def _written(patterns: tuple[Pattern, ...]) -> str:
+    """Patterns as text, the only form that an op can take; ``pattern_from_json`` reads each of them."""
+    # torch.compile traces this: hence repr, not json.
+    return repr([pattern_to_json(pattern) for pattern in patterns])
+
+
+_remembered = lru_cache(maxsize=256)(_written)
+
+
+def _encode(patterns: tuple[Pattern, ...]) -> str:
+    """Patterns as text: from a cache, except under torch.compile, which would trace the cache itself."""
+    return _written(patterns) if torch.compiler.is_compiling() else _remembered(patterns)
+
+
+@lru_cache(maxsize=256)
+def _decode(patterns: str) -> tuple[Pattern, ...]:
+    return tuple(pattern_from_json(value) for value in ast.literal_eval(patterns))

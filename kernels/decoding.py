@@ -1,4 +1,4 @@
-"""One query at a time, as generation asks: attention against a cache that reads only what the pattern allows.
+"""One query at a time, for generation: attention against a cache, reading only the keys that the pattern allows.
 
 Letters: B batch, H heads, N positions of the context, D width of q and k, Dv width of v.
 """
@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import head_patterns
-from longstride.kernels.checks import check_tensors, choose_backend
-from longstride.kernels.patterns.base import Pattern
-from longstride.kernels.reads import num_reads, reads
+from longstride.kernels.attention import check_tensors, choose_backend, head_patterns, load
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import num_reads, reads
 
 BACKENDS = ("triton", "cpu", "reference")
 
-# What a backend prepares: (q, position, return_lse) to the output and the logsumexp, None at most where not asked for.
+# What a backend prepares: (q, position, return_lse) to the output and the logsumexp (or None without ``return_lse``).
 Prepared = Callable[[Tensor, int, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -65,21 +63,21 @@ def attend_one(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Row ``position`` of ``sparse_attention``, from the keys that its pattern allows (Child et al. 2019, section 4.2).
 
-    What a sparse pattern reads grows with the root of N. Rows of the caches that are not allowed, those behind
-    ``position`` among them, may hold anything. There is no gradient.
+    The number of keys that a sparse pattern reads grows with the root of N. Rows of the caches that it does not allow,
+    among them those after ``position``, may hold anything. There is no gradient.
 
     Args:
         q: (B, H, D), the query of ``position``; one of fp16, bf16, fp32, fp64, as k and v.
-        k: (B, H, N, D), the keys of the whole context; channels adjacent in memory, as v's, or a call would copy all.
+        k: (B, H, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory.
         v: (B, H, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head; where heads differ by themselves (``num_summaries``) each gets its own.
-        position: of the query, 0 … N-1.
+        pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
+        position: that of the query, 0 … N-1.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu or reference (which reads all N). A named backend that cannot run here raises.
         return_lse: also return the logsumexp of the query's scaled scores, (B, H) fp32 (fp64 for fp64).
 
     Returns:
-        (B, H, Dv) in q's dtype, and the logsumexp where it was asked for; 0 and -inf for a query without keys.
+        (B, H, Dv) in q's dtype, and with ``return_lse`` the logsumexp; 0 and -inf for a query without keys.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, the position is outside the context, something is no pattern,
@@ -98,9 +96,9 @@ def attend_one(
 class CachedAttention:
     """``attend_one`` for the queries of one cache that is written row by row.
 
-    What stays the same from call to call is checked and chosen once, and a backend may keep copies of what it read. So
-    rows before a query's are taken to be as they were at the calls before: a position that comes back says that rows
-    are new from it on, and ``forget`` that others are. There is no gradient, whatever k and v are used for elsewhere.
+    Checks and choices are made once, and a backend may keep copies of rows that it read. So rows before the query's
+    must not change between calls. A position that is not beyond the last one says that rows are new from there on; call
+    ``forget`` after changing others. There is no gradient, even where k and v require one.
     """
 
     def __init__(
@@ -112,15 +110,15 @@ class CachedAttention:
         scale: float | None = None,
         backend: str = "auto",
     ) -> None:
-        """All as ``attend_one`` has it.
+        """The arguments are those of ``attend_one``.
 
         Raises:
-            ValueError, ConfigError: where ``attend_one`` would, whatever the query.
+            ValueError, ConfigError: as ``attend_one``, for everything but the query.
         """
         check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
         self.k, self.v = k, v
         self.pattern, self.scale, self.backend = pattern, scale, backend
-        q = k[:, :, 0]  # what every query is like
+        q = k[:, :, 0]  # a stand-in: every query has its shape, dtype and device
         _check(q, k, v)
         self._fits = (q.shape, q.dtype, q.device)
         self.forget()
@@ -137,7 +135,7 @@ class CachedAttention:
         return self._prepared(q, position, False)[0]
 
     def forget(self) -> None:
-        """Rows were written that earlier calls may have read."""
+        """Drop copies of rows, because rows that earlier calls may have read were written."""
         like = self.k[:, :, 0]
         self._prepared = _prepare(like, self.k, self.v, self.pattern, self.scale, self.backend, once=False)
 
@@ -152,10 +150,10 @@ def empty_cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Room for keys or values, (B, H, N, D), in the order in memory in which its reads are quickest; nothing is set.
+    """Uninitialised keys or values, (B, H, N, D), in the memory order whose reads are quickest.
 
-    On a CPU a row of all heads lies in one place, as it is written and as a column is read, unless a head reads more
-    than half of the context: such long runs are quicker head by head.
+    On a CPU a row of all heads is contiguous, as it is written and as columns are read. Where a head reads more than
+    half of the context, heads are contiguous instead, because long runs are then quicker.
 
     Raises:
         ValueError: something is no pattern, or a list has another length than there are heads.
@@ -167,36 +165,36 @@ def empty_cache(
 
 
 def allowed_keys(pattern: Pattern, position: int, context: int) -> Tensor:
-    """The positions that the query of a position attends to, ascending: (M,) int64 on the CPU.
+    """The positions that one query attends to, ascending: (M,) int64 on the CPU.
 
-    The cost is that of M keys, not of the context; where a pattern has no closed form at this context, its vectors are
+    The cost grows with M, not with the context. Where a pattern has no closed form at this context, its vectors are
     made at the first call and kept.
 
     Args:
-        pattern: one; where heads differ by themselves that of a head, by ``for_head``.
-        position: of the query, 0 … N-1.
+        pattern: that of one head (``for_head``).
+        position: that of the query, 0 … N-1.
         context: N.
 
     Raises:
-        ValueError: the position is outside the context, or heads differ and none was chosen.
+        ValueError: the position is outside the context, or heads differ and no head was chosen.
     """
     _check_position(position, context)
-    found = [read.positions() for read in reads(pattern, position, context)]
-    return torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.int64)
+    runs = [read.positions() for read in reads(pattern, position, context)]
+    return torch.cat(runs).sort().values if runs else torch.empty(0, dtype=torch.int64)
 
 
 def num_keys_read(pattern: Pattern, position: int, context: int) -> int:
-    """How many keys ``attend_one`` reads for a head of this pattern: as many as ``allowed_keys`` names.
+    """How many keys ``attend_one`` reads for a head of this pattern: the length of ``allowed_keys``.
 
     Raises:
-        ValueError: the position is outside the context, or heads differ and none was chosen.
+        ValueError: the position is outside the context, or heads differ and no head was chosen.
     """
     _check_position(position, context)
     return num_reads(pattern, position, context)
 
 
 def _check_position(position: int, context: int) -> None:
-    if type(position) is not int:  # a tensor's value would have to be waited for
+    if type(position) is not int:  # reading a tensor's value would wait for its device
         raise ValueError(f"position must be an int, not {type(position).__name__}")
     if not 0 <= position < context:
         raise ValueError(f"position={position}: must be 0 to {context - 1}, within the context")
@@ -218,25 +216,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str, once: bool
 ) -> Prepared:
-    """The backend, prepared for tensors that were checked; for ``once`` it has nothing to keep."""
+    """The backend, prepared for checked tensors; with ``once``, for a single query."""
     patterns = head_patterns(pattern, q.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
     advice = 'backend="reference" runs everywhere, and reads the whole cache'
-    return _load(choose_backend(backend, BACKENDS, _load, (q, k, v), advice)).prepare(k, v, patterns, scale, once)
-
-
-def _load(backend: str) -> ModuleType:
-    """The backend's module, imported when it is asked for: triton need not be there."""
-    if backend == "triton":
-        from longstride.kernels.backends import triton
-
-        return triton
-    if backend == "cpu":
-        from longstride.kernels.backends.cpu import decode as cpu_decode
-
-        return cpu_decode
-    from longstride.kernels.backends import reference
-
-    return reference
+    return load(choose_backend(backend, BACKENDS, (q, k, v), advice)).prepare(k, v, patterns, scale, once)

@@ -1,7 +1,8 @@
-"""What a person got wrong in a configuration, told by path, value, rule and nearest good value."""
+"""What is wrong in a configuration: path, value, rule and the nearest good value, one line a problem."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A wrong configuration: every problem found, one a line."""
+    """A wrong configuration: all its problems, one a line."""
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = tuple(Problem("", problem) if isinstance(problem, str) else problem for problem in problems)
@@ -51,7 +52,7 @@ class ConfigError(ValueError):
         return cls(*(problem for error in errors for problem in error.problems))
 
     def under(self, prefix: str) -> ConfigError:
-        """The same problems seen from one level further out, e.g. ``under("model.attention")``."""
+        """The same problems with longer paths, e.g. ``under("model.attention")``."""
         return type(self)(*(replace(problem, path=join_paths(prefix, problem.path)) for problem in self.problems))
 
 
@@ -60,6 +61,15 @@ def join_paths(prefix: str, path: str) -> str:
     if not prefix or not path or path.startswith("["):
         return prefix + path
     return f"{prefix}.{path}"
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Advice for an unknown key: the nearest known one, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1)
+    if close:
+        return f"nearest {close[0]}"
+    return f"known: {', '.join(known)}" if known else "no key is known here"
 
 
 def _shown(value: object) -> str:

@@ -1,12 +1,14 @@
-"""Pattern x context -> what a kernel visits: orders, intervals, and the tiles that follow from them.
+"""Pattern x context -> what a kernel visits: orders, intervals, the tiles that follow from them, and one query's keys.
 
-Letters: N positions, M keys of a part, T row tiles.
-Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``patterns.base``), and which
-tiles a tile of rows visits, and which of them without a mask, follows from the intervals of its first and last row.
+Letters: N positions, M keys of a part or of one query, T row tiles.
+Nothing here looks at N^2 pairs: a part gives each query one interval of keys (``patterns.base``). Which tiles a tile of
+rows visits, and which of them without a mask, follows from the intervals of its first and last row. The keys of one
+query are a few regular runs of positions, found in a time that does not grow with N.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -15,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
+from longstride.kernels.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
+from longstride.kernels.patterns import Pattern, PatternPart
 
 Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A part at one context as its queries see it, or its keys: rows, and the columns of each."""
+    """A part at one context, seen from its queries or from its keys: rows, and the columns of each row."""
 
     row_order: Order
     column_order: Order
@@ -48,7 +50,7 @@ class View:
         return self.row_positions if same else positions_of(self.column_order)
 
     def closed_period(self) -> int | None:
-        """P where runs of P rows read the same P positions and nothing else, so that each run stands alone."""
+        """P where each run of P rows reads exactly its own P positions, so that runs are independent; else None."""
         same = self.column_order is self.row_order
         return self.bounds.closed_period() if same and isinstance(self.bounds, Bounds) else None
 
@@ -61,7 +63,7 @@ class View:
         return inverse
 
     def row_of(self, position: int) -> int:
-        """The row of an original position that has one; at a cost that does not grow with N."""
+        """The row of an original position that has one, at a cost that does not grow with N."""
         if self.row_order is None:
             return position
         if isinstance(self.row_order, Fold):
@@ -69,47 +71,45 @@ class View:
         return int(self.row_of_position[position])
 
     def interval_of(self, row: int) -> tuple[int, int]:
-        """The columns of one row; at a cost that does not grow with N."""
+        """The columns ``low <= column < high`` of one row, at a cost that does not grow with N."""
         if isinstance(self.bounds, Bounds):
             return self.bounds.low(row, self.bounds.period), self.bounds.high(row, self.bounds.period)
         return int(self.bounds.low[row]), int(self.bounds.high[row])
 
 
 @lru_cache(maxsize=64)
-def view(part: Part, context: int, rows: Side) -> View:
+def view(part: PatternPart, context: int, rows: Side) -> View:
     """A part for N = ``context`` positions, seen from its queries or its keys; cached."""
     if rows == "keys":
-        o = view(part, context, "queries")
-        bounds = part.by_key(context) or transposed(o.intervals, o.num_columns)
-        return View(o.column_order, o.row_order, o.num_columns, o.num_rows, bounds)
+        by_query = view(part, context, "queries")
+        bounds = part.by_key(context) or transposed(by_query.intervals, by_query.num_columns)
+        return View(by_query.column_order, by_query.row_order, by_query.num_columns, by_query.num_rows, bounds)
     query_order, key_order = part.query_order(context), part.key_order(context)
     if _equal(query_order, key_order):
-        key_order = query_order  # one tensor in memory, and known to be the same
-    num_keys = context if key_order is None else _length(key_order)
+        key_order = query_order  # one object, so that ``is`` tells that they are equal
+    num_keys = context
+    if key_order is not None:
+        num_keys = key_order.length if isinstance(key_order, Fold) else key_order.numel()
     return View(query_order, key_order, context, num_keys, part.by_query(context))
 
 
 def num_pairs(pattern: Pattern, context: int) -> int:
-    """Pairs of a query and a key that a pattern allows, exact: (N + 1) N / 2 where it is dense.
+    """The exact number of pairs of a query and a key that a pattern allows: (N + 1) N / 2 where it is dense.
 
-    ``pattern`` is one head's (``for_head``). Where its bounds have a closed form the cost does not grow with N.
+    ``pattern`` is that of one head (``for_head``). The cost does not grow with N where its bounds have a closed form.
     """
     bounds = [view(part, context, "queries").bounds for part in pattern.parts()]
     return sum(each.num_pairs() if isinstance(each, Bounds) else int((each.high - each.low).sum()) for each in bounds)
 
 
-def _equal(one: Order, other: Order) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
-
-
-def _length(order: Fold | Tensor) -> int:
-    return order.length if isinstance(order, Fold) else order.numel()
+def _equal(first: Order, second: Order) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return not isinstance(first, Tensor) and not isinstance(second, Tensor) and first == second
 
 
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:
-    """The rows that each column belongs to: an interval too, as neither bound of the rows decreases."""
+    """The rows of each column: an interval too, as neither bound of the rows decreases."""
     column = torch.arange(num_columns)
     low = torch.searchsorted(intervals.high, column, right=True)
     high = torch.searchsorted(intervals.low, column, right=True)
@@ -117,7 +117,7 @@ def transposed(intervals: Intervals, num_columns: int) -> Intervals:
 
 
 def edge_of(view: View, tile_rows: int) -> int:
-    """How many rows a tile of ``tile_rows`` takes: all, or fewer where that keeps closed runs of rows apart."""
+    """How many rows a tile of ``tile_rows`` takes: all, or fewer, so that tiles end where closed runs end."""
     period = view.closed_period()
     if period is None:
         return tile_rows
@@ -129,7 +129,7 @@ def edge_of(view: View, tile_rows: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The column tiles of each row tile, as a kernel finds them out by itself.
+    """The column tiles of each row tile, as a kernel derives them itself.
 
     Row tile t has the rows ``t * edge …``; its column tile j has the columns ``origin[t] + j * tile_columns …`` for
     ``0 <= j < count[t]``. Those in ``full_first[t] <= j < full_last[t]`` need no mask.
@@ -153,7 +153,7 @@ class Tiles:
 
 
 def tiles(view: View, tile_rows: int, tile_columns: int, edge: int | None = None) -> Tiles:
-    """The tiles of a view in (tile_rows, tile_columns) tiles that take ``edge`` rows each (its own where None)."""
+    """A view in tiles of (tile_rows, tile_columns) that take ``edge`` rows each (``edge_of`` where None)."""
     edge = edge or edge_of(view, tile_rows)
     first = torch.arange(0, view.num_rows, edge)
     last = (first + edge).clamp_max(view.num_rows) - 1
@@ -165,5 +165,144 @@ def tiles(view: View, tile_rows: int, tile_columns: int, edge: int | None = None
     count = -(-(at_last.high - origin).clamp_min(0) // tile_columns)
     full_first = torch.minimum(-(-(at_last.low - origin) // tile_columns), count)
     full_last = torch.maximum((at_first.high - origin) // tile_columns, full_first)
-    found = (x.numpy() for x in (origin, count, full_first, full_last))
-    return Tiles(edge, tile_rows, tile_columns, *found)
+    return Tiles(edge, tile_rows, tile_columns, *(x.numpy() for x in (origin, count, full_first, full_last)))
+
+
+@dataclass(frozen=True, slots=True)
+class RegularPositions:
+    """Positions ``first + block * step + i`` for ``0 <= block < blocks`` and ``0 <= i < width``, ascending.
+
+    One block is a slice; blocks of width 1 are every ``step``-th position.
+    """
+
+    first: int
+    width: int
+    blocks: int = 1
+    step: int = 1
+
+    def __len__(self) -> int:
+        return self.blocks * self.width
+
+    def positions(self) -> Tensor:
+        """(M,) int64."""
+        start = self.first + torch.arange(self.blocks, device="cpu")[:, None] * self.step
+        return (start + torch.arange(self.width, device="cpu")).reshape(-1)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """These rows of (N, …), as (M, …): a view; for several wide blocks a copy."""
+        last = self.first + (self.blocks - 1) * self.step + self.width
+        if self.blocks == 1:
+            return x[self.first : last]
+        if self.width == 1:
+            return x[self.first : last : self.step]
+        return x[self.first : last].unfold(0, self.width, self.step).movedim(-1, 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListedPositions:
+    """Positions in a vector, for orders that have no closed form."""
+
+    vector: Tensor  # (M,) int64, a slice of a vector that is kept for all queries
+
+    def __len__(self) -> int:
+        return len(self.vector)
+
+    def positions(self) -> Tensor:
+        """(M,) int64."""
+        return self.vector
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """These rows of (N, …), as (M, …): a copy."""
+        return x.index_select(0, self.vector.to(x.device))
+
+
+Read = RegularPositions | ListedPositions
+
+
+@lru_cache(maxsize=256)
+def query_views(pattern: Pattern, context: int) -> tuple[View, ...]:
+    """The parts of a resolved pattern, seen from their queries; cached."""
+    return tuple(view(part, context, "queries") for part in pattern.parts())
+
+
+def reads(pattern: Pattern, position: int, context: int) -> tuple[Read, ...]:
+    """The keys of one query, part by part, each key once; none of the reads is empty.
+
+    Args:
+        pattern: one, resolved for a head.
+        position: of the query, 0 … N-1.
+        context: N.
+    """
+    result: list[Read] = []
+    for part in query_views(pattern, context):
+        low, high = part.interval_of(part.row_of(position))
+        if low < high:
+            result += _runs(part, low, high)
+    return tuple(result)
+
+
+def positions_of_reads(several: tuple[Read, ...]) -> Tensor:
+    """The positions of several reads in their order, (M,) int64; made for few, as some results are kept."""
+    runs = tuple(read for read in several if isinstance(read, RegularPositions))
+    if len(runs) < len(several):
+        return torch.cat([read.positions() for read in several])
+    first = runs[0].first
+    return (
+        _positions(tuple(RegularPositions(run.first - first, run.width, run.blocks, run.step) for run in runs)) + first
+    )
+
+
+@lru_cache(maxsize=64)
+def _positions(runs: tuple[RegularPositions, ...]) -> Tensor:
+    """Positions counted from the start of the first run: often the same for the next query, hence the cache."""
+    return torch.cat([run.positions() for run in runs])
+
+
+def num_reads(pattern: Pattern, position: int, context: int) -> int:
+    """How many keys the query of a position reads."""
+    intervals = (part.interval_of(part.row_of(position)) for part in query_views(pattern, context))
+    return sum(high - low for low, high in intervals)
+
+
+@lru_cache(maxsize=256)
+def most_reads(pattern: Pattern, context: int) -> int:
+    """An upper limit of ``num_reads`` over all queries: the sum of the parts' maxima; cached."""
+    # Not View.intervals, which would keep vectors that other calls do not need.
+    intervals = (intervals_of(part.bounds) for part in query_views(pattern, context))
+    return sum(int((high - low).max()) for low, high in intervals)
+
+
+def _runs(part: View, low: int, high: int) -> Iterator[Read]:
+    """The columns low … high-1 of a view; at least one."""
+    order = part.column_order
+    if order is None:
+        yield RegularPositions(low, high - low)
+    elif not isinstance(order, Fold):
+        yield ListedPositions(order[low:high])
+    elif order.stride == 1:
+        yield from _blocks(order, low, high)
+    else:
+        yield from _columns(order, low, high)
+
+
+def _columns(order: Fold, low: int, high: int) -> Iterator[RegularPositions]:
+    """For an order that goes column after column: one run a column (our patterns read a single column)."""
+    while low < high:
+        last = min(high, (low // order.period + 1) * order.period)
+        yield RegularPositions(order(low), 1, last - low, order.stride)
+        low = last
+
+
+def _blocks(order: Fold, low: int, high: int) -> Iterator[RegularPositions]:
+    """For an order of some positions of every block: the end of a block, whole blocks, the beginning of a block."""
+    period = order.period
+    whole_first, whole_last = -(-low // period), high // period
+    if whole_first > whole_last or period == order.step:  # within one block, or blocks that touch
+        yield RegularPositions(order(low), high - low)
+        return
+    if low % period:
+        yield RegularPositions(order(low), -low % period)
+    if whole_first < whole_last:
+        yield RegularPositions(order(whole_first * period), period, whole_last - whole_first, order.step)
+    if high % period:
+        yield RegularPositions(order(whole_last * period), high % period)

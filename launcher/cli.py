@@ -1,4 +1,4 @@
-"""`longstride VERB …`: one line a verb; a verb's module is imported when it is called for."""
+"""`longstride VERB …`: one line a verb; the verb's module is imported when the verb is called."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
-from longstride.launcher.output import exit_codes, is_wrong_input, report
+from longstride.launcher.output import AgreedError, exit_codes, report, say
 from longstride.launcher.stops import stopped_at_once
 
 
 class Verb(NamedTuple):
-    """A verb, and the module that holds it."""
+    """A verb, and the module whose functions declare its options and run it.
+
+    The module is a string, so that `longstride --help` imports no verb, and a verb none of the others. Where a face
+    names verbs' modules in its ``__all__``, as that of ``cluster`` does, they are all that this room hands out.
+    """
 
     words: str
     summary: str
@@ -61,32 +65,32 @@ VERBS = (
     ),
     Verb("serve", "an exported model behind HTTP, with a page to try it", "longstride.launcher.serving.serve"),
     Verb("show", "draw a pattern, a run's attention or its loss", "longstride.launcher.drawing.show"),
-    Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.schema"),
+    Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.run_config"),
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells what is wrong with a command line as every other mistake is told: in one line, without the usage."""
+    """Reports a wrong command line as any other mistake: in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
-        sys.exit(report(ValueError(f"{' '.join(message.split())}; `{self.prog} --help` tells the options")))
+        """Reports the mistake and exits by code 2."""
+        sys.exit(report(AgreedError(f"{' '.join(message.split())}; `{self.prog} --help` tells the options")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit code: no traceback, and 2 for what a person got wrong, 130 for Ctrl-C."""
+    """Runs a command line; returns its exit code. A mistake of the user (2) and Ctrl-C (130) print no traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
         return _help(words)
     try:
-        # A stop of a run that has not begun is one of the run all the same; importing what it needs takes seconds.
+        # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
         with stopped_at_once() if verb.words == "train" else nullcontext():
             return _run(verb, words[len(verb.words.split()) :])
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
-            print("; ".join(["longstride: stopped", *map(str, stop.args)]), file=sys.stderr)
+            say("; ".join(["stopped", *map(str, stop.args)]))
         return exit_codes.STOPPED
 
 
@@ -98,27 +102,23 @@ def _run(verb: Verb, words: list[str]) -> int:
     try:
         return getattr(module, verb.run)(options)
     except (OSError, ValueError) as error:
-        if not is_wrong_input(error):
-            raise
         return report(error)
 
 
 def _help(words: list[str]) -> int:
-    """All verbs, to where they were asked for: standard output for --help, standard error for a mistake."""
-    asked = not words or words[0] in ("-h", "--help", "help")
-    stream = sys.stdout if asked else sys.stderr
-    if not asked:
-        print(f"longstride: error: no verb {' '.join(words[:2])}", file=stream)
-    print("usage: longstride VERB …\n", file=stream)
-    for verb in VERBS:
-        print(f"  {verb.words:<15}{verb.summary}", file=stream)
-    print("\nlongstride VERB --help tells the options of one.", file=stream)
-    return 0 if asked else exit_codes.WRONG_INPUT
+    """Lists all verbs: on standard output for --help, on standard error after an unknown verb."""
+    unknown = bool(words) and words[0] not in ("-h", "--help", "help")
+    if unknown:
+        say(f"error: no verb {' '.join(words[:2])}")
+    lines = ["usage: longstride VERB …", "", *(f"  {verb.words:<15}{verb.summary}" for verb in VERBS)]
+    lines += ["", "longstride VERB --help tells the options of one."]
+    print("\n".join(lines), file=sys.stderr if unknown else sys.stdout)
+    return exit_codes.WRONG_INPUT if unknown else exit_codes.DONE
 
 
 if __name__ == "__main__":
     code = main()
-    if "RANK" in os.environ:  # one of several, which a launcher started
+    if "RANK" in os.environ:  # one of several ranks, started by a launcher
         from longstride.launcher.train import leave
 
         leave(code)

@@ -1,6 +1,6 @@
-"""`make demo`: the whole way from the machine's own Python sources to sampled Python, in a few minutes.
+"""`make demo`: trains on the Python sources of this machine and samples Python, in a few minutes.
 
-Every stage is a command that a person could type, printed before it runs; each run gets a folder of its own in runs/.
+Each stage prints and runs a command that a user could type. Each demo writes to a new folder in runs/.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from longstride.data_pipelines.order import split_bytes
+from longstride.launcher.output import say
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"
@@ -27,7 +28,7 @@ PROMPT = "def read_lines(path):\n    "
 
 
 class StageError(RuntimeError):
-    """A stage's command failed; it has said why itself."""
+    """The command of a stage failed, and has printed why."""
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
     try:
         report = run_stages(folder)
     except StageError as error:
-        print(f"longstride: demo: {error}", file=sys.stderr)
+        say(f"demo: {error}")
         return 1
     print(report)
     print(f"  whole demo        {time.monotonic() - started:.0f} s, in {folder}")
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def run_stages(folder: Path) -> str:
-    """Makes data, run, model and pictures; returns what was made, in a few lines.
+    """Makes shards, a run, a model and pictures; returns the lines that say where they are.
 
     Raises:
         StageError: a command failed.
@@ -53,7 +54,7 @@ def run_stages(folder: Path) -> str:
     trained, exported = folder / "train", folder / "model"
     sources = sysconfig.get_paths()["stdlib"]
     stage("data", "build", sources, "--exclude", "site-packages", "--output", DATA)
-    # On a machine with GPUs the launcher takes them all; a CPU has as many processes as it is told.
+    # The launcher takes all GPUs by itself; on a CPU the number of processes must be given.
     processes = () if torch.cuda.is_available() else ("--processes", CPU_PROCESSES)
     begin = time.monotonic()
     stage("train", "--config", CONFIG, *processes, f"train.output={trained}", f"data.path={DATA}")
@@ -77,28 +78,28 @@ def run_stages(folder: Path) -> str:
 
 
 def compressors() -> str:
-    """Bits per byte that the general compressors reach on the held-out bytes, all files in one stream."""
+    """Bits per byte of general compressors on the held-out bytes, all files in one stream."""
     held_out = b"".join(bytes(piece) for piece in split_bytes(DATA, "validation"))
     sizes = {"gzip -9": len(gzip.compress(held_out, 9)), "xz -9": len(lzma.compress(held_out, preset=9))}
     return ", ".join(f"{name} {8 * size / len(held_out):.3f}" for name, size in sizes.items())
 
 
 def stage(*words: object, capture: bool = False) -> str:
-    """Runs `longstride words …` and returns its standard output where it is to be captured.
+    """Runs `longstride WORDS …`; returns its standard output if ``capture``, else prints it.
 
     Raises:
-        StageError: it failed.
+        StageError: the command failed.
     """
     command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
     print(f"\n$ longstride {shlex.join(map(str, words))}", flush=True)
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True)
-    if done.returncode:
-        raise StageError(f"{words[0]} failed with exit code {done.returncode}")
-    return done.stdout or ""
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True)
+    if ended.returncode:
+        raise StageError(f"{words[0]} failed with exit code {ended.returncode}")
+    return ended.stdout or ""
 
 
 def new_folder(parent: Path) -> Path:
-    """The first of demo-1, demo-2, … that is free."""
+    """Makes the first of demo-1, demo-2, … that does not exist yet."""
     number = 1
     while True:
         folder = parent / f"demo-{number}"

@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # before pyplot: there may be no screen
 
 from matplotlib import pyplot as plt
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 
 __all__ = ["check_output", "plt", "save_picture", "write_picture"]
 

@@ -1,6 +1,6 @@
 """`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [--replay STEP] [path.to.key=value …]`.
 
-`longstride train` starts the same. Every mistake of a person is found before a process group or a file is made.
+`longstride train` starts the same. Every mistake of the user is found before a process group or a file is made.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ if __name__ == "__main__":
     _stop = StopFlag()
     _stop.listen()  # the imports below take seconds
 
-from longstride.launcher.config import RunConfig, add_trust_argument, check_world_size, load_config
-from longstride.launcher.output import exit_codes, is_wrong_input, lasting_output, report, told_at_once
+from longstride.launcher.config import add_trust_argument, load_config
+from longstride.launcher.output import exit_codes, exit_on_mistake, lasting_output, report, say
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
 
 if TYPE_CHECKING:
-    import torch
-
-    from longstride.launcher.data import RunData
-    from longstride.launcher.ranks import Ranks
-    from longstride.launcher.training import Asked
+    from longstride.launcher.data import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,146 +63,107 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     """One rank's whole run; returns its exit code. ``stop`` may listen already."""
     parser = argparse.ArgumentParser(prog="launcher/train.py", description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher's own
-    # Those of `longstride train`: where its wish to stop will stand, and when it began, by the clock.
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # set by the deepspeed launcher
+    # Set by `longstride train`: the file by which it asks for a stop, and the time at which it began, by the clock.
     parser.add_argument("--stop-file", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
-    own = StopFlag()
+    fresh_stop = StopFlag()
     try:
         adopt_place(os.environ)
-        return _begin(options, stop or own)
+        return _run(options, stop or fresh_stop)
     except (OSError, ValueError) as error:
-        if not is_wrong_input(error):
-            raise
         return report(error)
     finally:
-        own.close()
+        fresh_stop.close()
 
 
-def _begin(options: argparse.Namespace, stop: StopFlag) -> int:
-    """Reads the configuration and says what else may ask for a stop, then runs."""
-    gone = LauncherGone(os.environ)
-    stop.look(gone)
+def _run(options: argparse.Namespace, stop: StopFlag) -> int:
+    """Checks everything that this rank can check alone, then trains, or replays a step."""
+    launcher_gone = LauncherGone(os.environ)
+    stop.add_source(launcher_gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
-        stop.look(StopFile(options.stop_file), held_only=options.replay is None)  # a replay holds no stop
+        stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
     config = load_config(options.config, options.overrides)
     if config.train.max_seconds is not None:
-        stop.look(TimeIsUp(config.train.max_seconds, options.started or _process_start()))
-    return _run(config, options, stop, gone)
+        import psutil
 
+        stop.add_source(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
 
-def _process_start() -> float:
-    import psutil
+    # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
+    from longstride.launcher.data import Run, RunData, check_output, check_replay, resolve_steps
+    from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
+    from longstride.launcher.ranks import Ranks
+    from longstride.launcher.training import choose_start, replay_step
 
-    return psutil.Process().create_time()
-
-
-def _run(config: RunConfig, options: argparse.Namespace, stop: StopFlag, gone: LauncherGone) -> int:
-    """Checks everything that can be checked alone, then trains, or replays a step."""
-    # Late: with deepspeed come seconds, which a mistake in the file should not cost.
-    from longstride.launcher.data import RunData, check_output, check_replay, resolve_steps
-    from longstride.launcher.engine import build as ours
-    from longstride.launcher.engine import compile_kernels, prepare_accelerator
-    from longstride.launcher.ranks import ranks_from_environment
-    from longstride.launcher.training import Asked, choose_start, replay_step
-
-    ranks = ranks_from_environment(os.environ)
-    check_world_size(config, ranks.world_size)
-    on_cpu = prepare_accelerator()
-    ours.quieten(config)
-    ours.check_section(config, ranks.world_size, on_cpu)
-    _check_attention(config, ranks.local_rank)
+    ranks = Ranks.from_environment(os.environ)
+    config.check_world_size(ranks.world_size)
+    prepare_accelerator(config)
+    check_engine(config, ranks)
     # Before the data, which may take a while.
     if options.replay is None:
         check_output(config.train.output, options.resume)
     else:
         check_replay(config, options.resume, options.replay)
     data = RunData(config, ranks)
-    epochs = config.train.epochs
-    config = resolve_steps(config, data, ranks)
+    run = Run(
+        config=resolve_steps(config, data, ranks),
+        ranks=ranks,
+        data=data,
+        stop=stop,
+        resume=options.resume,
+        epochs=config.train.epochs,
+        trusted=options.trust_checkpoint,
+    )
     if options.replay is not None:
-        return replay_step(config, int(options.replay), data, ranks, trusted=options.trust_checkpoint)
-    asked = Asked(options.resume, epochs, options.trust_checkpoint)
-    choose_start(config, asked, data, ranks)
-    compile_kernels(config.model, config.train.micro_batch, *_attention_runs_in(config, ranks.local_rank))
+        return replay_step(run, int(options.replay))
+    choose_start(run)
+    compile_kernels(config.model, config.train.micro_batch, config.precision, ranks.device)
     stop.listen()
-    return _train_together(config, ranks, data, asked, stop, gone)
+    return _train(run, stop, launcher_gone)
 
 
-def _train_together(
-    config: RunConfig, ranks: Ranks, data: RunData, asked: Asked, stop: StopFlag, gone: LauncherGone
-) -> int:
+def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
     """Joins the other ranks and trains; returns the exit code."""
-    from longstride.launcher.checkpoints import NotSavedError
-    from longstride.launcher.engine import build as ours
-    from longstride.launcher.ranks import barrier, process_group, run_lock
+    from longstride.launcher.checkpoints import NotSavedError, restore
+    from longstride.launcher.engine import build_engine
+    from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Training, begin, prepare_folder, restore
+    from longstride.launcher.training import Guards, GuardStopError, Trainer, begin, prepare_folder
 
-    output = Path(config.train.output)
-    group = process_group(ranks, config.train.timeout_seconds, output, lambda: gone() is not None)
-    with group as watch, stop.held(), run_lock(output, ranks):
-        checkpoint = begin(config, asked, data, ranks)
-        with told_at_once(lambda: barrier(ranks)):
-            engine = ours.build_engine(config, ranks)
+    config, ranks = run.config, run.ranks
+    group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
+    with group as watchdog, stop.handled(), run_lock(run.folder, ranks):
+        checkpoint = begin(run)
+        with exit_on_mistake(ranks.barrier):
+            engine = build_engine(config, ranks)
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
-            prepare_folder(config, checkpoint, ranks)
+            prepare_folder(run, checkpoint)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
-            code, told = exit_codes.DONE, None
+            code, ending = exit_codes.DONE, None
             try:
-                Training(engine, config, ranks, data, guards, stop, watch, trusted=asked.trusted).run(state)
+                Trainer(run, engine, guards, watchdog).train(state)
             except StopAskedError as stopping:
-                code, told = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
+                code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
             except GuardStopError as stopped:
-                code, told = exit_codes.GUARDED, f"stopped by a guard: {stopped}"
+                code, ending = exit_codes.GUARDED, f"stopped by a guard: {stopped}"
             except NotSavedError as error:
-                code, told = exit_codes.UNFORESEEN, f"error: {error}"
-            if told is not None:
+                code, ending = exit_codes.UNFORESEEN, f"error: {error}"
+            if ending is not None:
                 if ranks.is_first:
-                    print(f"longstride: {told}", file=sys.stderr, flush=True)
-                barrier(ranks)  # a launcher ends all ranks once one has ended
+                    say(ending)
+                ranks.barrier()  # a launcher ends all ranks once one has ended
             engine.destroy()
     return code
-
-
-def _attention_runs_in(config: RunConfig, local_rank: int) -> tuple[torch.dtype, torch.device]:
-    """The type and the device of the model's attention in training."""
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    from longstride.launcher.config import precision
-
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    return dtypes[precision(config.deepspeed)], torch.device(get_accelerator().device_name(local_rank))
-
-
-def _check_attention(config: RunConfig, local_rank: int) -> None:
-    """Whether the model's backend can run where and as training will; ConfigError if not."""
-    from longstride.kernels import ConfigError, check_backend
-
-    model = config.model
-    dtype, device = _attention_runs_in(config, local_rank)
-    try:
-        check_backend(
-            model.backend,
-            device=device,
-            dtype=dtype,
-            head_width=model.query_key_width // model.heads,
-            value_width=model.width // model.heads,
-            training=True,
-        )
-    except ConfigError as error:
-        raise error.under("model") from None
 
 
 def leave(code: int) -> NoReturn:
     """Ends the process as Python does, but without the destructors of C++ libraries.
 
-    A communication thread that still winds up can meet them there, and now and then aborts a rank that has done all its
-    work, with the process group destroyed and every rank past its last collective.
+    A communication thread that is still ending can meet them there. Now and then that aborts a rank that has done all
+    its work, with the process group destroyed and every rank past its last collective.
     """
-    for child in multiprocessing.active_children():  # loader workers, which ignore what would ask them to end
+    for child in multiprocessing.active_children():  # loader workers, which ignore softer signals
         child.kill()
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # a log on a disk that is full

@@ -1,12 +1,31 @@
-"""The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``."""
+"""The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
+
+It hands out the model, its configuration and the base class of all configurations, ``Session`` and ``generate`` for
+inference, and the feed-forward module, whose thresholds decide what is computed twice.
+"""
 
 import longstride
 
 if __name__ == "sparse_model":
     longstride.stand_aside(__name__)
+else:
+    from longstride.sparse_model import feed_forward
+    from longstride.sparse_model.attention import Attention
+    from longstride.sparse_model.config import ImageEmbedding, ModelConfig
+    from longstride.sparse_model.generation import generate, wrong_settings
+    from longstride.sparse_model.session import Session
+    from longstride.sparse_model.strict import StrictModel, config_error
+    from longstride.sparse_model.transformer import SparseTransformer
 
-from longstride.kernels.errors import ConfigError
-from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.transformer import SparseTransformer
-
-__all__ = ["ConfigError", "ModelConfig", "SparseTransformer"]
+    __all__ = [
+        "Attention",
+        "ImageEmbedding",
+        "ModelConfig",
+        "Session",
+        "SparseTransformer",
+        "StrictModel",
+        "config_error",
+        "feed_forward",
+        "generate",
+        "wrong_settings",
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from longstride.kernels import sparse_attention
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.cache import KeyValues
 from longstride.sparse_model.config import ModelConfig
 
@@ -24,10 +24,10 @@ class Attention(nn.Module):
         self.projection = nn.Linear(config.width, config.width)
 
     def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C); with a cache, one position that attends to the known ones too, or the first N.
+        """(B, N, C) to (B, N, C). With a cache: one position, which attends to the cached ones too, or the first N.
 
         Raises:
-            ValueError: several positions that are no beginning.
+            ValueError: several positions that do not begin at 0.
         """
         rows = self.query_key_value(h)
         if cache is not None and h.shape[1] == 1:
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         return self.projection(out.transpose(1, 2).flatten(2))
 
     def _heads_of_one(self, row: Tensor) -> Iterable[Tensor]:
-        """q, k and v (B, H, D) of one position, (B, 1, ·): in few views, which take as long as a row's arithmetic."""
+        """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
         if self.equal_widths:
             return row.view(len(row), 3, self.heads, -1).unbind(1)
         return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]

@@ -1,31 +1,29 @@
-"""Keys and values that later positions still read, and attention that adds to them.
+"""Keys and values kept for later positions, and attention that adds to them.
 
-Letters: B batch, H heads, N positions there is room for, n positions at hand, D width of q and k, Dv width of v.
+Letters: B batch, H heads, N positions of the cache, n new positions, D width of q and k, Dv width of v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from longstride.kernels import CachedAttention, ConfigError, empty_cache, sparse_attention
-from longstride.kernels.patterns.base import Pattern
-from longstride.sparse_model.config import ModelConfig
+from longstride.kernels import CachedAttention, sparse_attention
+from longstride.kernels.patterns import Pattern
 
 
 class KeyValues:
-    """Keys (B, H, N, D) and values (B, H, N, Dv) of one attention; rows not known yet hold anything."""
+    """Keys (B, H, N, D) and values (B, H, N, Dv) of one attention; rows that are not written yet hold anything."""
 
     def __init__(self, keys: Tensor, values: Tensor, patterns: Sequence[Pattern], backend: str = "auto") -> None:
-        """Room for rows.
+        """An empty cache.
 
         Args:
-            keys, values: whose memory is taken.
+            keys, values: the memory to write to.
             patterns: one a head.
-            backend: of attention. One query at a time has no "flex": "auto" stands in.
+            backend: of attention. For "flex", which has no single queries, those run on "auto".
 
         Raises:
             ConfigError: the backend cannot run here.
@@ -35,11 +33,11 @@ class KeyValues:
         self._attend_one = CachedAttention(keys, values, patterns, backend="auto" if backend == "flex" else backend)
 
     def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...]]:
-        """For copies: of one memory, which views of their own are made of."""
+        """A copy has its own memory, and makes its own views of it."""
         return KeyValues, (self.keys, self.values, self.patterns, self.backend)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The first n rows, kept: their ``sparse_attention``.
+        """Write the first n rows and return their ``sparse_attention``.
 
         Args:
             q, k: (B, H, n, D).
@@ -55,12 +53,12 @@ class KeyValues:
         return sparse_attention(q, k, v, self.patterns, backend=self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Row ``position``, kept: its row of ``sparse_attention``, from the keys that its pattern allows (section 4.2).
+        """Write one row and return its row of ``sparse_attention``, from the keys that its pattern allows.
 
         Args:
             q, k: (B, H, D).
             v: (B, H, Dv).
-            position: of the row; those before it are known.
+            position: of the row; all rows before it are written.
 
         Returns:
             (B, H, Dv).
@@ -70,42 +68,7 @@ class KeyValues:
         return self._attend_one(q, position)
 
     def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes what context ``order[i]`` is, (B,) integers, as far as the first rows are known."""
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
         for rows in (self.keys, self.values):
             rows[:, :, :known] = rows[order, :, :known]
         self._attend_one.forget()
-
-
-def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
-    """Room for ``length`` positions, layer by layer: pages of a CPU's memory are taken when they are written.
-
-    Raises:
-        ConfigError: the model's backend cannot run here.
-    """
-    widths = (config.query_key_width // config.heads, config.width // config.heads)
-    caches = []
-    for patterns in config.layer_patterns():
-        keys, values = (
-            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
-        )
-        caches.append(KeyValues(keys, values, patterns, config.backend))
-    return caches
-
-
-def even_length(config: ModelConfig, least: int) -> int:
-    """The smallest length, from ``least`` to the context, that all patterns divide evenly.
-
-    A causal pattern means the same rows at any length, but only where its stride divides the length are its reads found
-    in closed form, and its columns read in place.
-    """
-    patterns = {pattern for layer in config.layer_patterns() for pattern in layer}
-    return next((n for n in range(max(least, 1), config.context) if _divided(patterns, n)), config.context)
-
-
-def _divided(patterns: Iterable[Pattern], length: int) -> bool:
-    try:
-        for pattern in patterns:
-            pattern.check(length)
-    except ConfigError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""The network's configuration: the `model` object of a run's JSON."""
+"""The network's configuration, the `model` object of a run's JSON, and which pattern each head of each layer gets."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
-from longstride.kernels.attention import BACKENDS
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.kernels.patterns import PATTERNS
-from longstride.kernels.patterns.base import Pattern
-from longstride.sparse_model.schedule import COMBINATIONS, RESOLVED_BY_HEAD, layer_patterns
+from longstride.kernels import ConfigError, Problem
+from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.sparse_model.strict import StrictModel
 
 POSITIVE = Field(gt=0)
-WHOLE = 1e-6  # channels that a ratio may miss a whole number by: 2.3 x 100 is no 230 in binary
+COMBINATIONS = ("merged", "interleaved", "multihead")
+RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
+WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
 
 
 class FoldedEmbedding(StrictModel):
     """Two position tables: row and column of the sequence folded to rows of ``row_width`` (section 5.1)."""
 
-    type: Literal["text", "audio"] = "text"  # the same of both
+    type: Literal["text", "audio"] = "text"  # the same tables for both
     row_width: Annotated[int, POSITIVE]  # positions; usually the attention's stride
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
@@ -154,4 +153,67 @@ def _nearest_divisor(size: int, wanted: int) -> int:
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
 
 
-assert set(typing.get_args(ModelConfig.model_fields["backend"].annotation)) == {"auto", *BACKENDS}
+def layer_patterns(attention: Any, layers: int, heads: int, context: int) -> tuple[tuple[Pattern, ...], ...]:
+    """One pattern for each head of each layer, ``[layer][head]`` (Child et al. 2019, section 4.2).
+
+    Args:
+        attention: a pattern object, or a list of them that the layers take in turn.
+        layers, heads, context: of the model.
+
+    Raises:
+        ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
+    """
+    if not isinstance(attention, list):
+        try:
+            cycle = _cycle(attention, heads, context)
+        except ConfigError as error:
+            raise error.under("attention") from None
+    else:
+        cycle = _listed(attention, heads, context)
+    return tuple(cycle[layer % len(cycle)] for layer in range(layers))
+
+
+def _listed(entries: list[Any], heads: int, context: int) -> list[tuple[Pattern, ...]]:
+    """The explicit cycle: one entry a layer."""
+    if not entries:
+        raise ConfigError(Problem("attention", "the list needs at least one pattern"))
+    cycle, errors = [], []
+    for number, entry in enumerate(entries):
+        try:
+            (patterns,) = _cycle(entry, heads, context, listed=True)
+            cycle.append(patterns)
+        except ConfigError as error:
+            errors.append(error.under(f"attention[{number}]"))
+    if errors:
+        raise ConfigError.joined(errors)
+    return cycle
+
+
+def _cycle(entry: Any, heads: int, context: int, listed: bool = False) -> list[tuple[Pattern, ...]]:
+    """The layers that one pattern object makes before it repeats: several only where it is interleaved."""
+    if not isinstance(entry, dict):
+        raise ConfigError(Problem("", "must be a pattern object, or a list of them"))
+    combine = entry.get("combine", "merged")
+    if combine not in COMBINATIONS:
+        raise ConfigError.at("combine", combine, f"must be one of {', '.join(COMBINATIONS)}")
+    pattern = pattern_from_json({key: value for key, value in entry.items() if key != "combine"}, beside=["combine"])
+    for key in RESOLVED_BY_HEAD:
+        if key in entry:
+            raise ConfigError.at(key, entry[key], "must be left out: heads take the sub-blocks in turn")
+    pattern.check(context)
+    factors = pattern.factors()
+    if combine == "merged":
+        return [_per_head([pattern], heads)]
+    if combine == "multihead":
+        if heads % len(factors):
+            rule = f"{entry['type']} splits over {len(factors)} factors: heads={heads} must be a multiple of that"
+            raise ConfigError.at("combine", combine, rule)
+        return [_per_head(list(factors), heads)]
+    if listed and len(factors) > 1:
+        raise ConfigError.at("combine", combine, "a list is a cycle already: make each factor an entry of the list")
+    return [_per_head([factor], heads) for factor in factors]
+
+
+def _per_head(patterns: list[Pattern], heads: int) -> tuple[Pattern, ...]:
+    """Heads split evenly over the patterns, each resolved for its head."""
+    return tuple(patterns[head * len(patterns) // heads].for_head(head) for head in range(heads))

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
 
-LONG_ROWS = 1 << 17  # above so many rows at once the inner activations are computed again instead of kept
-CHUNK_ROWS = 1 << 14  # then so many rows at a time
+LONG_ROWS = 1 << 17  # above so many rows, the backward pass computes the inner activations again
+CHUNK_ROWS = 1 << 14  # rows at a time, then
 
 
 def sigmoid_gelu(x: Tensor) -> Tensor:
@@ -32,14 +32,14 @@ class FeedForward(nn.Module):
         if h.shape[:-1].numel() <= LONG_ROWS:
             return self.contract(sigmoid_gelu(self.expand(h)))
         rows, expand, contract = h.flatten(0, -2), self.expand, self.contract
-        found = feed_forward_in_chunks(rows, expand.weight, expand.bias, contract.weight, contract.bias, CHUNK_ROWS)
-        return found.view(h.shape)
+        out = feed_forward_in_chunks(rows, expand.weight, expand.bias, contract.weight, contract.bias, CHUNK_ROWS)
+        return out.view(h.shape)
 
 
 def feed_forward_in_chunks(
     h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, contract_bias: Tensor, rows: int
 ) -> Tensor:
-    """The same with memory for ``rows`` rows of inner activations; they are computed twice.
+    """The feed-forward part with memory for ``rows`` rows of inner activations, which are computed twice.
 
     Args:
         h: (R, C).
@@ -54,7 +54,7 @@ def feed_forward_in_chunks(
 
 
 class _InChunks(torch.autograd.Function):
-    """Keeps nothing but its input. The parameters' gradients are summed in fp32 (fp64 for fp64)."""
+    """Saves only its inputs for the backward pass. Gradients of parameters are summed in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class _InChunks(torch.autograd.Function):
             slope = gate + 1.702 * inner * (1 - gate)  # of the activation
             grad_x = (grad @ contract).mul_(slope)
             target.copy_(grad_x @ expand)
-            found = (grad_x.t() @ chunk, grad_x.sum(0, dtype=wide), grad.t() @ inner, grad.sum(0, dtype=wide))
-            for total, piece in zip(totals, found, strict=True):
+            pieces = (grad_x.t() @ chunk, grad_x.sum(0, dtype=wide), grad.t() @ inner, grad.sum(0, dtype=wide))
+            for total, piece in zip(totals, pieces, strict=True):
                 total.add_(piece)
         return (grad_h, *(t.to(p.dtype) for t, p in zip(totals, parameters, strict=True)), None)

@@ -25,31 +25,31 @@ def generate(
     generator: torch.Generator | None = None,
     slide: bool = False,
 ) -> Iterator[Tensor]:
-    """Continue prompts of one length, token by token. What cannot be sampled is refused before the first is asked for.
+    """Continue prompts of one length, token by token. Arguments are checked at the call, before the first token.
 
     Args:
         model: in evaluation mode.
         prompt: (B, N) integers on the model's device, N from 0.
         num_tokens: how many to sample.
         temperature: divides the logits; 0 takes the most likely token.
-        top_k, top_p: sample among the k most likely, or the fewest that hold the probability p; of tokens that are
-            equally likely the lower ones stay.
+        top_k, top_p: sample among the k most likely tokens, or the fewest whose probabilities sum to p; among equally
+            likely tokens the lower ones stay.
         generator: makes the sample reproducible.
-        slide: where prompt and sample are longer than the model's context, drop the older half each time that it is
-            full (``window_start``), instead of refusing them.
+        slide: allow prompt and sample to be longer than the model's context, and drop its older half each time that it
+            is full (``window_start``).
 
     Returns:
-        An iterator over (B,) int64, each as soon as it is known; it raises FloatingPointError where the model's logits
-        are no numbers.
+        An iterator over (B,) int64, one token of each context at a time; it raises FloatingPointError where logits are
+        not finite.
 
     Raises:
-        ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; all of it in
-            one line.
+        ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; one line has
+            all problems.
     """
     problems = list(_prompt_problems(model, prompt))
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     problems += [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
-    if not is_whole(num_tokens) or num_tokens < 0:
+    if type(num_tokens) is not int or num_tokens < 0:
         problems.append(f"num_tokens={num_tokens}: must be 0 or more, and whole")
     elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
         length, context = prompt.shape[1] + num_tokens, model.config.context
@@ -60,10 +60,10 @@ def generate(
 
 
 def window_start(config: ModelConfig, known: int) -> int:
-    """The first of so many known tokens that is still in the context, when contexts slide.
+    """Where the context begins among ``known`` tokens, when contexts slide.
 
-    Tokens leave when a context is full: its older half, in whole rows of the position tables, so that those that stay
-    keep their columns and channels. It follows from the number of known tokens alone, in whatever portions they came.
+    When a context is full its older half is dropped, in whole rows of the position tables, so that the remaining tokens
+    keep their columns and channels. The start depends on the number of tokens alone, not on the portions they came in.
     """
     rows, *row = config.embedding.table_sizes(config.context)
     dropped = -(-rows // 2) * math.prod(row) if rows > 1 else -(-config.context // 2)
@@ -80,14 +80,14 @@ def choose(
     """One token from each row of logits (B, V): (B,) int64.
 
     Raises:
-        FloatingPointError: logits that are no numbers, or infinite.
+        FloatingPointError: logits are not finite.
     """
     if temperature == 0:
         highest, token = logits.max(-1)
         _require_finite(highest)
         return token
     logits = logits.double()
-    if temperature < 1:  # from 0 down: no temperature is so low that the most likely token's share overflows
+    if temperature < 1:  # the largest logit becomes 0, so that no low temperature overflows
         logits = logits - logits.amax(-1, keepdim=True)
     if temperature != 1:
         logits = logits / temperature
@@ -97,8 +97,8 @@ def choose(
     if top_k is not None:
         ranked[:, top_k:] = float("-inf")
     share = ranked.softmax(-1)
-    if top_p is not None and top_p < 1:  # 1 keeps all, though a sum may round to it early
-        # A token stays while those before it hold less than p: the first always does.
+    if top_p is not None and top_p < 1:  # 1 keeps all tokens, even where the sum rounds to 1 early
+        # A token stays while those before it sum to less than p; the first always stays.
         before = share.cumsum(-1) - share
         before[:, 0] = 0
         share = share.masked_fill(before >= top_p, 0.0)
@@ -106,10 +106,10 @@ def choose(
 
 
 def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index of each row, as likely as its share (B, V) in fp64, of any sum: (B, 1) int64.
+    """Draw one index of each row in proportion to its shares (B, V) in fp64, which need not sum to 1: (B, 1) int64.
 
-    The first whose shares up to it exceed a uniform part of all of them: one without a share adds nothing, so it is
-    never the first. (torch.multinomial checks more, which takes longer than the draw.)
+    It is the first index at which the running sum exceeds a uniform part of the total, so one without a share is never
+    drawn. (torch.multinomial checks more, which takes longer than the draw.)
     """
     sums = share.cumsum(-1)
     whole = sums[:, -1]
@@ -119,7 +119,7 @@ def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _require_finite(values: Tensor) -> None:
-    """Whether all of (B,) are numbers, and finite ones."""
+    """Raise FloatingPointError unless all of (B,) are finite."""
     if not all(map(math.isfinite, values.tolist())):
         raise FloatingPointError("logits that are no numbers")
 
@@ -163,27 +163,22 @@ def _prompt_problems(model: SparseTransformer, prompt: Tensor) -> Iterator[str]:
     if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
         yield f"prompt is {prompt.dtype}: must be integers"
     elif prompt.numel() and not 0 <= int(prompt.min()) <= int(prompt.max()) < model.config.vocabulary:
-        found = f"{int(prompt.min())} to {int(prompt.max())}"
-        yield f"prompt has tokens {found}: must be 0 to {model.config.vocabulary - 1}"
+        low, high = int(prompt.min()), int(prompt.max())
+        yield f"prompt has tokens {low} to {high}: must be 0 to {model.config.vocabulary - 1}"
 
 
 def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterator[tuple[str, str]]:
-    """The name of every setting of ``generate`` that is out of range, and its rule."""
+    """The settings of ``generate`` that are out of range: the name and the rule of each."""
     if not _real(temperature) or not temperature >= 0:
         yield "temperature", "must be a number from 0, which takes the most likely token; 1 is as trained"
-    if top_k is not None and (not is_whole(top_k) or not top_k >= 1):
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
         yield "top_k", "must be a whole number from 1; leave it out to sample from all"
     if top_p is not None and (not _real(top_p) or not 0 < top_p <= 1):
         yield "top_p", "must be above 0 and at most 1; leave it out to sample from all"
 
 
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is an integer, and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _real(value: object) -> TypeGuard[float]:
-    """Whether it is a finite number; an integer beyond all floats is none."""
+    """Whether it is a finite number; an integer too large for a float is not."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:

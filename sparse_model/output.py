@@ -1,4 +1,4 @@
-"""From the last residual block to logits, or to each token's nats without the logits of a whole context.
+"""From the last residual block to logits, or to each token's nats without all logits of a context in memory.
 
 Letters: R rows (positions of all contexts), C width, V vocabulary.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CHUNK_ROWS = 1 << 14  # of logits that stand in memory at once
+CHUNK_ROWS = 1 << 14  # rows of logits in memory at once
 
 
 class Logits(nn.Linear):
@@ -25,7 +25,7 @@ class Logits(nn.Linear):
 
 
 def cross_entropy_in_chunks(h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Each row's cross-entropy with memory for ``rows`` rows of logits; they are computed twice.
+    """The cross-entropy of each row with memory for ``rows`` rows of logits, which are computed twice.
 
     Args:
         h: (R, C).
@@ -40,7 +40,7 @@ def cross_entropy_in_chunks(h: Tensor, weight: Tensor, targets: Tensor, rows: in
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps nothing but its input. The weight's gradient is summed in fp32 (fp64 for fp64)."""
+    """Saves only its inputs for the backward pass. The weight's gradient is summed in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -5,32 +5,39 @@ Letters: B batch, N positions, C width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as every
 
-from longstride.sparse_model.bare import bare
-from longstride.sparse_model.cache import allocate, even_length
+from longstride.kernels import ConfigError, empty_cache
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.transformer import SparseTransformer
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Session:
     """A model's keys and values for a batch of contexts of one length, and the logits of their next position.
 
-    ``session.logits`` says what comes next, ``session.append(tokens)`` what came. A context that was appended to token
-    by token gives the same bits whenever the same is done again on the machine: with the same weights, batch, length
-    and number of threads. ``prefill`` takes a beginning at once, and may differ from that in the last bits.
+    ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
+    the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
+    takes several tokens at once; its last bits may differ.
     """
 
     def __init__(self, model: SparseTransformer, batch: int = 1, length: int | None = None) -> None:
         """An empty context.
 
         Args:
-            model: in evaluation mode, its weights all on one device; they must not change during the session, and hooks
-                that are put on it meanwhile are not called.
-            batch: contexts, all of the same length at any time.
-            length: tokens to make room for, at most the model's context; all of it where None.
+            model: in evaluation mode, with its weights on one device. They must not change during the session, and
+                hooks that are added meanwhile are not called.
+            batch: number of contexts, all of the same length at any time.
+            length: tokens to make room for, at most the model's context, which is the default.
 
         Raises:
             ValueError: the model is in training mode, or the batch or the length is out of range.
@@ -45,16 +52,16 @@ class Session:
         self.model, self.batch = model, batch
         self._bare = bare(model)
         self.length = context if length is None else even_length(model.config, length)
-        self.position = 0  # of the next token: how many are known
+        self.position = 0  # of the next token
         start = model.embedding.start
         with torch.inference_mode():
             self.caches = allocate(model.config, batch, self.length, start.device, start.dtype)
         self._last: Tensor | None = None  # token before `position`
-        self._logits: Tensor | None = None  # of `position`, where its row was computed already
+        self._logits: Tensor | None = None  # of `position`, once its row is computed
 
     @property
     def logits(self) -> Tensor:
-        """Of the next token, (B, V) in fp32 (fp64 for fp64); computed when first asked for.
+        """Logits of the next token, (B, V) in fp32 (fp64 for fp64); computed at the first access.
 
         Raises:
             ValueError: the session is full.
@@ -64,8 +71,8 @@ class Session:
             with torch.inference_mode():
                 h = self._bare.embedding.row(self._last, self.position, self.batch)
                 h = self._bare.through(h, self.caches, self.position)
-                found = self._bare.logits(self._bare.norm(h)).squeeze(1)
-                self._logits = found if found.dtype in (torch.float32, torch.float64) else found.float()
+                logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
+                self._logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return self._logits
 
     def append(self, tokens: Tensor) -> None:
@@ -80,8 +87,8 @@ class Session:
         if tokens.shape != (self.batch,):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch},), one for each context")
         self._require_room(1)
-        assert self.logits is not None  # its row is read by later ones
-        self._known(tokens)
+        assert self.logits is not None  # computes the row of this position, whose keys and values later rows read
+        self._set_last(tokens)
         self.position += 1
 
     def prefill(self, tokens: Tensor) -> None:
@@ -96,18 +103,18 @@ class Session:
         if tokens.dim() != 2 or len(tokens) != self.batch:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context")
         if self.position:
-            raise ValueError(f"{self.position} tokens are known already: reset() begins anew")
+            raise ValueError(f"the session has {self.position} tokens already: reset() empties it")
         self._require_room(tokens.shape[1])
         if not tokens.shape[1]:
             return
         tokens = tokens.long()
         with torch.inference_mode():
             self._bare.through(self._bare.embedding(tokens), self.caches, 0)
-        self._known(tokens[:, -1])
+        self._set_last(tokens[:, -1])
         self.position = tokens.shape[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what stands for the model is made anew for theirs."""
+        """Without the bare model, which a copy makes from its own model."""
         return {name: value for name, value in vars(self).items() if name != "_bare"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,11 +122,11 @@ class Session:
         self._bare = bare(self.model)
 
     def reset(self) -> None:
-        """Forget all tokens: the same room, for other contexts."""
+        """Forget all tokens, and keep the memory."""
         self.position, self._last, self._logits = 0, None, None
 
     def rearrange(self, order: Tensor) -> None:
-        """Context i becomes what context ``order[i]`` is: contexts may leave, and stand several times.
+        """Context i becomes a copy of context ``order[i]``: contexts may be dropped, and repeated.
 
         Args:
             order: (B,) integers from 0 to B - 1, on the model's device.
@@ -135,10 +142,85 @@ class Session:
         self._last = None if self._last is None else self._last[order]
         self._logits = None if self._logits is None else self._logits[order]
 
-    def _known(self, last: Tensor) -> None:
-        """The last token, which the next row begins with: a copy, as the caller may write to its own."""
+    def _set_last(self, last: Tensor) -> None:
+        """Keep the token that the next row embeds: a copy, as the caller may overwrite its tensor."""
         self._last, self._logits = last.long().clone(), None
 
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:
             raise ValueError(f"{self.position + rows} tokens: the session has room for {self.length}")
+
+
+def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
+    """An empty cache of ``length`` positions for each layer; a CPU takes memory only as it is written.
+
+    Raises:
+        ConfigError: the model's backend cannot run here.
+    """
+    widths = (config.query_key_width // config.heads, config.width // config.heads)
+    caches = []
+    for patterns in config.layer_patterns():
+        keys, values = (
+            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
+        )
+        caches.append(KeyValues(keys, values, patterns, config.backend))
+    return caches
+
+
+def even_length(config: ModelConfig, least: int) -> int:
+    """The smallest length, from ``least`` to the context, that all patterns divide evenly.
+
+    A causal pattern gives the same rows at any length. But only where its stride divides the length do its reads have a
+    closed form, and are its columns read in place.
+    """
+    patterns = {pattern for layer in config.layer_patterns() for pattern in layer}
+    return next((n for n in range(max(least, 1), config.context) if _divided(patterns, n)), config.context)
+
+
+def _divided(patterns: Iterable[Pattern], length: int) -> bool:
+    try:
+        for pattern in patterns:
+            pattern.check(length)
+    except ConfigError:
+        return False
+    return True
+
+
+def bare(module: Module) -> Module:
+    """The same module to call, without what ``nn.Module`` adds to every call and every name; it shares its tensors.
+
+    One row of a small model is some hundred operations of a few microseconds each: looking for hooks that are not
+    there, and for parameters by name, takes time that shows. It holds as long as nothing is assigned to either module.
+    A submodule that has hooks, was compiled, or had its ``forward`` replaced is called as before. So are all modules
+    where global hooks exist. Hooks that are added later are not called.
+    """
+    return _bare(module, {})
+
+
+def _bare(module: Any, known: dict[int, Any]) -> Any:
+    """``known``: the bare modules so far, by the ids of the originals, as a submodule may occur several times."""
+    if id(module) not in known:
+        known[id(module)] = module if module is None or _calls_more_than_forward(module) else _twin(module, known)
+    return known[id(module)]
+
+
+def _twin(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+    attributes = vars(module)
+    kind: Any = type(module)
+    twin: nn.Module = object.__new__(_called_by(kind, kind.forward))
+    children = {name: _bare(child, known) for name, child in attributes["_modules"].items()}
+    # Plain attributes are found without nn.Module.__getattr__.
+    vars(twin).update(attributes | attributes["_parameters"] | attributes["_buffers"] | children, _modules=children)
+    return twin
+
+
+def _calls_more_than_forward(module: nn.Module) -> bool:
+    attributes = vars(module)
+    hooks = (attributes["_forward_hooks"], attributes["_forward_pre_hooks"], every._global_forward_hooks)
+    return any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in attributes))
+
+
+@lru_cache
+def _called_by(kind: Any, forward: Any) -> Any:
+    """The class with its present ``forward`` as ``__call__``."""
+    return type(kind.__name__, (kind,), {"__call__": forward})

@@ -1,8 +1,7 @@
-"""Configurations from JSON that accept nothing unknown and name what is wrong by its path."""
+"""Configurations from JSON: unknown keys are errors, and every error names its path."""
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from longstride.kernels.errors import ConfigError, Problem, join_paths
+from longstride.kernels import ConfigError, Problem, join_paths, nearest
 
 
 class StrictModel(BaseModel):
@@ -33,32 +32,24 @@ class StrictModel(BaseModel):
         try:
             return super().model_validate(obj)
         except ValidationError as error:
-            # From None: pydantic's own text would only repeat ours at length.
+            # From None: pydantic's text would only repeat ours at length.
             raise config_error(cls, obj, error) from None
 
 
 def config_error(model: type[BaseModel], data: object, error: ValidationError) -> ConfigError:
     """Pydantic's findings about ``data`` as one error with a line for each wrong field."""
-    found: dict[tuple[str, int], list[Problem]] = {}
+    by_path: dict[tuple[str, int], list[Problem]] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
         for problem in _problems(model, data, detail):
-            # A union reports one finding a member: the same path several times, which is one problem.
+            # A union reports one finding for each member, all at the same path: one problem.
             in_union = _follow(data, detail["loc"]).ends_in_member
             key = (problem.path, 0 if in_union else number + 1)
-            found.setdefault(key, []).append(problem)
+            by_path.setdefault(key, []).append(problem)
     problems = []
-    for same_path in found.values():
+    for same_path in by_path.values():
         rules = list(dict.fromkeys(problem.rule for problem in same_path))
         problems.append(Problem(same_path[0].path, " or ".join(rules), same_path[0].value))
     return ConfigError(*problems)
-
-
-def nearest(key: str, known: Sequence[str]) -> str:
-    """Advice for an unknown key: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if close:
-        return f"nearest {close[0]}"
-    return f"known: {', '.join(known)}" if known else "no key is known here"
 
 
 def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem]:
@@ -86,7 +77,7 @@ def _problems(model: type[BaseModel], data: object, detail: Any) -> list[Problem
     rule = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").replace("Input", "it")
     if kind == "finite_number":
         rule = "must be a finite number"
-    # A value that is an object stands in the file already; the rule alone is easier to read.
+    # Without a value that is an object: the rule alone is easier to read.
     return [Problem(path, rule) if isinstance(value, Mapping) else Problem(path, rule, value)]
 
 
@@ -95,21 +86,21 @@ class _Place(NamedTuple):
 
     path: str
     value: object
-    ends_in_member: bool  # the last part names a union member (or a missing key), which is no key of the data
+    ends_in_member: bool  # the last part is no key of the data: it names a union member, or a missing key
 
 
 def _follow(data: object, location: tuple[int | str, ...]) -> _Place:
     """The place of a pydantic location, leaving out the names of union members."""
-    path, found = "", True
+    path, is_key = "", True
     for part in location:
-        found = True
+        is_key = True
         if isinstance(data, Mapping) and part in data:
             path, data = join_paths(path, str(part)), data[part]
         elif isinstance(part, int) and isinstance(data, Sequence) and not isinstance(data, str) and part < len(data):
             path, data = f"{path}[{part}]", data[part]
         else:
-            found = False
-    return _Place(path, data, not found)
+            is_key = False
+    return _Place(path, data, not is_key)
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -118,8 +109,8 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
     for part in location:
         fields = [candidate.model_fields[part] for candidate in candidates if part in candidate.model_fields]
         if fields:
-            candidates = [found for field in fields for found in _models_in(field.annotation)]
-        else:  # a list position, or the name of a union member: keep only that member where it can be told
+            candidates = [model for field in fields for model in _models_in(field.annotation)]
+        else:  # a list position, or the name of a union member: keep that member alone where the name identifies it
             candidates = [candidate for candidate in candidates if _is_member(candidate, part)] or candidates
     return list(dict.fromkeys(key for candidate in candidates for key in candidate.model_fields))
 
@@ -128,7 +119,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Every configuration class named in an annotation such as ``list[A | B] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for argument in typing.get_args(annotation) for found in _models_in(argument)]
+    return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
 
 
 def _is_member(model: type[BaseModel], name: int | str) -> bool:

@@ -1,7 +1,7 @@
-"""A data folder built by one rank or many; it goes on after a kill, and appears whole."""
+"""Builds a data folder, by one rank or many. A killed build goes on later, and the folder appears only when whole."""
 
 from longstride.data_pipelines.building.build import build, build_dataset
 from longstride.data_pipelines.building.crew import Crew, join_crew
-from longstride.data_pipelines.building.unfinished import kept_folder
+from longstride.data_pipelines.building.folders import kept_folder
 
 __all__ = ["Crew", "build", "build_dataset", "join_crew", "kept_folder"]

@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
-from longstride.data_pipelines.errors import DataError, os_errors_told
+from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 
-# What launchers tell each process: how many there are (Open MPI; MPICH, Intel MPI; MVAPICH; a step of Slurm, which may
-# itself have started another launcher) ...
+# The number of processes, as launchers set it (Open MPI; MPICH, Intel MPI; MVAPICH; a step of Slurm, which may itself
+# have started another launcher) ...
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_RANKS = ("PMIX_RANK", "PMI_RANK")  # ... or only which one it is
+_RANKS = ("PMIX_RANK", "PMI_RANK")  # ... or only the rank
 _FIRST = 0
 
 T = TypeVar("T")
 
 
 class Crew:
-    """Processes that work together. What the first one finds wrong, or any one in a round, all of them raise."""
+    """Processes that build together. An error on the first rank, or on any rank in a round, is raised on all."""
 
     def __init__(self, communicator: Any = None) -> None:
         """``communicator`` is an mpi4py communicator, or None for this process alone."""
@@ -32,13 +32,13 @@ class Crew:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that plans, tells and finishes."""
+        """Whether this is the rank that plans, reports and finishes."""
         return self.rank == _FIRST
 
     def on_first(self, function: Callable[[], T]) -> T | None:
-        """What ``function`` returns, on the first rank, which alone calls it; None on the others.
+        """What ``function`` returns on the first rank, which alone calls it. None on the others.
 
-        Raises DataError on every rank where it does so on the first, or ends in an OSError there.
+        Raises DataError on every rank if ``function`` raises DataError or OSError on the first.
         """
         result, problem = None, None
         if self.is_first:
@@ -49,9 +49,9 @@ class Crew:
         return result
 
     def on_each(self, function: Callable[[], T]) -> list[T]:
-        """What ``function`` returns on every rank, in their order.
+        """What ``function`` returns on each rank, in order of ranks.
 
-        Raises DataError on every rank, the first rank's that has one, where it does so on any.
+        Raises DataError on every rank if ``function`` raises DataError or OSError on any: the lowest such rank's.
         """
         outcomes = [_attempted(function)]
         if self._communicator is not None:
@@ -66,9 +66,9 @@ class Crew:
         return content if self._communicator is None else self._communicator.bcast(content, root=_FIRST)
 
     def deal(self, tasks: Iterator[T]) -> tuple[bool, T | None]:
-        """The next of the first rank's tasks for each rank in turn: (whether any is left, this rank's or None).
+        """Gives each rank the next task of the first rank's: (whether any was left, this rank's task or None).
 
-        Sent one by one, so that the tasks of a round are never one message, and no rank needs the whole plan.
+        Tasks are sent one by one: a round is never one message, and no rank needs the whole plan.
         """
         if not self.is_first:
             return self._communicator.recv(source=_FIRST)
@@ -80,13 +80,13 @@ class Crew:
         return any_left, batch[0]
 
     def meet(self) -> None:
-        """Wait until every rank is here."""
+        """Waits until every rank is here."""
         if self._communicator is not None:
             self._communicator.barrier()
 
     @contextmanager
     def bound_together(self) -> Iterator[None]:
-        """Ends the whole job where one rank fails in a way that the others do not know of, and would wait for it.
+        """Ends the whole job if one rank fails while the others wait for it.
 
         A DataError is no such failure: it is raised on all ranks or on none.
         """
@@ -102,26 +102,25 @@ class Crew:
 
 
 def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
-    """All processes that the MPI launcher started, or this one alone where none did.
+    """All processes that the MPI launcher started, or this one alone without a launcher.
 
-    Raises DataError where a launcher started several that MPI does not join: each would build everything.
+    Raises DataError if a launcher started several processes that MPI does not join: each would build everything.
     """
     name = next((name for name in _SIZES if environment.get(name, "").isdecimal()), None)
-    told = None if name is None else int(environment[name])
+    size = None if name is None else int(environment[name])
     rank = next((int(environment[name]) for name in _RANKS if environment.get(name, "").isdecimal()), None)
-    if told == 1 or (told is None and rank is None):
+    if size == 1 or (size is None and rank is None):
         return Crew()
-    who = f"rank {rank} of an MPI launcher" if told is None else f"{name}={told}"
+    who = f"rank {rank} of an MPI launcher" if size is None else f"{name}={size}"
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
         cause = str(error).splitlines()[0]
         raise DataError(
             f"{who}: started as one of several processes, yet mpi4py cannot be imported ({cause}); "
             "install mpi4py and an MPI library, or start one process without a launcher"
         ) from error
-    size = MPI.COMM_WORLD.Get_size()
-    if size == 1 and (told is not None or rank):
+    if MPI.COMM_WORLD.Get_size() == 1 and (size is not None or rank):
         library = MPI.Get_library_version().split(",")[0].strip()
         raise DataError(
             f"{who}: started as one of several processes, yet mpi4py sees one alone: it works with {library}; "
@@ -131,9 +130,9 @@ def join_crew(environment: Mapping[str, str] = os.environ) -> Crew:
 
 
 def _attempted(function: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What it returns, or what is wrong in one line."""
+    """What ``function`` returns, or its error in one line."""
     try:
-        with os_errors_told():
+        with os_errors_as_data_errors():
             return function(), None
     except DataError as error:
         return None, str(error)

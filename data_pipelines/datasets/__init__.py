@@ -1,12 +1,9 @@
 """The published datasets that a build reads as they are distributed: one file and one line of ``DATASETS`` each."""
 
+from longstride.data_pipelines.datasets.byte_corpus import ENWIK8, TEXT8
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
-from longstride.data_pipelines.datasets.dataset import Dataset
-from longstride.data_pipelines.datasets.enwik8 import ENWIK8
-from longstride.data_pipelines.datasets.fetching import default_input, fetched_input
+from longstride.data_pipelines.datasets.dataset import Dataset, default_input, fetched_input
 from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
-from longstride.data_pipelines.datasets.plan import DatasetSettings, make_dataset_plan
-from longstride.data_pipelines.datasets.text8 import TEXT8
 from longstride.data_pipelines.errors import DataError
 
 _REGISTERED: tuple[Dataset, ...] = (CIFAR10, IMAGENET64, ENWIK8, TEXT8)
@@ -20,12 +17,4 @@ def dataset_named(name: str) -> Dataset:
     return DATASETS[name]
 
 
-__all__ = [
-    "DATASETS",
-    "Dataset",
-    "DatasetSettings",
-    "dataset_named",
-    "default_input",
-    "fetched_input",
-    "make_dataset_plan",
-]
+__all__ = ["DATASETS", "Dataset", "dataset_named", "default_input", "fetched_input"]

@@ -1,8 +1,8 @@
-"""CIFAR-10's pickled batches, read without running anything that a pickle asks for.
+"""CIFAR-10's pickled batches, read without running any code that a pickle names.
 
-A pickle is a program. The few names that these files ask for are answered by stand-ins that do nothing but keep what
-they are given, and any other name is refused: neither numpy's nor anybody else's code is called. What a pickle takes is
-in proportion to its own bytes, and nothing of it stays when it has been read.
+A pickle is a program. The few names in these files are replaced by stand-ins that only keep their arguments, and any
+other name is refused: no code of numpy or of any other package is called. The memory that a pickle takes is in
+proportion to its own bytes, and is freed when it has been read.
 """
 
 import io
@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from longstride.data_pipelines.datasets.excerpts import interleaved
 from longstride.data_pipelines.datasets.members import Member
-from longstride.data_pipelines.datasets.planes import interleaved
-from longstride.data_pipelines.documents import Openings
+from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import CHANNELS
 
@@ -24,12 +24,12 @@ _BYTE_TYPES = (b"u1", b"|u1", b"uint8")
 
 
 class RefusedPickleError(Exception):
-    """What a pickle asks for or holds is not what a batch holds: one line."""
+    """A pickle that is no batch: one line that says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickledBatch:
-    """The pictures of a pickled batch: a source (``parts.Source``). About 30 MB, which are held while it is read."""
+    """The pictures of a pickled batch: a ``Source``. About 30 MB, held in memory while it is read."""
 
     member: Member
     edge: int
@@ -39,25 +39,22 @@ class PickledBatch:
         """The member's."""
         return self.member.identity
 
-    def rows(self, openings: Openings) -> np.ndarray:
+    def rows(self, open_input: OpenInput) -> np.ndarray:
         """(n, 3 x edge x edge) uint8, in planes. Raises DataError for a pickle that holds anything else."""
 
         def load(_: ExitStack) -> np.ndarray:
-            own = Openings()  # the one that is given holds what comes of it
-            try:
-                content = self.member.read(own, 0, self.member.size)
-            finally:
-                own.close()
+            with OpenInput() as open_file:  # `open_input` keeps the array
+                content = self.member.read(open_file, 0, self.member.size)
             try:
                 return batch_rows(content, CHANNELS * self.edge**2)
             except RefusedPickleError as error:
                 raise DataError(f"{self.member.shown}: {error}; nothing of it was run: fetch it again") from error
 
-        return openings.get(self, load)
+        return open_input.get(self, load)
 
-    def read(self, openings: Openings, offset: int, size: int) -> bytes:
-        """Content bytes: see ``Source``."""
-        rows = self.rows(openings)
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        """See ``Source``."""
+        rows = self.rows(open_input)
         first, stop = offset // rows.shape[1], -(-(offset + size) // rows.shape[1])
         skipped = offset - first * rows.shape[1]
         return interleaved(rows[first:stop], self.edge)[skipped : skipped + size]
@@ -69,13 +66,13 @@ def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
         batch = _Unpickler(content).load()
     except RefusedPickleError:
         raise
-    except Exception as error:  # unpickling raises what it likes
+    except Exception as error:  # unpickling may raise anything
         words = " ".join(str(error).split()) or type(error).__name__
         raise RefusedPickleError(f"cannot be read as a pickle ({words})") from error
-    found = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
-    if not isinstance(found, _Array):
+    data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
+    if not isinstance(data, _Array):
         raise RefusedPickleError('is no batch: a dictionary with an array of bytes as "data"')
-    return found.rows(row_bytes)
+    return data.rows(row_bytes)
 
 
 class _Type:
@@ -85,7 +82,7 @@ class _Type:
         self.name = name.encode() if isinstance(name, str) else name
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and the like, which single bytes have none of."""
+        """Byte order and the like: single bytes have none."""
 
 
 class _Array:
@@ -98,7 +95,7 @@ class _Array:
         self._state = state
 
     def rows(self, row_bytes: int) -> np.ndarray:
-        """(n, row_bytes) uint8. Raises RefusedPickleError where the state is that of another array."""
+        """(n, row_bytes) uint8. Raises RefusedPickleError for the state of any other array."""
         match self._state:
             case (
                 int(),
@@ -113,12 +110,12 @@ class _Array:
 
 
 class _Named:
-    """Stands for a name: it can be called or handed on, and there is nothing in it that a pickle could change."""
+    """Stands for a name: a pickle can call it or hand it on, but not change it."""
 
     __slots__ = ("_call",)
 
     def __init__(self, call: Callable[..., Any] | None) -> None:
-        """``call``: what calling it does; None: no batch calls it."""
+        """``call``: what a call runs; None: no batch calls it."""
         self._call = call
 
     def __call__(self, *arguments: Any) -> Any:
@@ -130,7 +127,7 @@ class _Named:
         raise RefusedPickleError("gives a name a state, which no batch does")
 
 
-# numpy's _reconstruct makes the empty array that a state is then given to.
+# numpy's _reconstruct makes an empty array, which then gets a state.
 _RECONSTRUCT, _NDARRAY, _DTYPE = _Named(lambda *_: _Array()), _Named(None), _Named(_Type)
 _KNOWN = {
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
@@ -138,7 +135,7 @@ _KNOWN = {
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _DTYPE,
 }
-# Out-of-band buffers, arrays of any length that is claimed, and what other code has registered in this process.
+# Out-of-band buffers, arrays of any claimed length, and names that other code registered in this process.
 _REFUSED_OPCODES = (
     pickle.NEXT_BUFFER,
     pickle.READONLY_BUFFER,
@@ -150,7 +147,7 @@ _REFUSED_OPCODES = (
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own, not the C one: that one makes room for as many objects as a pickle says it will remember."""
+    """Written in Python, as the C one allocates room for as many objects as a pickle claims to remember."""
 
     dispatch: ClassVar = {
         code: run for code, run in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_OPCODES
@@ -158,10 +155,10 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content), encoding="bytes")
-        self._encodable = len(content)  # characters: each is a byte or more of the pickle, and is encoded once
+        self._encodable = len(content)  # characters: each is at least a byte of the pickle, encoded once
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name. Raises RefusedPickleError for one that no batch asks for."""
+        """The stand-in for a name. Raises RefusedPickleError for a name that no batch holds."""
         if (module, name) == ("_codecs", "encode"):
             return _Named(self._encode)
         if (module, name) not in _KNOWN:
@@ -169,7 +166,7 @@ class _Unpickler(pickle._Unpickler):
         return _KNOWN[module, name]
 
     def _encode(self, text: Any, encoding: Any = None) -> bytes:
-        """Stands for codecs.encode, by which Python 3 writes bytes into pickles of protocol 2."""
+        """Stands for codecs.encode, with which Python 3 writes bytes into pickles of protocol 2."""
         if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
             raise RefusedPickleError(f"asks for an encoding, {encoding!r}, that no batch has")
         self._encodable -= len(text)

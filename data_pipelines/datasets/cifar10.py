@@ -1,7 +1,7 @@
 """CIFAR-10: 60,000 pictures of 32 x 32 pixels, in its binary and in its Python version.
 
-The last 25th of the training pictures, in the order in which they are distributed, are the validation split: 2,000 of
-50,000. Both versions hold the same pictures in the same order, so that both give the same shards.
+The last 25th of the training pictures, in the published order, is the validation split: 2,000 of 50,000. Both versions
+hold the same pictures in the same order, so that both give the same shards.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longstride.data_pipelines.datasets.batch_pickle import PickledBatch
-from longstride.data_pipelines.datasets.dataset import Archives, Found, files_in
+from longstride.data_pipelines.datasets.dataset import (
+    WAY_OUT,
+    Archive,
+    Archives,
+    DatasetContent,
+    PublishedFile,
+    files_in,
+)
+from longstride.data_pipelines.datasets.excerpts import Excerpts, PlaneRows, Stretch, picture_properties
 from longstride.data_pipelines.datasets.members import Member, whole_file
-from longstride.data_pipelines.datasets.parts import Parts, Run
-from longstride.data_pipelines.datasets.planes import PlaneRows, picture_properties
-from longstride.data_pipelines.datasets.published import WAY_OUT, Archive, Known
-from longstride.data_pipelines.documents import Openings
+from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 
 _EDGE = 32
@@ -23,24 +28,24 @@ _PICTURE_BYTES = 3 * _EDGE**2
 _ROW_BYTES = 1 + _PICTURE_BYTES
 _VALIDATION_SHARE = 25
 _TRAIN, _TEST = tuple(f"data_batch_{number}" for number in range(1, 6)), "test_batch"
-_BINARY, _PYTHON = ".bin", ""  # what the names of the two versions end in
+_BINARY, _PYTHON = ".bin", ""  # suffixes of the names in the two versions
 _NAMES = {f"{name}{version}" for name in (*_TRAIN, _TEST) for version in (_BINARY, _PYTHON)}
 _ARCHIVE_NAMES = ("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz")
 
 _BINARY_BYTES = 10_000 * _ROW_BYTES
 _KNOWN = {
-    "data_batch_1.bin": Known(_BINARY_BYTES, "sha1", "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
-    "data_batch_2.bin": Known(_BINARY_BYTES, "sha1", "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795"),
-    "data_batch_3.bin": Known(_BINARY_BYTES, "sha1", "1dd00a74ab1d17a6e7d73e185b69dbf31242f295"),
-    "data_batch_4.bin": Known(_BINARY_BYTES, "sha1", "aab85764eb3584312d3c7f65fd2fd016e36a258e"),
-    "data_batch_5.bin": Known(_BINARY_BYTES, "sha1", "26e2849e66a845b7f1e4614ae70f4889ae604628"),
-    "test_batch.bin": Known(_BINARY_BYTES, "sha1", "67eb016db431130d61cd03c7ad570b013799c88c"),
-    "data_batch_1": Known(31_035_704, "md5", "c99cafc152244af753f735de768cd75f"),
-    "data_batch_2": Known(31_035_320, "md5", "d4bba439e000b95fd0a9bffe97cbabec"),
-    "data_batch_3": Known(31_035_999, "md5", "54ebc095f3ab1f0389bbae665268c751"),
-    "data_batch_4": Known(31_035_696, "md5", "634d18415352ddfa80567beed471001a"),
-    "data_batch_5": Known(31_035_623, "md5", "482c414d41f54cd18b22e5b47cb7c3cb"),
-    "test_batch": Known(31_035_526, "md5", "40351d587109b95175f43aff81a1287e"),
+    "data_batch_1.bin": PublishedFile(_BINARY_BYTES, "sha1", "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
+    "data_batch_2.bin": PublishedFile(_BINARY_BYTES, "sha1", "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795"),
+    "data_batch_3.bin": PublishedFile(_BINARY_BYTES, "sha1", "1dd00a74ab1d17a6e7d73e185b69dbf31242f295"),
+    "data_batch_4.bin": PublishedFile(_BINARY_BYTES, "sha1", "aab85764eb3584312d3c7f65fd2fd016e36a258e"),
+    "data_batch_5.bin": PublishedFile(_BINARY_BYTES, "sha1", "26e2849e66a845b7f1e4614ae70f4889ae604628"),
+    "test_batch.bin": PublishedFile(_BINARY_BYTES, "sha1", "67eb016db431130d61cd03c7ad570b013799c88c"),
+    "data_batch_1": PublishedFile(31_035_704, "md5", "c99cafc152244af753f735de768cd75f"),
+    "data_batch_2": PublishedFile(31_035_320, "md5", "d4bba439e000b95fd0a9bffe97cbabec"),
+    "data_batch_3": PublishedFile(31_035_999, "md5", "54ebc095f3ab1f0389bbae665268c751"),
+    "data_batch_4": PublishedFile(31_035_696, "md5", "634d18415352ddfa80567beed471001a"),
+    "data_batch_5": PublishedFile(31_035_623, "md5", "482c414d41f54cd18b22e5b47cb7c3cb"),
+    "test_batch": PublishedFile(31_035_526, "md5", "40351d587109b95175f43aff81a1287e"),
 }
 
 
@@ -49,21 +54,21 @@ class Cifar10:
     """The dataset: see ``Dataset``."""
 
     archive: Archive
-    batches: Mapping[str, Known] = field(default_factory=lambda: _KNOWN)
+    batches: Mapping[str, PublishedFile] = field(default_factory=lambda: _KNOWN)
     name: str = "cifar10"
     modality: str = "image"
 
     @property
     def file_names(self) -> set[str]:
-        """Of the batches and archives of both versions."""
+        """Names of the batches and archives of both versions."""
         return {*_NAMES, *_ARCHIVE_NAMES}
 
     @property
     def where(self) -> str:
-        """Where it is to be had."""
+        """How the user gets it."""
         return f"fetch {self.archive.url}"
 
-    def find(self, given: Path, unpublished: bool) -> Found:
+    def find(self, given: Path, unpublished: bool) -> DatasetContent:
         """The splits of an archive, its folder, or one above: see ``Dataset``."""
         names, batches = _version(_batches_in(given))
         if not batches:
@@ -74,65 +79,64 @@ class Cifar10:
         missing = [name for name in names if name not in batches]
         if missing and not unpublished:
             raise DataError(f"{given}: lacks {', '.join(missing)}; {WAY_OUT}")
-        openings = Openings()
-        try:
+        with OpenInput() as open_input:
             if not unpublished:
                 for name, member in batches.items():
-                    self.batches[name].check(member, openings)
-            runs = {name.partition(".")[0]: _run_of(member, openings) for name, member in batches.items()}
-        finally:
-            openings.close()
-        pictures = Parts([runs[name] for name in _TRAIN if name in runs])
+                    self.batches[name].check(member, open_input)
+            stretches = {name.partition(".")[0]: _stretch_of(member, open_input) for name, member in batches.items()}
+        pictures = Excerpts([stretches[name] for name in _TRAIN if name in stretches])
         held_out = len(pictures) // _VALIDATION_SHARE
         splits = {
             "train": pictures[: len(pictures) - held_out],
             "validation": pictures[len(pictures) - held_out :],
-            "test": Parts([runs[_TEST]] if _TEST in runs else []),
+            "test": Excerpts([stretches[_TEST]] if _TEST in stretches else []),
         }
         if not splits["train"]:
             raise DataError(f"{given}: holds no picture to train on; {self.where}")
-        return Found({name: parts for name, parts in splits.items() if parts}, picture_properties(_EDGE))
+        splits = {name: excerpts for name, excerpts in splits.items() if excerpts}
+        return DatasetContent(splits, picture_properties(_EDGE))
 
 
 def _version(members: Mapping[str, Member]) -> tuple[list[str], dict[str, Member]]:
-    """The names of the version of which there are more batches (the binary one where both are whole), and these."""
+    """The version with more batches (the binary one where both are whole): all its names, and its batches."""
     versions = [[f"{name}{version}" for name in (*_TRAIN, _TEST)] for version in (_BINARY, _PYTHON)]
-    found = [(names, {name: members[name] for name in names if name in members}) for names in versions]
-    return max(found, key=lambda one: len(one[1]))
+    batches = [(names, {name: members[name] for name in names if name in members}) for names in versions]
+    return max(batches, key=lambda version: len(version[1]))
 
 
 def _batches_in(given: Path) -> dict[str, Member]:
-    """The batches of the nearest place that has any, by their names; unpacked ones before those in archives."""
+    """The batches, by name, of the nearest place that has any. Unpacked batches come before those in archives."""
     for files in files_in(given):
-        found = {path.name: whole_file(path) for path in files if path.name in _NAMES}
-        if found:
-            return found
+        unpacked = {path.name: whole_file(path) for path in files if path.name in _NAMES}
+        if unpacked:
+            return unpacked
     archives = Archives(_ARCHIVE_NAMES, given)
     for files in files_in(given):
+        members: dict[str, Member] = {}
         for path in archives.in_order(files):
-            for one in archives.members(path):
-                if one.base_name in _NAMES:
-                    found.setdefault(one.base_name, one)
-            names, batches = _version(found)
+            for member in archives.members(path):
+                if member.base_name in _NAMES:
+                    members.setdefault(member.base_name, member)
+            names, batches = _version(members)
             if len(batches) == len(names):  # no other archive need be opened
                 break
-        if found:
-            return found
+        if members:
+            return members
     archives.check_nothing_passed_over()
     return {}
 
 
-def _run_of(member: Member, openings: Openings) -> Run:
-    """The pictures of a batch. Raises DataError where it is none."""
+def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
+    """The pictures of a batch. Raises DataError for a file that is no batch."""
     if not member.base_name.endswith(_BINARY):
         batch = PickledBatch(member, _EDGE)
-        return Run(batch, 0, len(batch.rows(openings)), _PICTURE_BYTES)
+        return Stretch(batch, 0, len(batch.rows(open_input)), _PICTURE_BYTES)
     if not member.size or member.size % _ROW_BYTES:
         raise DataError(
             f"{member.shown}: {member.size:,} bytes are no rows of {_ROW_BYTES:,} (a label and 32 x 32 x 3 bytes); "
             "fetch it again"
         )
-    return Run(PlaneRows(member, 0, _EDGE, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
+    return Stretch(PlaneRows(member, 0, _EDGE, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
 
 
 CIFAR10 = Cifar10(

@@ -1,7 +1,7 @@
 """ImageNet in 64 x 64 pixels: the npz batches of "A downsampled variant of ImageNet", or a folder of pictures.
 
-Train and validation are the published splits, and there is no other. Batches are read in their order, in which classes
-are mixed already; a folder of pictures is mixed by a hash of the paths.
+The splits are the published ones, train and validation. Batches are read in their order, which mixes the classes
+already. A folder of pictures is mixed by a hash of the paths.
 """
 
 import io
@@ -12,12 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from longstride.data_pipelines.datasets.dataset import Archives, Found, files_in
+from longstride.data_pipelines.datasets.dataset import WAY_OUT, Archives, DatasetContent, PublishedFile, files_in
+from longstride.data_pipelines.datasets.excerpts import Excerpts, PlaneRows, Stretch, picture_properties
 from longstride.data_pipelines.datasets.members import Member, whole_file
-from longstride.data_pipelines.datasets.parts import Parts, Run
-from longstride.data_pipelines.datasets.planes import PlaneRows, picture_properties
-from longstride.data_pipelines.datasets.published import WAY_OUT, Known
-from longstride.data_pipelines.documents import FileDocument, Openings, WalkCounts, find_documents, mix
+from longstride.data_pipelines.documents import FileDocument, LeftOut, OpenInput, find_documents, mix
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 
@@ -30,17 +28,17 @@ _FOLDERS = {
     "validation": ("validation", "valid", "val", "valid_64x64", "val_64x64"),
 }
 _PICKLED = re.compile(r"train_data_batch_\d+|val_data")
-_HEADER_BYTES = 2**12  # far more than numpy writes before such an array
+_HEADER_BYTES = 2**12  # numpy writes far less before such an array
 
-# As TensorFlow Datasets has them. Of the npz files in them no checksum is published; their counts are.
+# Checksums from TensorFlow Datasets. For the npz files inside, only the counts are published.
 _ARCHIVES = {
-    "Imagenet64_train_part1_npz.zip": Known(
+    "Imagenet64_train_part1_npz.zip": PublishedFile(
         6_783_426_789, "sha256", "9422dc1dc5d092e9814a70a1cb7fc74880d2db5d88a0cb8a34ee363b12bde3f1"
     ),
-    "Imagenet64_train_part2_npz.zip": Known(
+    "Imagenet64_train_part2_npz.zip": PublishedFile(
         6_780_506_068, "sha256", "9fafc115afb7e6c301e66dc16b2d737152b427bd5dab26e1293487a6819c7f30"
     ),
-    "Imagenet64_val_npz.zip": Known(
+    "Imagenet64_val_npz.zip": PublishedFile(
         529_522_927, "sha256", "e1e75133158a1924135a9c6f97a80d2d237b158945e0b34074e58e6c8430eeb8"
     ),
 }
@@ -50,75 +48,69 @@ _ARCHIVES = {
 class ImageNet64:
     """The dataset: see ``Dataset``."""
 
-    archives: Mapping[str, Known] = field(default_factory=lambda: _ARCHIVES)
-    # (train, validation) pictures: of the npz batches; and of the older folders of PNG files, which lack a few.
+    archives: Mapping[str, PublishedFile] = field(default_factory=lambda: _ARCHIVES)
+    # (train, validation) pictures: in the npz batches; and in the older folders of PNG files, which lack a few.
     counts: tuple[tuple[int, int], ...] = ((1_281_167, 50_000), (1_281_149, 49_999))
     name: str = "imagenet64"
     modality: str = "image"
-    archive: None = None  # only for people who are logged in
+    archive: None = None  # only for users who are logged in
 
     @property
     def file_names(self) -> set[str]:
-        """Of the batches and their archives."""
+        """Names of the batches and their archives."""
         return {*_NAMES, *self.archives}
 
     @property
     def where(self) -> str:
-        """Where it is to be had."""
+        """How the user gets it."""
         return (
             "log in at https://image-net.org/download-images, fetch "
             f"{', '.join(self.archives)} into a folder, and name that"
         )
 
-    def find(self, given: Path, unpublished: bool) -> Found:
+    def find(self, given: Path, unpublished: bool) -> DatasetContent:
         """The splits of batches, archives or folders of pictures: see ``Dataset``."""
         batches = self._batches_in(given)
-        if batches:
-            found = self._of_batches(given, batches, unpublished)
-        else:
-            found = self._of_pictures(given)
-        counts = tuple(len(found.splits.get(split, ())) for split in ("train", "validation"))
+        content = self._of_batches(given, batches, unpublished) if batches else self._of_pictures(given)
+        counts = tuple(len(content.splits.get(split, ())) for split in ("train", "validation"))
         if not unpublished and counts not in self.counts:
             published = " or ".join(f"{train:,} and {validation:,}" for train, validation in self.counts)
             raise DataError(
                 f"{given}: {counts[0]:,} pictures to train on and {counts[1]:,} to validate with, and published are "
                 f"{published}; {WAY_OUT}"
             )
-        return found
+        return content
 
-    def _of_batches(self, given: Path, batches: Mapping[str, Member], unpublished: bool) -> Found:
+    def _of_batches(self, given: Path, batches: Mapping[str, Member], unpublished: bool) -> DatasetContent:
         missing = [name for name in (*_TRAIN, _VALIDATION) if name not in batches]
         if missing and not unpublished:
             raise DataError(f"{given}: lacks {', '.join(missing)}; {WAY_OUT}")
-        openings = Openings()
-        try:
+        with OpenInput() as open_input:
             if not unpublished:
-                self._check_archives(batches, openings)
-            runs = {name: _run_of(member, openings) for name, member in batches.items()}
-        finally:
-            openings.close()
+                self._check_archives(batches, open_input)
+            stretches = {name: _stretch_of(member, open_input) for name, member in batches.items()}
         splits = {
-            "train": Parts([runs[name] for name in _TRAIN if name in runs]),
-            "validation": Parts([runs[_VALIDATION]] if _VALIDATION in runs else []),
+            "train": Excerpts([stretches[name] for name in _TRAIN if name in stretches]),
+            "validation": Excerpts([stretches[_VALIDATION]] if _VALIDATION in stretches else []),
         }
-        return _found(given, splits, WalkCounts())
+        return _content(given, splits, LeftOut())
 
-    def _check_archives(self, batches: Mapping[str, Member], openings: Openings) -> None:
+    def _check_archives(self, batches: Mapping[str, Member], open_input: OpenInput) -> None:
         for path in sorted({Path(member.path) for member in batches.values() if member.layers}):
             archive = whole_file(path)
-            known = {one.size: one for one in self.archives.values()}.get(archive.size)
-            if known is None:
-                sizes = ", ".join(f"{one.size:,}" for one in self.archives.values())
+            published = {file.size: file for file in self.archives.values()}
+            if archive.size not in published:
+                sizes = ", ".join(f"{size:,}" for size in published)
                 raise DataError(f"{path}: {archive.size:,} bytes, and the published archives have {sizes}; {WAY_OUT}")
-            known.check(archive, openings)
+            published[archive.size].check(archive, open_input)
 
-    def _of_pictures(self, given: Path) -> Found:
-        """Of folders of pictures, one for each split."""
+    def _of_pictures(self, given: Path) -> DatasetContent:
+        """The content of folders of pictures, one for each split."""
         folders = {
             split: next((given / name for name in names if (given / name).is_dir()), None)
             for split, names in _FOLDERS.items()
         }
-        counts = WalkCounts()
+        left_out = LeftOut()
         splits: dict[str, list[FileDocument]] = {}
         for split, folder in folders.items():
             if folder is None:
@@ -128,7 +120,7 @@ class ImageNet64:
                     f"named {wanted}; {self.where}"
                 )
             image = modality_named(self.modality)
-            documents, properties, left_out = find_documents([folder], image.suffixes, (), image, {})
+            documents, properties, left_out_here = find_documents([folder], image.suffixes, (), image, {})
             if dict(properties) != picture_properties(_EDGE):
                 raise DataError(
                     f"{folder}: its pictures are {properties['height']}x{properties['width']} pixels, and those of "
@@ -136,69 +128,69 @@ class ImageNet64:
                 )
             mix(documents, 0)
             splits[split] = documents
-            counts.empty += left_out.empty
-            counts.symlinks += left_out.symlinks
-        return _found(given, splits, counts)
+            left_out.empty += left_out_here.empty
+            left_out.symlinks += left_out_here.symlinks
+        return _content(given, splits, left_out)
 
     def _batches_in(self, given: Path) -> dict[str, Member]:
-        """The batches of a file, or of a folder and the folders in it: of two the nearer one, unpacked before zipped.
+        """The batches, by name, of a file, or of a folder and the folders in it: nearer and unpacked ones first.
 
         The three archives may thus lie, and be unpacked, in folders of their own.
         """
-        found: dict[str, Member] = {}
+        batches: dict[str, Member] = {}
         pickled = None
         archives = Archives(tuple(self.archives), given)
         here, *below = files_in(given)
         for files in (here, [path for folder in below for path in folder]):
             for path in files:
                 if path.name in _NAMES:
-                    found.setdefault(path.name, whole_file(path))
+                    batches.setdefault(path.name, whole_file(path))
             for path in archives.in_order(path for path in files if path.suffix == ".zip"):
-                if len(found) == len(_NAMES):  # no other archive need be opened
-                    return found
+                if len(batches) == len(_NAMES):  # no other archive need be opened
+                    return batches
                 members = archives.members(path)
-                for one in members:
-                    if one.base_name in _NAMES:
-                        found.setdefault(one.base_name, one)
-                pickled = next((path for one in members if _PICKLED.fullmatch(one.base_name)), pickled)
-        if not found:
+                for member in members:
+                    if member.base_name in _NAMES:
+                        batches.setdefault(member.base_name, member)
+                pickled = next((path for member in members if _PICKLED.fullmatch(member.base_name)), pickled)
+        if not batches:
             archives.check_nothing_passed_over()
             if pickled is not None:
                 raise DataError(
                     f"{pickled}: holds pickled batches, which are not read; fetch the archives of npz files"
                 )
-        return found
+        return batches
 
 
-def _found(given: Path, splits: Mapping[str, "Parts | list[FileDocument]"], counts: WalkCounts) -> Found:
-    """Without empty splits. Raises DataError where there is nothing to train on."""
-    kept: dict[str, Parts | list[FileDocument]] = {name: members for name, members in splits.items() if members}
+def _content(given: Path, splits: Mapping[str, Excerpts | list[FileDocument]], left_out: LeftOut) -> DatasetContent:
+    """The content without empty splits. Raises DataError where there is nothing to train on."""
+    kept: dict[str, Excerpts | list[FileDocument]] = {name: members for name, members in splits.items() if members}
     if "train" not in kept:
         raise DataError(f"{given}: holds no picture to train on; {WAY_OUT}")
-    return Found(kept, picture_properties(_EDGE), counts)
+    return DatasetContent(kept, picture_properties(_EDGE), left_out)
 
 
-def _run_of(member: Member, openings: Openings) -> Run:
-    """The pictures of a batch. Raises DataError where it is none."""
+def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
+    """The pictures of a batch. Raises DataError for a file that is no batch."""
     data = member.inside("data.npy")
-    head = data.read(openings, 0, min(_HEADER_BYTES, data.size))
+    head = data.read(open_input, 0, min(_HEADER_BYTES, data.size))
     shape, offset = _array_in(data, head)
     if len(shape) != 2 or shape[1] != _PICTURE_BYTES or offset + shape[0] * _PICTURE_BYTES != data.size:
         words = "x".join(map(str, shape))
         raise DataError(
             f"{data.shown}: an array of {words} bytes; must be pictures x {_PICTURE_BYTES:,}; fetch it again"
         )
-    return Run(PlaneRows(data, offset, _EDGE), 0, shape[0], _PICTURE_BYTES)
+    return Stretch(PlaneRows(data, offset, _EDGE), 0, shape[0], _PICTURE_BYTES)
 
 
 def _array_in(member: Member, head: bytes) -> tuple[tuple[int, ...], int]:
-    """Shape of an array of bytes in a .npy file, and where its first one lies, by the beginning of the file."""
+    """Shape of the array in a .npy file of bytes, and the offset of its first byte, from the beginning of the file."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, columns_first, kind = read(file)
-    except Exception as error:  # numpy parses the header as Python's literals, which raise what they like
+    except Exception as error:  # numpy parses the header as a Python literal: any error is possible
         words = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{member.shown}: cannot be read as an array ({words}); fetch it again") from error
     if columns_first or kind != np.uint8:

@@ -1,6 +1,6 @@
-"""Files of a dataset, by themselves or inside archives: nothing is unpacked, and nothing is read whole.
+"""Files of a dataset, by themselves or inside archives: nothing is unpacked to the disk, and nothing is read whole.
 
-What is deflated is read from its beginning to its end, once: going on is cheap, going back begins anew.
+A deflated file is read once, from its beginning to its end: reading on is cheap, going back begins anew.
 """
 
 import gzip
@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longstride.data_pipelines.documents import Openings, changed, check_unchanged
+from longstride.data_pipelines.documents import OpenInput, changed, check_unchanged
 from longstride.data_pipelines.errors import DataError
 
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06")
 _HASH_BYTES = 2**20
 try:
     from lzma import LZMAError
-except ImportError:  # a Python that was built without it, and reads no member that asks for it
+except ImportError:  # a Python that was built without it cannot read such members
     _LZMA_DAMAGE: tuple[type[Exception], ...] = ()
 else:
     _LZMA_DAMAGE = (LZMAError,)
-# What the standard library raises where an archive is not as it should be; RuntimeError: it asks for a password.
+# What the standard library raises for a damaged archive. RuntimeError: the archive asks for a password.
 _DAMAGE: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
     tarfile.TarError,
@@ -43,9 +43,9 @@ class Member:
     """A file, or one inside archives."""
 
     path: str  # of the file on the disk
-    name: str  # for messages and to know it by: of the innermost file
+    name: str  # of the innermost file
     layers: tuple[str | None, ...]  # from the outside in: a zip's member by its name, None for gzip
-    offset: int  # behind all layers
+    offset: int  # of its first byte, behind all layers
     size: int
     file_bytes: int  # of the file on the disk
     modified_ns: int
@@ -62,32 +62,32 @@ class Member:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Names, sizes and time of change; not where the file lies."""
+        """Names, sizes and time of change, but not where the file lies."""
         place = "/".join("gzip" if layer is None else layer for layer in self.layers)
         return self.path.rpartition("/")[2], place, self.offset, self.size, self.file_bytes, self.modified_ns
 
-    def read(self, openings: Openings, offset: int, size: int) -> bytes:
-        """Bytes ``[offset, offset + size)``. Raises DataError where they cannot be had."""
-        with self.told():
-            file, stream = openings.get((self.path, self.layers), self._open)
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        """Bytes ``[offset, offset + size)``. Raises DataError where they cannot be read."""
+        with _archive_errors(self.shown):
+            file, stream = open_input.get((self.path, self.layers), self._open)
             stream.seek(self.offset + offset)
-            found = stream.read(size)
+            content = stream.read(size)
             check_unchanged(self.path, file, self.file_bytes, self.modified_ns)
-        if len(found) != size:
+        if len(content) != size:
             raise changed(self.path)
-        return found
+        return content
 
-    def digest(self, openings: Openings, algorithm: str) -> str:
-        """Hexadecimal. Raises DataError where the member cannot be read."""
+    def digest(self, open_input: OpenInput, algorithm: str) -> str:
+        """The checksum, in hexadecimal. Raises DataError where the member cannot be read."""
         state = hashlib.new(algorithm, usedforsecurity=False)
         for offset in range(0, self.size, _HASH_BYTES):
-            state.update(self.read(openings, offset, min(_HASH_BYTES, self.size - offset)))
+            state.update(self.read(open_input, offset, min(_HASH_BYTES, self.size - offset)))
         return state.hexdigest()
 
     def inside(self, name: str) -> "Member":
         """A member of this one, which is a zip archive. Raises DataError where it has none of that name."""
         assert not self.offset, self
-        with self.told(), ExitStack() as stack:
+        with _archive_errors(self.shown), ExitStack() as stack:
             archive = zipfile.ZipFile(self._open(stack)[1])
             if name not in archive.namelist():
                 raise DataError(f"{self.shown}: holds no {name}; fetch it again")
@@ -95,14 +95,8 @@ class Member:
                 self, name=f"{self.name}/{name}", layers=(*self.layers, name), size=archive.getinfo(name).file_size
             )
 
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Raises DataError for whatever reading an archive raises."""
-        with _told(self.shown):
-            yield
-
     def _open(self, stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
-        """The file on the disk, and what is behind all layers."""
+        """The file on the disk, and the stream behind all layers."""
         path = Path(self.path)
         file = stack.enter_context(path.open("rb"))
         check_unchanged(path, file, self.file_bytes, self.modified_ns)
@@ -116,20 +110,20 @@ class Member:
 
 
 def members_of(path: Path) -> list[Member]:
-    """The files that an archive (.zip, .tar or .tar.gz) holds; any other file is one by itself.
+    """The files that an archive (.zip, .tar or .tar.gz) holds. Any other file is its own only member.
 
     Raises DataError for a file that cannot be read, and for an archive that is damaged or cut short.
     """
     member = whole_file(path)
-    with member.told(), path.open("rb") as file:
+    with _archive_errors(member.shown), path.open("rb") as file:
         head = file.read(4)
         file.seek(0)
         if head in _ZIP_MAGIC:
             with zipfile.ZipFile(file) as archive:
                 return [
-                    replace(member, name=one.filename, layers=(one.filename,), size=one.file_size)
-                    for one in archive.infolist()
-                    if not one.is_dir()
+                    replace(member, name=entry.filename, layers=(entry.filename,), size=entry.file_size)
+                    for entry in archive.infolist()
+                    if not entry.is_dir()
                 ]
         layers: tuple[str | None, ...] = (None,) if head[:2] == _GZIP_MAGIC else ()
         if not layers and not tarfile.is_tarfile(file):
@@ -137,21 +131,22 @@ def members_of(path: Path) -> list[Member]:
         file.seek(0)
         with tarfile.open(fileobj=file, mode="r:gz" if layers else "r:") as tar:
             return [
-                replace(member, name=one.name, layers=layers, offset=one.offset_data, size=one.size)
-                for one in tar
-                if one.isreg()
+                replace(member, name=entry.name, layers=layers, offset=entry.offset_data, size=entry.size)
+                for entry in tar
+                if entry.isreg()
             ]
 
 
 def whole_file(path: Path) -> Member:
     """A file on the disk as it is, archive or not. Raises DataError where there is none."""
-    with _told(str(path)):
+    with _archive_errors(str(path)):
         status = path.stat()
     return Member(str(path), path.name, (), 0, status.st_size, status.st_size, status.st_mtime_ns)
 
 
 @contextmanager
-def _told(shown: str) -> Iterator[None]:
+def _archive_errors(shown: str) -> Iterator[None]:
+    """Raises DataError for any error of reading an archive."""
     try:
         yield
     except DataError:
@@ -159,7 +154,7 @@ def _told(shown: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:
             raise DataError(f"{shown}: cannot be read ({error.strerror})") from error
-        raise _damaged(shown, error) from error  # gzip's own are OSErrors
+        raise _damaged(shown, error) from error  # an OSError without a number is gzip's
     except _DAMAGE as error:
         raise _damaged(shown, error) from error
 

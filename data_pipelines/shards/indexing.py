@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from longstride.data_pipelines.errors import DataError, os_errors_told
+from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.modalities import Modality, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, IndexRow, ShardRecord, SplitRecord, is_tar_name
@@ -69,7 +69,7 @@ def index_tars(
     reader = _Reader(store, kind, ending, complete)
     reader.left_out["tars_of_no_split"] = len(sizes) - sum(map(len, dealt.values()))
     is_new = not output.exists()
-    with os_errors_told(output):
+    with os_errors_as_data_errors(output):
         output.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".index-", dir=output))
     try:
@@ -157,7 +157,7 @@ class _Reader:
             self.left_out[f"tars_without_{extension}"] += 1
             return None
         record, index = ShardRecord.of(name, rows, stream.offset, stream.sha256.hexdigest())
-        with os_errors_told(aside):
+        with os_errors_as_data_errors(aside):
             _write(aside / record.index_name, index)
         return record
 
@@ -245,7 +245,7 @@ def _find_local(places: list[str]) -> tuple[str, dict[str, int]]:
         tars += [os.path.abspath(file) for file in files]  # noqa: PTH100
         roots += [os.path.dirname(file) for file in tars[-len(files) :]]  # noqa: PTH120
     base = os.path.commonpath(roots)
-    with os_errors_told():
+    with os_errors_as_data_errors():
         return base, {os.path.relpath(tar, base): Path(tar).stat().st_size for tar in tars}
 
 
@@ -368,7 +368,7 @@ def _check_splits(dealt: Mapping[str, list[str]], records: Mapping[str, Any], re
 
 def _put_in_place(aside: Path, output: Path, manifest: DataManifest) -> None:
     """The indexes, and last the manifest, which makes a data folder of them."""
-    with os_errors_told(output):
+    with os_errors_as_data_errors(output):
         for shard in manifest.shards():
             target = output / shard.index_name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,31 @@
-"""Where the files of a data folder come from: this machine, or anything that fsspec reads, through a cache."""
+"""Where the files of a data folder come from: this machine, or anything that fsspec reads, through a cache.
 
-from longstride.data_pipelines.stores.cache import lock_file, unlock_file
-from longstride.data_pipelines.stores.download import Download
-from longstride.data_pipelines.stores.stores import Store, StoredFile, open_store, unreadable
-from longstride.data_pipelines.stores.transport import Address, Transport, check_protocol
+Light: what remote files need is imported where a location is remote.
+"""
 
-__all__ = [
-    "Address",
-    "Download",
-    "Store",
-    "StoredFile",
-    "Transport",
-    "check_protocol",
-    "lock_file",
-    "open_store",
-    "unlock_file",
-    "unreadable",
-]
+import re
+from pathlib import Path
+
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.stores.local import LocalStore, Store, StoredFile, unreadable
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_LOCAL = re.compile(r"(file|local)://")
+
+__all__ = ["Store", "StoredFile", "open_store", "remote", "unreadable"]  # the module `remote` hands out fetch_file
+
+
+def open_store(location: str | Path, settings: RemoteSettings | None = None) -> Store:
+    """The store of a data folder: a path, or a URL of any protocol that fsspec knows.
+
+    Nothing is fetched and no connection is made yet. Raises DataError for a protocol that is unknown or whose library
+    is missing.
+    """
+    text = str(location)
+    if isinstance(location, Path) or not _REMOTE.match(text):
+        return LocalStore(Path(location))
+    if _LOCAL.match(text):
+        return LocalStore(Path(_LOCAL.sub("", text, count=1)))
+    from longstride.data_pipelines.stores.remote import RemoteStore
+
+    return RemoteStore(text, settings or RemoteSettings())

@@ -2,10 +2,10 @@
 
     CACHE/.lock                                       held while room is made and while a partial file is begun
     CACHE/0123456789abcdef/train-00000.tar            a whole, verified file of the data set of that fingerprint
-    CACHE/0123456789abcdef/train-00000.tar.SIZE-SHA.partial    one that is being fetched, or was when a process died
+    CACHE/0123456789abcdef/train-00000.tar.SIZE-SHA.partial    a file that is being fetched, or was when a process died
 
-Who fetches a file holds a lock (flock) on its partial file; the system lets go of it however the process ends. A
-partial file counts with the size it will have, so that fetches at the same time do not fill the disk together.
+A process that fetches a file holds a lock (flock) on its partial file. The system releases the lock however the process
+ends. A partial file counts with the size it will have, so that simultaneous fetches do not fill the disk together.
 """
 
 import fcntl
@@ -22,19 +22,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.stores.stores import StoredFile
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.stores.local import StoredFile
 
 _SET_FOLDER = re.compile(r"[0-9a-f]{16}")
 _PARTIAL = re.compile(r".*\.(\d+)-[0-9a-f]+\.partial")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")  # others have their hash for a name
 _POLL_SECONDS = 0.02  # at first; it grows while another process fetches
 _LONGEST_POLL_SECONDS = 0.5
+
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A partial file that this process alone may write."""
+    """A partial file that only this process may write."""
 
     file: StoredFile
     path: Path
@@ -44,8 +46,8 @@ class Partial:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     path: Path
-    bytes: int  # of a partial file: that it will have
-    used: float  # when it was last asked for
+    bytes: int  # of a partial file: its size when it is whole
+    used: float  # time of the last use
     partial: bool
 
 
@@ -55,17 +57,17 @@ class Cache:
     Raises DataError for a folder that cannot be made or written.
     """
 
-    def __init__(self, root: Path, limit_bytes: int, fingerprint: str) -> None:
-        self._root, self._limit = root, limit_bytes
-        self._folder = root / fingerprint[:16]
+    def __init__(self, settings: RemoteSettings, fingerprint: str) -> None:
+        self._root, self._limit = settings.cache_folder, settings.cache_bytes
+        self._folder = self._root / fingerprint[:16]
         assert _SET_FOLDER.fullmatch(self._folder.name), fingerprint
         self._locked: set[BinaryIO] = set()
         with self._usable():
             self._folder.mkdir(parents=True, exist_ok=True)
-            (root / ".lock").touch()
+            (self._root / ".lock").touch()
 
     def find(self, file: StoredFile) -> Path | None:
-        """The path of a whole file, marked as just used; None where it has to be fetched."""
+        """The path of a whole file, marked as just used. None where it has to be fetched."""
         path = self._path(file)
         try:
             if path.stat().st_size != file.size:
@@ -79,9 +81,10 @@ class Cache:
         return path
 
     def claim(self, file: StoredFile, stop: threading.Event) -> Partial | None:
-        """Room for a file and the right to write it; waits while others fetch it or fill the cache.
+        """Makes room for a file and locks it for writing. Waits while others fetch it or fill the cache.
 
-        None where the file is whole by now, or the store is being closed. Raises DataError where it can never fit.
+        None where another process completed the file, or the store is being closed. Raises DataError where the file
+        can never fit.
         """
         if file.size > self._limit:
             raise DataError(
@@ -105,7 +108,7 @@ class Cache:
         return None
 
     def commit(self, partial: Partial) -> Path:
-        """A verified partial file becomes a whole one, at once for every reader."""
+        """Turns a verified partial file into a whole one, at once for every reader."""
         target = self._path(partial.file)
         with self._usable():
             os.fsync(partial.handle.fileno())
@@ -114,19 +117,19 @@ class Cache:
         return target
 
     def release(self, partial: Partial) -> None:
-        """Let go of a partial file that is not complete; what it holds stays for the next attempt."""
+        """Unlocks a partial file that is not complete. Its bytes stay for the next attempt."""
         with suppress(OSError):
             if not os.fstat(partial.handle.fileno()).st_size:
                 partial.path.unlink()
         self._end(partial)
 
     def remove(self, file: StoredFile) -> None:
-        """Remove the copy of a file, if there is one. It stays readable where it is open."""
+        """Removes the copy of a file, if there is one. It stays readable where it is open."""
         with self._usable():
             self._path(file).unlink(missing_ok=True)
 
-    def forget(self) -> None:
-        """In a forked child: close the parent's partial files, or their locks would outlive the parent in the child."""
+    def forget_locks(self) -> None:
+        """In a forked child: closes the parent's partial files. Else the child would keep their locks."""
         while self._locked:
             self._locked.pop().close()
 
@@ -140,9 +143,9 @@ class Cache:
         self._locked.discard(partial.handle)
         unlock_file(partial.handle)
 
-    def _make_room(self, size: int, own: Path) -> bool:
-        """Remove what was used least recently until ``size`` more bytes fit; False while others fetch too much."""
-        entries = sorted((entry for entry in self._entries() if entry.path != own), key=lambda entry: entry.used)
+    def _make_room(self, size: int, partial: Path) -> bool:
+        """Removes the least recently used files until ``size`` more bytes fit. False while others fetch too much."""
+        entries = sorted((entry for entry in self._entries() if entry.path != partial), key=lambda entry: entry.used)
         excess = sum(entry.bytes for entry in entries) + size - self._limit
         for entry in entries:
             if excess <= 0:
@@ -163,12 +166,12 @@ class Cache:
             if not _SET_FOLDER.fullmatch(folder.name):
                 continue
             with suppress(FileNotFoundError), os.scandir(folder) as files:
-                for found in files:
+                for file in files:
                     with suppress(FileNotFoundError):  # renamed meanwhile
-                        status = found.stat()
-                        match = _PARTIAL.fullmatch(found.name)
+                        status = file.stat()
+                        match = _PARTIAL.fullmatch(file.name)
                         size = int(match[1]) if match else status.st_size
-                        yield _Entry(Path(found.path), size, status.st_mtime_ns, match is not None)
+                        yield _Entry(Path(file.path), size, status.st_mtime_ns, match is not None)
 
     @contextmanager
     def _cache_lock(self) -> Iterator[None]:
@@ -177,7 +180,7 @@ class Cache:
             try:
                 yield
             finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
+                fcntl.flock(lock, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
@@ -194,7 +197,7 @@ class Cache:
 
 
 def lock_file(path: Path) -> BinaryIO | None:
-    """Open a partial file, made if need be, and lock it; None where another holds it."""
+    """Opens and locks a partial file, made if need be. None where another process holds the lock."""
     while True:
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
@@ -213,8 +216,9 @@ def lock_file(path: Path) -> BinaryIO | None:
 
 
 def unlock_file(handle: BinaryIO) -> None:
+    """Closes a file that ``lock_file`` opened."""
     with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
+        fcntl.flock(handle, fcntl.LOCK_UN)  # after a close alone, a child forked meanwhile would hold it
     handle.close()
 
 

@@ -1,28 +1,47 @@
 """A remote data folder: files come through `transport.py`, whole or not at all, into `cache.py`'s bounded folder.
 
-What belongs to a process (its connection, its threads, its locks) is made in the process that needs it: a store may be
-pickled, and forked, at any moment.
+A file is fetched in as many attempts as it takes; each goes on where the last one ended. An attempt that brings bytes
+is progress, however it ends: only attempts in a row without a byte are counted.
+
+Connections, threads and locks belong to one process. Each process makes its own when it first needs them, so that a
+store may be pickled, or its process forked, at any moment.
 """
 
+import hashlib
 import logging
 import os
+import random
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
-from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.cache import Cache
-from longstride.data_pipelines.stores.download import Download, StoppedError, read_once, read_whole, retried
-from longstride.data_pipelines.stores.stores import StoredFile
-from longstride.data_pipelines.stores.transport import Address, Transport, check_protocol, mend_after_fork
+from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
+from longstride.data_pipelines.stores.local import StoredFile
+from longstride.data_pipelines.stores.transport import (
+    DifferentFileError,
+    FolderUrl,
+    RefusedError,
+    Transport,
+    mend_after_fork,
+)
 
+CHUNK_BYTES = 8 * 2**20  # of a request where bodies cannot be streamed; halved with every failure
+SMALLEST_CHUNK_BYTES = 2**18
+FIRST_WAIT_SECONDS = 0.1  # most dropped connections are followed by a good one
+WAIT_GROWTH = 3
+LONGEST_WAIT_SECONDS = 30.0  # eight attempts last a minute, and five where each times out
+ROUNDS = 3  # fetches of the whole where its checksum is wrong: a proxy or a disk may have been at fault
+_HASH_BYTES = 2**20
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,}")
-_END_SECONDS = 5.0  # that threads are waited for
+_JOIN_SECONDS = 5.0  # for all threads together, when a store is closed
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -33,53 +52,78 @@ class RemoteStore:
     """
 
     def __init__(self, location: str, settings: RemoteSettings) -> None:
-        self._address = Address(location)
-        check_protocol(self._address)
+        self._url = FolderUrl(location)
+        self._url.check_protocol()
         self.settings = settings
-        self.location = self._address.shown
+        self.location = self._url.shown
         self._fingerprint: str | None = None
         self._room_for = 0
-        self._in_process: dict[int, _InProcess] = {}
+        self._by_process: dict[int, _InProcess] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_in_process": {}}
+        return {**self.__dict__, "_by_process": {}}
 
     def path_for_messages(self, name: str) -> str:
         """The file's URL without credentials."""
-        return self._address.shown_of(name)
+        return self._url.shown_of(name)
 
     def read(self, name: str) -> bytes:
-        """A small file, whole, fetched anew. Raises DataError, naming the URL."""
-        own = self._own()
-        return read_whole(own.transport(), name, self.settings, own.stop)
-
-    def sizes(self) -> None:
-        """None: a request for each file would be dear."""
+        """The content of a small file, fetched anew. Raises DataError, naming the URL."""
+        return self._answer(lambda transport: transport.whole(name), self._url.shown_of(name))
 
     def find(self, suffix: str) -> Mapping[str, int | None]:
-        """See ``Store``. Of a web server, what its page of the folder links to."""
-        own = self._own()
-        found = retried(lambda: own.transport().find(suffix), own.transport(), self.location, self.settings, own.stop)
-        if not found:
+        """See ``Store``. Of a web server: what its page of the folder links to."""
+        sizes = self._answer(lambda transport: transport.find(suffix), self.location)
+        if not sizes:
             good = f"{self.location.rstrip('/')}/train-{{000..012}}{suffix}"
             raise DataError(f"{self.location}: lists no file *{suffix}; name the files themselves, such as {good}")
-        return found
+        return sizes
 
     def size(self, name: str) -> int:
         """See ``Store``."""
-        own, shown = self._own(), self.path_for_messages(name)
-        size = retried(lambda: own.transport().size(name), own.transport(), shown, self.settings, own.stop)
+        size = self._answer(lambda transport: transport.size(name), self._url.shown_of(name))
         if size is None:
-            raise DataError(f"{shown}: the server does not tell its size; fetch the file first")
+            raise DataError(f"{self._url.shown_of(name)}: the server does not tell its size; fetch the file first")
         return size
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        """See ``Store``; what breaks off goes on where it stopped."""
-        own = self._own()
-        return read_once(own.transport(), name, size, self.settings, own.stop)
+        """See ``Store``. Each attempt goes on where the last one ended; no checksum says what the file should hold."""
+        process, shown, have = self._in_process(), self._url.shown_of(name), 0
+        transport, patience = process.transport(), _Patience(self.settings, process.stop)
+        while have < size:
+            before, chunk_bytes = have, max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
+            try:
+                for content in transport.stream(name, have, size, chunk_bytes):
+                    have += len(content)
+                    yield content
+                problem = f"the body ended after {have} of {size} bytes"
+            except RefusedError as error:
+                raise _refused(shown, error) from None
+            except DifferentFileError as error:
+                raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
+            except Exception as error:
+                problem = transport.reason(error)
+            if have < size:
+                patience.after(problem, shown, progress=have > before)
+
+    def _answer(self, ask: Callable[[Transport], T], shown: str) -> T:
+        """What the server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
+        process = self._in_process()
+        transport, patience = process.transport(), _Patience(self.settings, process.stop)
+        while True:
+            try:
+                return ask(transport)
+            except RefusedError as error:
+                raise _refused(shown, error) from None
+            except Exception as error:
+                problem = transport.reason(error)
+            patience.after(problem, shown, progress=False)
+
+    def sizes(self) -> None:
+        """None: it would take a request for each file."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """Which data set this is: its first 16 digits name its folder in the cache.
+        """Names the data set: the first 16 digits name its folder in the cache.
 
         Raises DataError where the cache cannot be written or cannot hold ``room_for`` bytes.
         """
@@ -89,56 +133,102 @@ class RemoteStore:
                 f"cache_bytes={self.settings.cache_bytes}: {room_for} bytes of {self.location} are needed "
                 f"at the same time; good: at least {room_for}"
             )
-        Cache(cache_folder(self.settings), self.settings.cache_bytes, fingerprint)  # what is wrong with it shows now
+        Cache(self.settings, fingerprint)  # raises now, not at the first fetch, if the folder cannot be used
         self._fingerprint, self._room_for = fingerprint, room_for
 
     def local(self, file: StoredFile) -> Path:
         """The whole file in the cache, fetched if need be. Raises DataError, naming URL or cache path."""
-        return self._own().fetch(file)
+        return self._in_process().fetch(file)
 
     def expect(self, files: Iterable[StoredFile]) -> None:
-        """Fetch these in the background, as many as the cache holds beside what is needed at the same time."""
+        """Fetches files in the background, as many as the cache holds beside what is needed at the same time."""
         assert self._fingerprint is not None, "bind comes first"
         room = self.settings.cache_bytes - self._room_for
         wanted = []
         for file in files:
             room -= file.size
-            if room < 0:  # it would push out what was fetched for nothing
+            if room < 0:  # it would push out a file that was fetched but not yet read
                 break
             wanted.append(file)
-        self._own().fetch_ahead(wanted)
+        self._in_process().fetch_ahead(wanted)
 
     def discard(self, file: StoredFile) -> bool:
         """True: the cached copy is removed, and ``local`` fetches the file anew."""
         _log.warning("%s: the cached copy is damaged; removed", self.path_for_messages(file.name))
-        self._own().cache().remove(file)
+        self._in_process().cache().remove(file)
         return True
 
     def close(self) -> None:
-        """Stop the background fetches of this process and wait for them a while; what they have brought stays."""
-        own = self._in_process.pop(os.getpid(), None)
-        if own is not None:
-            own.end()
+        """Stops the background fetches of this process and waits for them a while. What they fetched stays."""
+        process = self._by_process.pop(os.getpid(), None)
+        if process is not None:
+            process.end()
 
-    def _own(self) -> "_InProcess":
-        own = self._in_process.get(os.getpid())
-        if own is None:
-            # Those of a parent process stay in the dictionary: to end its connections here would disturb them there.
-            inherited = list(self._in_process.values())
+    def _in_process(self) -> "_InProcess":
+        process = self._by_process.get(os.getpid())
+        if process is None:
+            # A parent's entries stay in the dictionary: closing its connections here would disturb the parent.
+            inherited = list(self._by_process.values())
             for parent in inherited:
                 parent.forget_locks()
             if inherited:
                 mend_after_fork()
-            own = self._in_process.setdefault(os.getpid(), _InProcess(self._address, self.settings))
-        own.fingerprint = self._fingerprint
-        return own
+            process = self._by_process.setdefault(os.getpid(), _InProcess(self._url, self.settings))
+        process.fingerprint = self._fingerprint
+        return process
+
+
+def fetch_file(
+    folder_url: str,
+    file: StoredFile,
+    target: Path,
+    settings: RemoteSettings,
+    *,
+    advance: Callable[[int], None],
+    way_out: str,
+) -> None:
+    """Fetches one file of a folder to the path ``target``, going on from an earlier attempt.
+
+    ``advance`` gets the bytes so far. ``way_out`` ends the message of a fetch that failed: what the user can do then.
+    Raises DataError, naming the URL or the path.
+    """
+    partial = target.with_name(target.name + ".partial")
+    with os_errors_as_data_errors(target):
+        made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]  # nearest first
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock_file(partial)
+    if handle is None:
+        raise DataError(f"{partial}: is being fetched by another process; wait for its end")
+    try:
+        if not target.exists():  # else another process has just finished it
+            url = FolderUrl(folder_url)
+            url.check_protocol()
+            transport = Transport(url, settings.timeout_seconds)
+            mend = "fetch it by hand and look at it"
+            _Download(transport, file, handle, partial, settings, threading.Event(), mend, advance).run()
+            with os_errors_as_data_errors(target):
+                os.fsync(handle.fileno())
+                partial.rename(target)
+    except DataError as error:
+        raise DataError(f"{error}; {way_out}") from error
+    finally:
+        with suppress(OSError):  # a fetch that got no byte leaves no file and no folder
+            if partial.exists() and not partial.stat().st_size:
+                partial.unlink()
+                for folder in made:
+                    folder.rmdir()
+        unlock_file(handle)
+
+
+class StoppedError(Exception):
+    """The store was closed while it was fetching."""
 
 
 class _InProcess:
-    """What one process holds of a store: its connection, its threads and their queue."""
+    """One process's side of a store: its connection, its threads and their queue."""
 
-    def __init__(self, address: Address, settings: RemoteSettings) -> None:
-        self._address, self._settings = address, settings
+    def __init__(self, url: FolderUrl, settings: RemoteSettings) -> None:
+        self._url, self._settings = url, settings
         self.fingerprint: str | None = None
         self.stop = threading.Event()
         self._lock = threading.Lock()
@@ -151,7 +241,7 @@ class _InProcess:
         """This process's connection, made when it is first needed."""
         with self._lock:
             if self._transport is None:
-                self._transport = Transport(self._address, self._settings.timeout_seconds)
+                self._transport = Transport(self._url, self._settings.timeout_seconds)
             return self._transport
 
     def cache(self) -> Cache:
@@ -159,14 +249,13 @@ class _InProcess:
         assert self.fingerprint is not None, "bind comes first"
         with self._lock:
             if self.fingerprint not in self._caches:
-                root, limit = cache_folder(self._settings), self._settings.cache_bytes
-                self._caches[self.fingerprint] = Cache(root, limit, self.fingerprint)
+                self._caches[self.fingerprint] = Cache(self._settings, self.fingerprint)
             return self._caches[self.fingerprint]
 
     def forget_locks(self) -> None:
-        """See ``Cache.forget``."""
+        """See ``Cache.forget_locks``."""
         for cache in self._caches.values():
-            cache.forget()
+            cache.forget_locks()
 
     def fetch(self, file: StoredFile) -> Path:
         """The whole file in the cache. Raises DataError, or StoppedError after the store was closed."""
@@ -179,18 +268,18 @@ class _InProcess:
             if partial is None:
                 continue
             try:
-                Download(self.transport(), file, partial.handle, partial.path, self._settings, self.stop).run()
+                _Download(self.transport(), file, partial.handle, partial.path, self._settings, self.stop).run()
                 path = cache.commit(partial)
             except BaseException:
                 cache.release(partial)
                 raise
-            _log.info("%s: fetched, %d bytes", self._address.shown_of(file.name), file.size)
+            _log.info("%s: fetched, %d bytes", self._url.shown_of(file.name), file.size)
             return path
         raise StoppedError
 
     def fetch_ahead(self, files: Iterable[StoredFile]) -> None:
-        """Queue files for the background threads, of which there are only as many as have something to do."""
-        self.transport()  # here and not in a thread: a fork in the midst of it would leave the child half of it
+        """Queues files for the background threads. There are never more threads than queued files."""
+        self.transport()  # made here, not in a thread: a fork in between would leave the child half a connection
         with self._lock:
             self._queue.extend(file for file in files if file not in self._queue)
             start = min(self._settings.parallel, len(self._queue)) - len(self._threads)
@@ -201,9 +290,9 @@ class _InProcess:
                 thread.start()
 
     def end(self) -> None:
-        """Stop the threads; one that waits for a stalled server is left to its time-out."""
+        """Stops the threads. One that waits for a stalled server is left to its time-out."""
         self.stop.set()
-        end = time.monotonic() + _END_SECONDS
+        end = time.monotonic() + _JOIN_SECONDS
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -220,13 +309,133 @@ class _InProcess:
                 self.fetch(file)
             except StoppedError:
                 pass
-            except Exception as error:  # `local` will try again, and raise where someone is to hear of it
-                _log.warning("%s: fetching it ahead failed: %s", self._address.shown_of(file.name), error)
+            except Exception as error:  # `local` will try again, and raise for the reader that needs the file
+                _log.warning("%s: fetching it ahead failed: %s", self._url.shown_of(file.name), error)
 
 
-def cache_folder(settings: RemoteSettings) -> Path:
-    """The root of the cache that the settings name."""
-    if settings.cache is not None:
-        return Path(settings.cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "longstride"
+class _Download:
+    """Completes a partial file. ``partial`` is open for reading and writing, unbuffered, and locked by the caller.
+
+    ``way_out`` is what the user does where the remote file is another one; ``advance`` gets the bytes so far.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        file: StoredFile,
+        partial: BinaryIO,
+        path: Path,
+        settings: RemoteSettings,
+        stop: threading.Event,
+        way_out: str = "upload the folder again, all its files together",
+        advance: Callable[[int], None] = lambda have: None,
+    ) -> None:
+        self._way_out, self._advance = way_out, advance
+        self._transport, self._file, self._partial, self._path = transport, file, partial, path
+        self._settings, self._stop = settings, stop
+        self._shown = transport.url.shown_of(file.name)
+        self._have = 0  # bytes of the partial file
+        self._digest = hashlib.sha256()  # of these bytes
+
+    def run(self) -> None:
+        """Fetches what is missing and verifies the whole.
+
+        Raises DataError, naming URL or local path. What has come stays in the partial file.
+        """
+        problem = ""
+        for _ in range(ROUNDS):
+            try:
+                self._take_up()
+                self._fetch_rest()
+                if self._digest.hexdigest() == self._file.sha256:
+                    return
+                problem = "its SHA-256 is not what it should be"
+            except DifferentFileError as error:
+                problem = str(error)
+            _log.warning("%s: %s; fetching it again from its beginning", self._shown, problem)
+            self._start_over()
+        raise DataError(
+            f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self._way_out}"
+        )
+
+    def _take_up(self) -> None:
+        """Hashes what an earlier attempt, or an earlier process, left."""
+        self._have, self._digest = 0, hashlib.sha256()
+        self._partial.seek(0)
+        while content := self._partial.read(_HASH_BYTES):
+            self._digest.update(content)
+            self._have += len(content)
+        if self._have > self._file.size:
+            self._start_over()
+        elif self._have:
+            _log.info("%s: going on after %d of %d bytes", self._shown, self._have, self._file.size)
+
+    def _start_over(self) -> None:
+        self._partial.seek(0)
+        self._partial.truncate()
+        self._have, self._digest = 0, hashlib.sha256()
+
+    def _fetch_rest(self) -> None:
+        patience = _Patience(self._settings, self._stop)
+        while self._have < self._file.size:
+            before = self._have
+            chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
+            try:
+                for content in self._transport.stream(self._file.name, self._have, self._file.size, chunk_bytes):
+                    if self._stop.is_set():
+                        raise StoppedError
+                    if self._have + len(content) > self._file.size:
+                        raise DifferentFileError(f"more than the {self._file.size} bytes that it should have")
+                    self._write(content)
+                problem = f"the body ended after {self._have} of {self._file.size} bytes"
+            except RefusedError as error:
+                raise _refused(self._shown, error) from None
+            except (DataError, DifferentFileError, StoppedError):
+                raise
+            except Exception as error:
+                problem = self._transport.reason(error)
+            if self._have < self._file.size:
+                patience.after(problem, self._shown, progress=self._have > before)
+
+    def _write(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:
+            try:
+                written = self._partial.write(rest)
+            except OSError as error:
+                raise DataError(
+                    f"{self._path}: cannot be written ({error.strerror}); "
+                    "free space there, or name another folder or fewer cache_bytes for the cache"
+                ) from error
+            self._digest.update(rest[:written])
+            self._have += written
+            self._advance(self._have)
+            rest = rest[written:]
+
+
+class _Patience:
+    """Counts attempts without progress, and waits between attempts."""
+
+    def __init__(self, settings: RemoteSettings, stop: threading.Event) -> None:
+        self._attempts, self._stop = settings.attempts, stop
+        # A generator of its own: the global ones belong to training, whose resumes are exact.
+        self._random = random.Random()
+        self.failures = 0
+
+    def after(self, problem: str, shown: str, progress: bool) -> None:
+        """Waits before the next attempt. Raises DataError after the last one, StoppedError once the store is closed."""
+        self.failures = 0 if progress else self.failures + 1
+        if self.failures >= self._attempts:
+            raise DataError(
+                f"{shown}: {problem}; given up after {self.failures} attempts in a row without a byte; "
+                "check the network and the server, and start again: a file goes on where it broke off"
+            )
+        longest = min(FIRST_WAIT_SECONDS * WAIT_GROWTH**self.failures, LONGEST_WAIT_SECONDS)
+        seconds = longest * self._random.uniform(0.5, 1)  # random, so that ranks do not all return at the same moment
+        _log.warning("%s: %s; trying again in %.1f s", shown, problem, seconds)
+        if self._stop.wait(seconds):
+            raise StoppedError
+
+
+def _refused(shown: str, error: RefusedError) -> DataError:
+    return DataError(f"{shown}: {error}; check the location, and the credentials in the environment if it asks for any")

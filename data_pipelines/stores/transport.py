@@ -1,6 +1,6 @@
-"""Bytes of remote files from any offset on, through fsspec, and what went wrong in words that give no secret away.
+"""Bytes of remote files from any offset on, through fsspec, with messages that show no credentials.
 
-Nothing here tries twice: one call is one attempt, bounded by the time-outs of the protocol's library.
+One call is one attempt, bounded by the time-outs of the protocol's library: `remote.py` repeats it.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from longstride.data_pipelines.errors import DataError
 
-READ_BYTES = 2**20  # at most, of an HTTP body at once
+READ_BYTES = 2**20  # of an HTTP body at once, at most
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<rest>.*)", re.DOTALL)
 _ANY_USER = re.compile(r"://[^/\s'\"]*@")
 _ANY_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\")]*")
@@ -22,8 +22,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 _HTTP = ("http", "https")
 _LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs"}
 _TRANSIENT_STATUSES = (408, 425, 429)  # of the 4xx: time-out, too early, too many requests
-# Of libraries that may not be there, so by name: no second attempt would find another answer.
-_HOPELESS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
+# Errors that no second attempt mends, of libraries that may be missing: so by name.
+_FINAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
 
 
 class RefusedError(Exception):
@@ -31,15 +31,15 @@ class RefusedError(Exception):
 
 
 class DifferentFileError(Exception):
-    """The remote file cannot be the manifest's: one line that says why."""
+    """The remote file is not the one in the manifest: one line that says why."""
 
 
 class HttpStatusError(OSError):
-    """An answer that may be another one next time."""
+    """An answer that may differ at the next attempt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class FolderUrl:
     """The URL of a remote folder. Only ``shown`` and what ``hide`` returns may go into messages."""
 
     url: str
@@ -51,20 +51,20 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """The URL as a person wrote it, ``***`` in place of user, password and query."""
+        """The URL as the user wrote it, with ``***`` in place of user, password and query."""
         return self.hide(self.url)
 
     def of(self, name: str) -> str:
-        """URL of a file of the folder, credentials included."""
+        """The URL of a file of the folder, credentials included."""
         protocol, user, path, query = self._parts()
         return f"{protocol}://{user}{path.rstrip('/')}/{name}{query}"
 
     def shown_of(self, name: str) -> str:
-        """URL of a file of the folder, for messages."""
+        """The URL of a file of the folder, for messages."""
         return self.hide(self.of(name))
 
     def hide(self, text: str) -> str:
-        """``text`` without this address's secrets, and without users and queries of any other URL in it."""
+        """``text`` without this URL's secrets, and without users and queries of any other URL in it."""
         text = _ANY_QUERY.sub(r"\1?***", _ANY_USER.sub("://***@", text))
         _, user, _, query = self._parts()
         for secret in (user[:-1], user[:-1].partition(":")[2], query[1:]):
@@ -72,6 +72,35 @@ class Address:
                 if len(form) > 2:
                     text = text.replace(form, "***")
         return text
+
+    def check_protocol(self) -> None:
+        """Raises DataError, saying what to install, for a protocol that cannot be read here."""
+        if "::" in self.url:
+            raise DataError(f"{self.shown}: chained protocols (::) are not read; name the folder that holds the files")
+        protocol = self.protocol
+        try:
+            import fsspec
+
+            filesystem = fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            library = _LIBRARIES.get(protocol)
+            how = f"pip install {library}" if library else str(error)
+            raise DataError(f"{self.shown}: the library that reads {protocol}:// is not installed; {how}") from error
+        except ValueError as error:
+            raise DataError(
+                f"{self.shown}: {protocol}:// is no protocol that fsspec knows; good ones are https:// and s3://"
+            ) from error
+        required = [
+            parameter.name
+            for parameter in list(inspect.signature(filesystem.__init__).parameters.values())[1:]
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if required:  # such as ftp://
+            raise DataError(
+                f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({', '.join(required)}); "
+                "good ones are https:// and s3://"
+            )
 
     def _parts(self) -> tuple[str, str, str, str]:
         """Protocol, ``user:password@`` or nothing, host and path, ``?query`` or nothing."""
@@ -84,56 +113,27 @@ class Address:
         return match["protocol"].lower(), f"{match['user']}@" if match["user"] else "", rest, query
 
 
-def check_protocol(address: Address) -> None:
-    """Raises DataError, saying what to install, for a protocol that cannot be read here."""
-    if "::" in address.url:
-        raise DataError(f"{address.shown}: chained protocols (::) are not read; name the folder that holds the files")
-    protocol = address.protocol
-    try:
-        import fsspec
-
-        kind = fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        library = _LIBRARIES.get(protocol)
-        how = f"pip install {library}" if library else str(error)
-        raise DataError(f"{address.shown}: the library that reads {protocol}:// is not installed; {how}") from error
-    except ValueError as error:
-        raise DataError(
-            f"{address.shown}: {protocol}:// is no protocol that fsspec knows; good ones are https:// and s3://"
-        ) from error
-    asked = [
-        one.name
-        for one in list(inspect.signature(kind.__init__).parameters.values())[1:]
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if asked:  # such as ftp://
-        raise DataError(
-            f"{address.shown}: fsspec asks for more than a URL to read {protocol}:// ({', '.join(asked)}); "
-            "good ones are https:// and s3://"
-        )
-
-
 def mend_after_fork() -> None:
-    """In a forked child, before its first Transport: it may inherit the lock of fsspec's event loop held."""
+    """Call in a forked child before its first Transport: it may have inherited fsspec's event loop with a held lock."""
     from fsspec.asyn import reset_lock
 
     reset_lock()
 
 
 class Transport:
-    """One process's connection to a remote folder; never to be used in another process."""
+    """One process's connection to a remote folder. No other process may use it."""
 
-    def __init__(self, address: Address, timeout_seconds: float) -> None:
+    def __init__(self, url: FolderUrl, timeout_seconds: float) -> None:
         import fsspec
 
-        self.address, self._timeout = address, timeout_seconds
+        self.url, self._timeout = url, timeout_seconds
         try:
             self._filesystem = fsspec.filesystem(
-                address.protocol, skip_instance_cache=True, **_options(address.protocol, timeout_seconds)
+                url.protocol, skip_instance_cache=True, **_options(url.protocol, timeout_seconds)
             )
-        except Exception as error:  # of any library, and for any reason
+        except Exception as error:  # any library, any reason
             raise DataError(
-                f"{address.shown}: {address.protocol}:// cannot be read here ({address.hide(_one_line(error))}); "
+                f"{url.shown}: {url.protocol}:// cannot be read here ({url.hide(_one_line(error))}); "
                 "good ones are https:// and s3://"
             ) from error
         if hasattr(self._filesystem, "retries"):
@@ -141,16 +141,16 @@ class Transport:
 
     def whole(self, name: str) -> bytes:
         """A whole file, in one attempt. Raises RefusedError, or whatever the protocol's library raises."""
-        url = self.address.of(name)
-        with _final_answers(self.address):
-            if self.address.protocol in _HTTP:
-                return b"".join(self._http_body(url, 0, None))
-            return self._filesystem.cat_file(url)
+        file_url = self.url.of(name)
+        with _final_answers(self.url):
+            if self.url.protocol in _HTTP:
+                return b"".join(self._http_body(file_url, 0, None))
+            return self._filesystem.cat_file(file_url)
 
     def find(self, suffix: str) -> dict[str, int | None]:
         """Paths of the files below the folder that end so, and their bytes where the listing tells. One attempt."""
-        url = self.address.of("").rstrip("/")
-        with _final_answers(self.address):
+        url = self.url.of("").rstrip("/")
+        with _final_answers(self.url):
             listed = self._filesystem.find(url, detail=True)
         root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
         names = {path.removeprefix(root): details for path, details in listed.items() if path.endswith(suffix)}
@@ -159,33 +159,33 @@ class Transport:
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None where the server does not tell. One attempt, which raises as ``whole`` does."""
-        with _final_answers(self.address):
-            return self._filesystem.size(self.address.of(name))
+        with _final_answers(self.url):
+            return self._filesystem.size(self.url.of(name))
 
     def stream(self, name: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
-        """Bytes from ``offset`` on of a file that should have ``size``, in one attempt; they may end early.
+        """Bytes from ``offset`` on of a file of ``size`` bytes, in one attempt. They may end early.
 
         Raises RefusedError, DifferentFileError, or whatever the protocol's library raises.
         """
-        url = self.address.of(name)
-        with _final_answers(self.address):
-            if self.address.protocol in _HTTP:
-                yield from self._http_body(url, offset, size)
+        file_url = self.url.of(name)
+        with _final_answers(self.url):
+            if self.url.protocol in _HTTP:
+                yield from self._http_body(file_url, offset, size)
             else:
-                yield from self._chunks(url, offset, size, chunk_bytes)
+                yield from self._chunks(file_url, offset, size, chunk_bytes)
 
     def reason(self, error: Exception) -> str:
-        """One line on an attempt that failed."""
+        """Why an attempt failed, in one line."""
         text = " ".join(str(error).split())
         kind = type(error).__name__
         if isinstance(error, HttpStatusError):
             return text
         if isinstance(error, TimeoutError) or "Timeout" in kind:
             return f"nothing came for {self._timeout:g} s ({kind})"
-        return self.address.hide(f"{kind}: {text}" if text else kind)
+        return self.url.hide(f"{kind}: {text}" if text else kind)
 
     def _chunks(self, url: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
-        """What any filesystem of fsspec can do: a request a chunk, which is lost where it breaks off."""
+        """For any filesystem of fsspec: one request per chunk. A chunk that breaks off is lost."""
         while offset < size:
             end = min(offset + chunk_bytes, size)
             chunk = self._filesystem.cat_file(url, start=offset, end=end)
@@ -200,10 +200,10 @@ class Transport:
                 return
 
     def _http_body(self, url: str, offset: int, size: int | None) -> Iterator[bytes]:
-        """The body of one request, as it comes in: what has come before a connection breaks is not lost."""
+        """The body of one request, as it comes in: bytes that came before a connection broke are kept."""
         from fsspec.asyn import sync
 
-        # A compressed body would have other offsets and another length; a manifest in a proxy may be an old one.
+        # A compressed body would have other offsets and another length. A proxy may hold an old manifest.
         headers = {"Accept-Encoding": "identity"}
         if size is None:
             headers["Cache-Control"] = "no-cache"
@@ -224,8 +224,8 @@ class Transport:
 
 
 @contextmanager
-def _final_answers(address: Address) -> Iterator[None]:
-    """Turns errors that no second attempt would mend into RefusedError."""
+def _final_answers(url: FolderUrl) -> Iterator[None]:
+    """Raises RefusedError for errors that no second attempt would mend."""
     try:
         yield
     except FileNotFoundError:
@@ -237,12 +237,12 @@ def _final_answers(address: Address) -> Iterator[None]:
     except (NotImplementedError, ValueError) as error:
         words = _one_line(error)
     except Exception as error:
-        if type(error).__name__ not in _HOPELESS:
+        if type(error).__name__ not in _FINAL_ERRORS:
             raise
         words = _one_line(error)
     else:
         return
-    raise RefusedError(address.hide(words))
+    raise RefusedError(url.hide(words))
 
 
 def _one_line(error: Exception) -> str:
@@ -250,20 +250,20 @@ def _one_line(error: Exception) -> str:
 
 
 def _options(protocol: str, timeout_seconds: float) -> dict[str, Any]:
-    """Time-outs in the words of the protocol's library; one without such words keeps its own."""
+    """Time-outs as the protocol's library names them. A library without such options keeps its own."""
     if protocol in _HTTP:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(
             total=None, connect=timeout_seconds, sock_connect=timeout_seconds, sock_read=timeout_seconds
         )
-        # trust_env: proxies, and the credentials of ~/.netrc, as every other tool on the machine has them.
+        # trust_env: proxies and the credentials of ~/.netrc, as for other tools on the machine.
         return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
     if _LIBRARIES.get(protocol) == "s3fs":
         config = {
             "connect_timeout": timeout_seconds,
             "read_timeout": timeout_seconds,
-            "retries": {"max_attempts": 0},  # ours are counted, logged and continue a file where it broke off
+            "retries": {"max_attempts": 0},  # our own are counted, logged, and go on where a file broke off
         }
         return {"config_kwargs": config, "use_listings_cache": False}
     return {}
@@ -291,16 +291,16 @@ def _check_status(response: Any, offset: int) -> None:
 
 
 def _bytes_to_skip(response: Any, offset: int, size: int | None) -> int:
-    """How many bytes of a body lie before ``offset``. Raises where it is no part of a file of ``size`` bytes."""
+    """How many bytes of a body lie before ``offset``. Raises where the body is not of a file of ``size`` bytes."""
     if response.status == 206:
-        found = _CONTENT_RANGE.match(response.headers.get("Content-Range", ""))
-        if found is None or int(found[1]) != offset:
+        range_sent = _CONTENT_RANGE.match(response.headers.get("Content-Range", ""))
+        if range_sent is None or int(range_sent[1]) != offset:
             raise HttpStatusError("the server sends another range than it was asked for")
-        if size is not None and found[2] not in ("*", str(size)):
-            raise DifferentFileError(f"{found[2]} bytes, and it should have {size}")
+        if size is not None and range_sent[2] not in ("*", str(size)):
+            raise DifferentFileError(f"{range_sent[2]} bytes, and it should have {size}")
         return 0
     length = None if "Content-Encoding" in response.headers else response.content_length
-    # A shorter body may be one that a proxy cut: what is missing is asked for again.
+    # A proxy may have cut a shorter body: the missing bytes are fetched again.
     if size is not None and length is not None and length > size:
         raise DifferentFileError(f"{length} bytes, and it should have {size}")
     return offset

@@ -1,1 +1,23 @@
-"""Ways to compute attention over a pattern; none imports another."""
+"""Ways to compute attention over a pattern, and what they share; none imports another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, sums and logsumexp: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised (B, H, N, D); the heads of a position are adjacent in memory where they are so in ``like``.
+
+    A model views its heads in (B, N, H * D) and joins them again: in that order, results are joined without a copy.
+    """
+    batch, heads, context, width = like.shape
+    dtype = dtype or like.dtype
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, context, heads, width), dtype=dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, context, width), dtype=dtype)

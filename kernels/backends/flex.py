@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
     """Output (B, H, N, Dv) and logsumexp (B, H, N)."""
     context = q.shape[2]
     if not torch.is_grad_enabled():
-        q, k, v = q.detach(), k.detach(), v.detach()  # FlexAttention refuses the flag itself on the CPU
+        q, k, v = q.detach(), k.detach(), v.detach()  # on the CPU, FlexAttention refuses tensors that require gradients
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         allowed = torch.zeros_like(i, dtype=torch.bool)

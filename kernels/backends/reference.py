@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.patterns import Pattern
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -22,8 +22,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
     """Output (B, H, N, Dv) and logsumexp (B, H, N) by torch's own differentiable operations, in fp32 or fp64 inside."""
     wide = accumulator_dtype(q.dtype)
     allowed = pattern_mask(patterns, q.shape[2], q.device)
-    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then cut off
-    with _as_written(q.device.type):
+    blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
+    with _without_autocast(q.device.type):
         scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
         scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
         weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
@@ -34,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
 def prepare(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What computes one query after another from these caches, as (q, position, return_lse); nothing is kept."""
+    """Attention of one query after another from these caches, as (q, position, return_lse); nothing is kept."""
     return partial(_attend_one, k, v, patterns, scale)
 
 
@@ -46,8 +46,8 @@ def _attend_one(
     context = torch.arange(k.shape[2], device=q.device)
     allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
     blind = ~allowed.any(-1, keepdim=True)
-    k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # what is not read may be NaN
-    with _as_written(q.device.type):
+    k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # rows that are not read may be NaN
+    with _without_autocast(q.device.type):
         scores = (k @ q.to(wide)[..., None]).squeeze(-1) * scale
         scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
         weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
@@ -55,8 +55,8 @@ def _attend_one(
         return (weights[..., None, :] @ v).squeeze(-2).to(q.dtype), lse
 
 
-def _as_written(device_type: str) -> AbstractContextManager:
-    """Autocast would take the products down to 16 bits; not every device type has it."""
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    """Autocast, which not every device type has, would compute the products in 16 bits."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

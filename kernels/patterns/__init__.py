@@ -6,11 +6,10 @@ To add one: a file with a frozen dataclass that satisfies ``Pattern``, and a lin
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.errors import ConfigError, Problem, nearest
+from longstride.kernels.patterns.base import Pattern, PatternPart
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import Column
 from longstride.kernels.patterns.dense import Dense
@@ -35,24 +34,29 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = ()) -> Pattern:
 
     Args:
         value: the object.
-        beside: keys that the caller reads and has taken out: a misspelt one is told as such.
+        beside: keys that the caller has read and taken out, so that a misspelt one of them is named too.
 
     Raises:
         ConfigError: a type or a key is unknown or missing, or a value breaks the pattern's rule.
     """
     if not isinstance(value, dict):
         raise ConfigError(Problem("type", f"a pattern is an object with a type: {', '.join(PATTERNS)}"))
-    cls = _class_of(value)
+    if "type" not in value:
+        misspelt = [key for key in map(str, value) if nearest(key, ["type"]) == "nearest type"]
+        problems = [Problem(key, "unknown key; nearest type") for key in misspelt]
+        raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
+    kind = value["type"]
+    if not isinstance(kind, str) or kind not in PATTERNS:
+        raise ConfigError.at("type", kind, f"must be a pattern's name; {nearest(str(kind), PATTERNS)}")
+    cls = PATTERNS[kind]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {key: entry for key, entry in value.items() if key != "type"}
     known = [*fields, "type", *beside]
     problems = [
-        Problem(str(key), f"unknown key for {value['type']}{_nearest(key, known)}")
-        for key in given
-        if key not in fields
+        Problem(str(key), f"unknown key for {kind}; {nearest(str(key), known)}") for key in given if key not in fields
     ]
     problems += [
-        Problem(name, f"missing; {value['type']} needs it")
+        Problem(name, f"missing; {kind} needs it")
         for name, field in fields.items()
         if field.default is dataclasses.MISSING and name not in given
     ]
@@ -77,24 +81,6 @@ def pattern_to_json(pattern: Pattern) -> dict[str, object]:
     return value
 
 
-def _class_of(value: dict) -> type:
-    """The class that the object's type names."""
-    if "type" not in value:
-        misspelt = [key for key in value if _nearest(key, ["type"])]
-        problems = [Problem(str(key), "unknown key; nearest type") for key in misspelt]
-        raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
-    kind = value["type"]
-    if not isinstance(kind, str) or kind not in PATTERNS:
-        raise ConfigError.at("type", kind, f"must be one of {', '.join(PATTERNS)}{_nearest(kind, PATTERNS)}")
-    return PATTERNS[kind]
-
-
-def _nearest(key: object, known: Iterable[str]) -> str:
-    """Advice where a known word is near."""
-    matches = difflib.get_close_matches(key, list(known), 1) if isinstance(key, str) else []
-    return f"; nearest {matches[0]}" if matches else ""
-
-
 __all__ = [
     "PATTERNS",
     "Block",
@@ -102,8 +88,8 @@ __all__ = [
     "Dense",
     "Fixed",
     "Local",
-    "Part",
     "Pattern",
+    "PatternPart",
     "Strided",
     "Summary",
     "pattern_from_json",

@@ -1,4 +1,4 @@
-"""What a pattern is, and the parts that a plan is built from.
+"""What a pattern is, the parts that a plan is built from, and what patterns have in common.
 
 Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 """
@@ -9,12 +9,13 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from longstride.kernels.patterns.forms import Bounds, Intervals, Order
+from longstride.kernels.errors import ConfigError
+from longstride.kernels.forms import Bounds, Intervals, Order
 
 
 @runtime_checkable
-class Part(Protocol):
-    """Pairs that become one interval a query once queries and keys are put in the right orders. Frozen, hashable."""
+class PatternPart(Protocol):
+    """Pairs of which each query has one interval of keys, with queries and keys in the right orders. Hashable."""
 
     def __hash__(self) -> int:
         """Plans are cached by part."""
@@ -33,11 +34,11 @@ class Part(Protocol):
         ...
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """The keys of each reordered query, counted in the key order."""
+        """The interval of keys of each reordered query, counted in the key order."""
         ...
 
     def by_key(self, context: int) -> Bounds | None:
-        """The queries of each reordered key, counted in the query order; None: no closed form, they are derived."""
+        """The interval of queries of each reordered key, counted in the query order; None: no closed form."""
         ...
 
 
@@ -46,7 +47,7 @@ class Pattern(Protocol):
     """Which earlier positions each position attends to. A frozen, hashable value."""
 
     def __hash__(self) -> int:
-        """What is known of a pattern is cached by it."""
+        """Plans are cached by pattern."""
         ...
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
@@ -58,13 +59,59 @@ class Pattern(Protocol):
         ...
 
     def factors(self) -> tuple[Pattern, ...]:
-        """The factors that blocks or heads take in turn (Child et al. 2019, section 4.2): patterns of their own."""
+        """The factors that layers or heads take in turn (Child et al. 2019, section 4.2), each a pattern."""
         ...
 
-    def parts(self) -> tuple[Part, ...]:
-        """Disjoint parts whose union is the pattern: a softmax over it is their merge by logsumexp."""
+    def parts(self) -> tuple[PatternPart, ...]:
+        """Disjoint parts whose union is the pattern: merged by logsumexp, their softmaxes are that of the pattern."""
         ...
 
     def check(self, context: int) -> None:
         """Raise ConfigError where a model of this context cannot use the pattern evenly."""
         ...
+
+
+class SinglePart:
+    """A pattern that is its own only factor and its own only part, in the natural order."""
+
+    __slots__ = ()
+
+    def for_head(self, head: int) -> Pattern:
+        """All heads are alike."""
+        return self  # type: ignore[return-value]
+
+    def factors(self) -> tuple[Pattern, ...]:
+        """Itself alone."""
+        return (self,)  # type: ignore[return-value]
+
+    def parts(self) -> tuple[PatternPart, ...]:
+        """Itself alone: one interval a query is enough."""
+        return (self,)  # type: ignore[return-value]
+
+    def query_order(self, context: int) -> Order:
+        """Natural."""
+        return None
+
+    def key_order(self, context: int) -> Order:
+        """Natural, all keys."""
+        return None
+
+    def check(self, context: int) -> None:
+        """Any context is fine."""
+
+
+def require_positive(name: str, value: object) -> None:
+    """Raise ConfigError unless the value is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError.at(name, value, "must be an integer of at least 1")
+
+
+def require_divides(name: str, value: int, context: int) -> None:
+    """Raise ConfigError, naming the nearest divisors, unless ``value`` divides the context."""
+    if context % value == 0:
+        return
+    divisors = [d for d in range(1, context + 1) if context % d == 0]
+    below = max(d for d in divisors if d < value) if value > 1 else None
+    above = min((d for d in divisors if d > value), default=None)
+    nearest = ", ".join(str(d) for d in (below, above) if d is not None)
+    raise ConfigError.at(name, value, f"must divide context {context}; nearest {nearest}")

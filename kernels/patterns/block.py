@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longstride.kernels.patterns.forms import Bound, Bounds, constant, whole
-from longstride.kernels.patterns.single import SinglePart, require_divides, require_positive
+from longstride.kernels.forms import Bound, Bounds, constant, whole
+from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
 
 
 @dataclass(frozen=True)

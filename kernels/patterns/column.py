@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
-from longstride.kernels.patterns.single import SinglePart, positions, require_divides, require_positive
+from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
+from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
 
 
 def column_order(context: int, stride: int) -> Order:
@@ -17,7 +17,7 @@ def column_order(context: int, stride: int) -> Order:
         return None
     if context % stride == 0:
         return Fold(context, context // stride, 1, stride)
-    position = positions(-(-context // stride) * stride).view(-1, stride).T.reshape(-1)
+    position = torch.arange(-(-context // stride) * stride).view(-1, stride).T.reshape(-1)
     return position[position < context]
 
 
@@ -26,7 +26,7 @@ def column_by_query(context: int, stride: int, skip: int) -> Bounds | Intervals:
     rows = context // stride
     if context % stride == 0:
         return Bounds(context, rows, constant(0, rows), Bound(rows, 1 - skip, 0, rows))
-    row = positions(context)
+    row = torch.arange(context)
     position = positions_of(column_order(context, stride))
     top = row - (row if position is None else position) // stride
     return Intervals(top, torch.maximum(row + 1 - skip, top))

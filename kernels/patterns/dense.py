@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longstride.kernels.patterns.forms import Bounds, constant, ramp, whole
-from longstride.kernels.patterns.single import SinglePart
+from longstride.kernels.forms import Bounds, constant, ramp, whole
+from longstride.kernels.patterns.base import SinglePart
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.patterns.base import Pattern, PatternPart, require_divides
 from longstride.kernels.patterns.block import Block
-from longstride.kernels.patterns.single import require_divides
 from longstride.kernels.patterns.summary import Summary, SummaryKeys
 
 
@@ -45,7 +44,7 @@ class Fixed:
         """Block, then summary."""
         return (Block(self.stride), self._summary())
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PatternPart, ...]:
         """The own block, and the summary keys of the blocks before it."""
         return (Block(self.stride), SummaryKeys(self._summary(), earlier_blocks=True))
 

@@ -8,11 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import Part, Pattern
+from longstride.kernels.forms import Bounds, Intervals, Order
+from longstride.kernels.patterns.base import Pattern, PatternPart, require_divides, require_positive
 from longstride.kernels.patterns.column import Column, column_by_key, column_by_query, column_order
-from longstride.kernels.patterns.forms import Bounds, Intervals, Order
 from longstride.kernels.patterns.local import Local
-from longstride.kernels.patterns.single import require_divides, require_positive
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Strided:
         """Local, then column."""
         return (Local(self._window()), Column(self.stride))
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PatternPart, ...]:
         """The window, and the column's entries before it."""
         skip = -(-self._window() // self.stride)  # the window holds the offsets 0, stride, … below its width
         return (Local(self._window()), DistantColumn(self.stride, skip))

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
-from longstride.kernels.patterns.single import require_divides, require_positive
+from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
+from longstride.kernels.patterns.base import Pattern, PatternPart, require_divides, require_positive
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Summary:
     summary: int  # positions in a sub-block; the paper's c
     num_summaries: int = 1  # sub-blocks that heads take in turn
     include_self: bool = False
-    index: int | None = None  # the sub-block of this head; None where it is still to be chosen, or there is only one
+    index: int | None = None  # the sub-block of this head; None: not chosen yet, or there is only one
 
     def __post_init__(self) -> None:
         for name in ("stride", "summary", "num_summaries"):
@@ -41,7 +40,7 @@ class Summary:
             raise ConfigError.at("index", self.index, f"must be 0 to {self.num_summaries - 1}, or left out")
 
     def first(self) -> int:
-        """The first summary position of a block; ValueError where heads differ and none was chosen."""
+        """The first summary position of a block; ValueError where heads differ and no head was chosen."""
         if self.index is None and self.num_summaries > 1:
             raise ValueError(f"heads differ in {self}: resolve it first, for_head(head)")
         return self.stride - self.summary * ((self.index or 0) + 1)
@@ -63,11 +62,11 @@ class Summary:
         return replace(self, index=head % self.num_summaries)
 
     def factors(self) -> tuple[Pattern, ...]:
-        """There is nothing to take apart."""
+        """Itself alone."""
         return (self,)
 
-    def parts(self) -> tuple[Part, ...]:
-        """The gathered summary keys, and self where it is asked for and no summary position."""
+    def parts(self) -> tuple[PatternPart, ...]:
+        """The gathered summary keys and, with ``include_self``, the queries that are no summary positions."""
         keys = SummaryKeys(self)
         if not self.include_self:
             return (keys,)
@@ -81,7 +80,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class SummaryKeys:
-    """The summary keys, gathered first so that they are dense: a query reads the first so many of them."""
+    """The summary keys, gathered so that they are dense: each query reads a prefix of them."""
 
     pattern: Summary
     earlier_blocks: bool = False  # leave out the query's own block, which another part holds
@@ -108,10 +107,10 @@ class SummaryKeys:
         """Query i reads every summary key of earlier blocks, and those of its own up to itself."""
         p = self.pattern
         if p.stride > context:  # one block, and not a whole one
-            own = constant(0) if self.earlier_blocks else ramp(1 - min(p.first(), context), 0, min(p.summary, context))
-            return Bounds(context, whole(context), constant(0), own)
-        own = constant(0, p.summary) if self.earlier_blocks else Bound(p.summary, 1 - p.first(), 0, p.summary)
-        return Bounds(context, p.stride, constant(0), own)
+            high = constant(0) if self.earlier_blocks else ramp(1 - min(p.first(), context), 0, min(p.summary, context))
+            return Bounds(context, whole(context), constant(0), high)
+        high = constant(0, p.summary) if self.earlier_blocks else Bound(p.summary, 1 - p.first(), 0, p.summary)
+        return Bounds(context, p.stride, constant(0), high)
 
     def by_key(self, context: int) -> Bounds | None:
         """Each key is read from its own position on, or from the next block."""
@@ -143,16 +142,15 @@ class SelfBetween:
         return None
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """Query i reads key i, or nothing: an empty interval at an end of the run, so that no bound decreases."""
+        """Query i reads key i or nothing. Empty intervals lie at an end of the run, so that no bound decreases."""
         bounds = self._bounds(context)
         if context % self.stride == 0:
             return bounds
-        return Intervals(
-            *(bound.clamp_max(context) for bound in intervals_of(bounds))
-        )  # a run may begin behind the end
+        # In a block that is not whole, both ends may lie behind the last position.
+        return Intervals(*(bound.clamp_max(context) for bound in intervals_of(bounds)))
 
     def by_key(self, context: int) -> Bounds | None:
-        """The same: what reads a key is the key itself."""
+        """The same intervals: a key is read by its own query alone."""
         return self._bounds(context) if context % self.stride == 0 else None
 
     def _bounds(self, context: int) -> Bounds:

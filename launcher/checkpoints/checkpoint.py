@@ -1,13 +1,14 @@
-"""Checkpoints that are whole or not there, and the exact way back from one."""
+"""Checkpoint folders: which ones a run has, whether one is whole and may be trusted, and whether a run fits it."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,25 +16,164 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import StreamState
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.files import checkpoint_files
-from longstride.launcher.checkpoints.manifest import MANIFEST, Manifest, find_damage, find_foreign, read_manifest
-from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle, refusal
+from longstride.kernels import ConfigError, Problem
+from longstride.launcher.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    find_damage,
+    find_foreign,
+    read_checkpoint_config,
+    read_manifest,
+)
+from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
+from longstride.launcher.checkpoints.probe import Probe
+from longstride.launcher.config import RunConfig, flattened
 from longstride.launcher.engine import set_random_states
-from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError
-from longstride.launcher.ranks import Ranks, gather_objects, look_until, seen
+from longstride.launcher.output import AgreedError, file_names
+from longstride.launcher.ranks import Ranks, wait_until_visible
 
 DEEPSPEED_TAG = "deepspeed"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose manifest could be read; its files are not verified yet."""
+    """A checkpoint folder whose manifest and configuration are whole; its other files are not verified yet."""
 
     folder: Path
-    manifest: Manifest
-    trusted: bool = False  # whether its pickles may run what they ask for
+    manifest: CheckpointManifest
+    trusted: bool = False  # whether its pickles may run the code that they ask for
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The resolved configuration of the run that saved it; ConfigError where it is not one of this version's."""
+        return read_checkpoint_config(self.folder)
+
+    @property
+    def probe(self) -> Probe | None:
+        """The probe, if it was saved with one."""
+        return Probe.of(self.folder, self.manifest.probe) if self.manifest.probe is not None else None
+
+    @property
+    def layout(self) -> str:
+        """What saved it, in words."""
+        manifest = self.manifest
+        what = f"{_processes(manifest.world_size)} in ZeRO {manifest.zero_stage}, {manifest.precision}"
+        return f"step {manifest.step} was saved by {what}"
+
+    def newer_refusals(self) -> list[str]:
+        """One line for each newer folder of its run that is named like a checkpoint and is none."""
+        _, refused = list_checkpoints(self.folder.parent.parent)
+        return [refusal.line for refusal in refused if refusal.step > self.manifest.step]
+
+    def agreed(self, ranks: Ranks) -> Checkpoint:
+        """The first rank's choice, on every rank; see ``agreed_checkpoints``. All ranks must call."""
+        (chosen,) = agreed_checkpoints(self.folder.parent.parent, [self], ranks)
+        return chosen
+
+    def verify(self) -> None:
+        """Raise ConfigError where a file is damaged, or one lies there that the manifest does not name."""
+        damage = find_damage(self.folder, sorted(self.manifest.files), self.manifest.files)
+        damage += find_foreign(self.folder, self.manifest)
+        if damage:
+            raise ConfigError(*damage)
+
+    def find_damage(self, ranks: Ranks) -> list[str]:
+        """One line for each damaged or foreign file, the same on every rank. Each reads a share; all must call."""
+        names = sorted(self.manifest.files)[ranks.rank :: ranks.world_size]
+        damage = find_damage(self.folder, names, self.manifest.files)
+        if ranks.is_first:
+            damage += find_foreign(self.folder, self.manifest)
+        return [line for lines in ranks.gather_objects(damage) for line in lines]
+
+    def check_trust(self, ranks: Ranks) -> None:
+        """Whether its verified files can be read without running code; each rank judges a share. All ranks must call.
+
+        Raises:
+            AgreedError: on every rank, where a file asks for code and the checkpoint is not trusted.
+        """
+        if self.trusted:
+            return
+        names = [name for name in sorted(self.manifest.files) if name.endswith(".pt")]
+        contents = ((name, unsafe_content(self.folder / name)) for name in names[ranks.rank :: ranks.world_size])
+        lines = [f"{self.folder / name}: {refusal_line(content)}" for name, content in contents if content]
+        everyone = [line for each in ranks.gather_objects(lines) for line in each]
+        if everyone:
+            raise AgreedError("\n".join(everyone))
+
+    def check_matches(self, config: RunConfig, fingerprint: str) -> None:
+        """Whether a run of a configuration may go on from here; ``fingerprint`` is that of its data order.
+
+        Raises:
+            ConfigError: it belongs to another model, data order or batch. Another number of processes, ZeRO stage or
+                precision is no reason: see ``needs_conversion``.
+        """
+        saved, state = self.config, StreamState.from_json(self.manifest.stream)
+        origin = f"the checkpoint {self.folder}"
+        if saved.data.order != config.data.order:
+            rule = f"{origin} counts steps of the order {saved.data.order!r}, which is no more; index its tars with "
+            rule += "`longstride data index`, and begin a run in another folder"
+            raise ConfigError.at("data.order", config.data.order, rule)
+        problems = []
+        model, saved_model = (flattened(each.to_json()["model"], "model") for each in (config, saved))
+        for path in sorted((model.keys() | saved_model.keys()) - {"model.backend"}):  # who computes, not what
+            if model.get(path) != saved_model.get(path):
+                rule = f"{origin} belongs to another model, with {saved_model.get(path)!r} there"
+                problems.append(Problem(path, rule, model.get(path)))
+        data, saved_data = config.data, saved.data
+        pairs = (
+            ("data.train_split", data.train_split, saved_data.train_split),
+            ("data.shuffle_bytes", data.shuffle_bytes, saved_data.shuffle_bytes),
+            ("data.packing", data.packing, saved_data.packing),
+            ("data.separator", data.separator, saved_data.separator),
+            ("data.hop", data.hop, saved_data.hop),
+            ("data.seed", data.seed, state.seed),
+            ("train.global_batch", config.train.global_batch, state.global_batch),
+        )
+        problems += [Problem(path, f"{origin} has {before}", now) for path, now, before in pairs if now != before]
+        # The fingerprint covers the context, the split, cutting and shuffling: no second line for what has one.
+        explained = any(each.path == "model.context" or each.path.startswith("data.") for each in problems)
+        if state.fingerprint != fingerprint and not explained:
+            problems.append(Problem("data.path", f"{origin} belongs to other data", data.path))
+        if problems:
+            raise ConfigError(*problems)
+
+    def needs_conversion(self, config: RunConfig, world_size: int) -> bool:
+        """Whether a run of so many processes would lay DeepSpeed's files out otherwise."""
+        manifest = self.manifest
+        saved = (manifest.world_size, manifest.zero_stage, manifest.precision, *_layout_keys(self.config))
+        return saved != (world_size, config.zero_stage, config.precision, *_layout_keys(config))
+
+    def conversion(self, config: RunConfig, world_size: int) -> str:
+        """From which layout to which it is converted for a run, in words."""
+        what = [_processes(world_size) + f" in ZeRO {config.zero_stage}"]
+        now, saved = config.precision, self.manifest.precision
+        if now != saved:
+            what.append(now)
+        if now == "fp16" != saved:
+            what.append("where the loss scale begins anew")
+        return f"{self.layout}; converted for {', '.join(what)}"
+
+    def load(self, engine: DeepSpeedEngine, ranks: Ranks) -> StreamState:
+        """Brings an engine of the same layout, and the random generators, to where they were; returns the next batch.
+
+        The files are verified already.
+
+        Raises:
+            ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted.
+            RuntimeError: DeepSpeed did not take it.
+        """
+        checkpoint_files(engine).trusted = self.trusted
+        loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
+        if loaded is None or engine.global_steps != self.manifest.step:
+            raise RuntimeError(f"{self.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
+        self.load_generators(ranks, engine.device)
+        return StreamState.from_json(self.manifest.stream)
+
+    def load_generators(self, ranks: Ranks, device: torch.device) -> None:
+        """Brings this rank's random generators to where they were."""
+        path = self.folder / random_name(ranks.rank)
+        set_random_states(read_pickle(path, trusted=self.trusted), device)
 
 
 class Refusal(NamedTuple):
@@ -45,186 +185,135 @@ class Refusal(NamedTuple):
 
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run / CHECKPOINTS / f"step-{step:08d}"
+    return run / file_names.CHECKPOINTS / f"step-{step:08d}"
+
+
+def random_name(rank: int) -> str:
+    """The file of a rank's random generators."""
+    return f"random-{rank:05d}.pt"
 
 
 def list_checkpoints(run: Path, *, trusted: bool = False) -> tuple[list[Checkpoint], list[Refusal]]:
-    """The checkpoints of a run whose manifest and configuration are whole, newest first, and what else lies there."""
-    found: list[Checkpoint] = []
+    """The checkpoints of a run, newest first, and the folders that are named like one and are none."""
+    checkpoints: list[Checkpoint] = []
     refused: list[Refusal] = []
-    folders = [path for path in (run / CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
+    folders = [path for path in (run / file_names.CHECKPOINTS).glob("step-*") if _NAME.fullmatch(path.name)]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         try:
-            found.append(_checked(folder, trusted))
+            checkpoints.append(_opened(folder, trusted))
         except ConfigError as error:
             refused.extend(Refusal(int(folder.name[5:]), line) for line in str(error).splitlines())
-    return found, refused
-
-
-def newer_refusals(run: Path, checkpoint: Checkpoint) -> list[str]:
-    """One line for each newer folder of a run that was passed over for a checkpoint."""
-    _, refused = list_checkpoints(run)
-    return [refusal.line for refusal in refused if refusal.step > checkpoint.manifest.step]
+    return checkpoints, refused
 
 
 def open_checkpoint(run: Path, step: int | None, *, trusted: bool = False) -> Checkpoint:
-    """The checkpoint of a step, or the newest one.
+    """The checkpoint of a step, or the newest one; ``trusted``: whether its pickles may run the code they ask for.
 
     Raises:
         ConfigError: no such run, step or checkpoint.
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run folder")
-    found, refused = list_checkpoints(run, trusted=trusted)
-    if step is None and found:
-        return found[0]
-    for checkpoint in found:
-        if checkpoint.manifest.step == step:
+    checkpoints, refused = list_checkpoints(run, trusted=trusted)
+    for checkpoint in checkpoints:
+        if step in (None, checkpoint.manifest.step):
             return checkpoint
     if step is not None and checkpoint_folder(run, step).is_dir():
-        _checked(checkpoint_folder(run, step), trusted)  # says what is wrong with it
-    held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(found)) or "none"
+        _opened(checkpoint_folder(run, step), trusted)  # says what is wrong with it
+    held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(checkpoints)) or "none"
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise ConfigError(f"{run / 'checkpoints'}: {wanted}; whole ones: {held}", *(each.line for each in refused))
+    raise ConfigError(f"{run / file_names.CHECKPOINTS}: {wanted}; whole ones: {held}", *(each.line for each in refused))
 
 
-def agreed_checkpoints(
-    run: Path, found: Sequence[Checkpoint], ranks: Ranks, *, trusted: bool = False
-) -> list[Checkpoint]:
-    """The checkpoints that the first rank has found in a run, in its order, on every rank. All ranks must call.
+def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> list[Checkpoint]:
+    """The first rank's checkpoints of a run, in its order, on every rank. All ranks must call.
 
-    ``found`` counts on the first rank alone: another host may list the folder as it was a little earlier. The others
-    look them up by name.
+    ``checkpoints`` counts on the first rank alone, and so does its trust: another host may list the folder as it was a
+    little earlier. The other ranks open the folders by name.
 
     Raises:
-        AgreedError: on every rank, where one does not come to see them.
+        AgreedError: on every rank, where a folder does not become visible on one of them.
     """
     if ranks.world_size == 1:
-        return list(found)
-    named = [(each.folder.name, _manifest_sha256(each.folder)) for each in found] if ranks.is_first else []
-    end = look_until()
+        return list(checkpoints)
+    named = []
+    if ranks.is_first:
+        named = [(each.folder.name, _manifest_sha256(each.folder), each.trusted) for each in checkpoints]
+    since = time.monotonic()
     opened: list[Checkpoint] = []
-    unseen = None
-    for name, sha256 in gather_objects(named, ranks)[0]:
-        checkpoint = seen(partial(_looked_up, run / CHECKPOINTS / name, sha256, trusted), end)
+    missing = None
+    for name, sha256, trusted in ranks.gather_objects(named)[0]:
+        checkpoint = wait_until_visible(partial(_visible, run / file_names.CHECKPOINTS / name, sha256, trusted), since)
         if checkpoint is None:
             rule = f"is not on {socket.gethostname()} what it is for the first process; all hosts must share {run}"
-            unseen = f"{run / CHECKPOINTS / name}: {rule}"
+            missing = f"{run / file_names.CHECKPOINTS / name}: {rule}"
             break
         opened.append(checkpoint)
-    lines = dict.fromkeys(line for line in gather_objects(unseen, ranks) if line)
+    lines = dict.fromkeys(line for line in ranks.gather_objects(missing) if line)
     if lines:
         raise AgreedError("\n".join(lines))
     return opened
 
 
-def first_whole(
-    run: Path, found: Sequence[Checkpoint], ranks: Ranks, *, trusted: bool = False
-) -> tuple[Checkpoint | None, list[str]]:
-    """The first of the first rank's checkpoints that is whole, and the damage of those before; the same on every rank.
+def first_whole(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
+    """The first whole one of the first rank's checkpoints, and the damage of those before it; the same on every rank.
 
     All ranks must call.
 
     Raises:
-        AgreedError: on every rank, where one does not see them, or that one would have to be trusted.
+        AgreedError: on every rank, where one does not see them, or the whole one would have to be trusted.
     """
     damaged: list[str] = []
-    for checkpoint in agreed_checkpoints(run, found, ranks, trusted=trusted):
-        damage = verify_together(checkpoint, ranks)
+    for checkpoint in agreed_checkpoints(run, checkpoints, ranks):
+        damage = checkpoint.find_damage(ranks)
         if not damage:
-            check_trust(checkpoint, ranks)
+            checkpoint.check_trust(ranks)
             return checkpoint, damaged
         damaged += damage
     return None, damaged
 
 
-def verify_together(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
-    """One line for each damaged file, the same on every rank; the files are shared out. All ranks must call."""
-    names = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.world_size]
-    damage = find_damage(checkpoint.folder, names, checkpoint.manifest)
-    if ranks.is_first:
-        damage += find_foreign(checkpoint.folder, checkpoint.manifest)
-    return [line for lines in gather_objects(damage, ranks) for line in lines]
-
-
-def check_trust(checkpoint: Checkpoint, ranks: Ranks) -> None:
-    """Whether a verified checkpoint can be read without running anything; files are shared out. All ranks must call.
-
-    Raises:
-        AgreedError: on every rank, where a file asks for more and the checkpoint is not trusted.
-    """
-    if checkpoint.trusted:
-        return
-    names = [name for name in sorted(checkpoint.manifest.files) if name.endswith(".pt")]
-    found = ((name, asked_code(checkpoint.folder / name)) for name in names[ranks.rank :: ranks.world_size])
-    lines = [f"{checkpoint.folder / name}: {refusal(what)}" for name, what in found if what]
-    everyone = [line for own in gather_objects(lines, ranks) for line in own]
-    if everyone:
-        raise AgreedError("\n".join(everyone))
-
-
-def load_checkpoint(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) -> StreamState:
-    """Brings engine and random generators to where they were; returns the next batch. The files are verified already.
-
-    Raises:
-        ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted.
-        RuntimeError: DeepSpeed did not take it.
-    """
-    checkpoint_files(engine).trusted = checkpoint.trusted
-    loaded, _ = engine.load_checkpoint(str(checkpoint.folder), tag=DEEPSPEED_TAG)
-    if loaded is None or engine.global_steps != checkpoint.manifest.step:
-        raise RuntimeError(f"{checkpoint.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
-    load_generators(checkpoint, ranks, engine.device)
-    return StreamState.from_json(checkpoint.manifest.stream)
-
-
-def load_generators(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> None:
-    """Brings this rank's random generators to where they were."""
-    path = checkpoint.folder / random_name(ranks.rank)
-    set_random_states(read_pickle(path, trusted=checkpoint.trusted), device)
-
-
-def set_aside(path: Path) -> Path | None:
-    """Renames what is there to a free name beside it; None where nothing is."""
-    if not path.exists():
-        return None
-    number = 1
-    while (aside := path.with_name(f"{path.name}.replaced-{number}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
-
-
-def _checked(folder: Path, trusted: bool) -> Checkpoint:
-    """The checkpoint in a folder; its configuration is held against the manifest, as it is read before all the rest.
+def _opened(folder: Path, trusted: bool) -> Checkpoint:
+    """The checkpoint in a folder, whose configuration is verified at once: it is read before all the rest.
 
     Raises:
         ConfigError: manifest or configuration is missing or damaged.
     """
     manifest = read_manifest(folder)
-    damage = find_damage(folder, [CONFIG], manifest)
+    damage = find_damage(folder, [file_names.CONFIG], manifest.files)
     if damage:
         raise ConfigError(*damage)
     return Checkpoint(folder, manifest, trusted)
 
 
-def _looked_up(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | None:
-    """The checkpoint in a folder, if its manifest is this one."""
+def _visible(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | None:
+    """The checkpoint in a folder, once its manifest is the one of this hash."""
     try:
-        checkpoint = _checked(folder, trusted)
+        checkpoint = _opened(folder, trusted)
     except ConfigError:
         return None
     return checkpoint if _manifest_sha256(folder) == sha256 else None
 
 
 def _manifest_sha256(folder: Path) -> str | None:
-    """Of its bytes; None where they cannot be read."""
+    """Of the file's bytes; None where it cannot be read."""
     try:
         return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     except OSError:
         return None
 
 
-def random_name(rank: int) -> str:
-    """The file of a rank's random generators."""
-    return f"random-{rank:05d}.pt"
+def _layout_keys(config: RunConfig) -> tuple[object, ...]:
+    """What else decides where a weight lies in DeepSpeed's files, and under which of its optimisers."""
+    section, stage = config.deepspeed, config.zero_stage
+    zero = section.get("zero_optimization", {})
+    if stage == 3:
+        return (zero.get("sub_group_size"),)
+    if stage == 0:
+        return ()
+    keys = ("round_robin_gradients", "parameter_alignment")
+    return (section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"

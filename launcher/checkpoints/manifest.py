@@ -1,6 +1,6 @@
-"""What a checkpoint folder says about itself: every file with size and SHA-256, and the place in the run.
+"""The manifest of a checkpoint folder: every file with its size and SHA-256, and where in the run it was saved.
 
-Format 2, `checkpoints/step-00001000/`, told in full in docs/checkpoints.md:
+Also how files are brought to the disk. Format 2, `checkpoints/step-00001000/`, described in docs/checkpoints.md:
 
     manifest.json     this, with a SHA-256 over its own content
     config.json       the resolved configuration of the run
@@ -13,20 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Sequence
+import shutil
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_json_object
-from longstride.launcher.output import CONFIG
-from longstride.sparse_model.strict import StrictModel
+from longstride.launcher.output import file_names
+from longstride.sparse_model import StrictModel
 
-FORMAT_VERSION = 2  # 1 knew none of the keys that may be left out
+FORMAT_VERSION = 2  # 1 has none of the keys that may be left out
 MANIFEST = "manifest.json"
-_OWN_HASH = "sha256"  # over the canonical JSON of all other keys
+_SEAL = "sha256"  # over the canonical JSON of all other keys
 _READ_BYTES = 1 << 20
 
 
@@ -37,7 +38,7 @@ class FileRecord(StrictModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class Manifest(StrictModel):
+class CheckpointManifest(StrictModel):
     """The content of manifest.json."""
 
     format_version: int
@@ -45,23 +46,15 @@ class Manifest(StrictModel):
     world_size: int = Field(gt=0)
     zero_stage: int = Field(ge=0, le=3)
     precision: str
-    stream: dict[str, Any]  # data_pipelines.StreamState: the next batch
-    guards: dict[str, Any] | None = None  # guards.GuardMemory: the losses that the next one is held against
-    parameter_groups: list[list[str]]  # names in the optimiser's order: ZeRO 0 stores its master weights nameless
+    stream: dict[str, Any]  # data_pipelines.order.StreamState: the next batch
+    guards: dict[str, Any] | None = None  # training.guards.GuardMemory: the losses that the next one is compared with
+    parameter_groups: list[list[str]]  # names in the optimiser's order: ZeRO 0 stores its master weights without
     versions: dict[str, str]
     files: dict[str, FileRecord]
-    probe: dict[str, Any] | None = None  # what the model gave on one context when it was saved
+    probe: dict[str, Any] | None = None  # the model's loss on one context when it was saved
 
 
-class Listing(Protocol):
-    """Whatever names files with their sizes and hashes."""
-
-    @property
-    def files(self) -> dict[str, FileRecord]:
-        """By the path below its folder."""
-
-
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint folder.
 
     Raises:
@@ -73,30 +66,32 @@ def read_manifest(folder: Path) -> Manifest:
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         older = ", and is older" if type(version) is int and version > FORMAT_VERSION else ""
         raise ConfigError(f"{path}: format_version={version}: this Longstride reads 1 to {FORMAT_VERSION}{older}")
-    # Byte for byte, so that no bit of it is outside of a check.
+    # Byte for byte, so that every bit of it is checked.
     if path.read_text(encoding="utf-8") != json_text(content):
         raise ConfigError(f"{path}: damaged, not as it was written")
-    if content.pop(_OWN_HASH, None) != _content_sha256(content):
+    if content.pop(_SEAL, None) != _content_sha256(content):
         raise ConfigError(f"{path}: damaged, its SHA-256 is not its content's")
     try:
-        manifest = Manifest.model_validate(content)
+        manifest = CheckpointManifest.model_validate(content)
     except ConfigError as error:
         raise ConfigError(*(f"{path}: {problem}" for problem in error.problems)) from None
     for name in manifest.files:
-        if not _is_inside(name):
+        # The one spelling of a path below the folder: another could name a file twice, or lead out.
+        plain = not name.startswith("/") and "\\" not in name and "\0" not in name and ".." not in name.split("/")
+        if not plain or name in ("", ".", MANIFEST) or PurePosixPath(name).as_posix() != name:
             raise ConfigError(f"{path}: names {name!r}, which is no plain path within its folder")
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Writes the manifest of a checkpoint folder, its own hash included."""
     write_json(folder / MANIFEST, sealed(manifest.model_dump(mode="json")))
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
     """A manifest's content with the hash of all the rest."""
-    rest = {key: value for key, value in content.items() if key != _OWN_HASH}
-    return rest | {_OWN_HASH: _content_sha256(rest)}
+    rest = {key: value for key, value in content.items() if key != _SEAL}
+    return rest | {_SEAL: _content_sha256(rest)}
 
 
 def read_checkpoint_config(folder: Path) -> RunConfig:
@@ -106,29 +101,30 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
         ConfigError: none, or not one of this version's.
     """
     try:
-        return RunConfig.model_validate(load_json_object(folder / CONFIG))
+        return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG))
     except ConfigError as error:
         lines = str(error).splitlines()
-        prefix = f"{folder / CONFIG}: "
+        prefix = f"{folder / file_names.CONFIG}: "
         raise ConfigError(*(line if line.startswith(str(folder)) else prefix + line for line in lines)) from None
 
 
-def record_files(folder: Path, share: int, shares: int, known: Container[str] = ()) -> dict[str, FileRecord]:
-    """Sizes and hashes of every ``shares``-th file from ``share``, flushed to the disk first; not of ``known`` ones."""
+def record_files(folder: Path, known: Container[str] = ()) -> dict[str, FileRecord]:
+    """Sizes and hashes of all files but the ``known`` ones, flushed to the disk first; by the path below the folder."""
     records = {}
-    files = {path.relative_to(folder).as_posix(): path for path in _files_of(folder)}
-    for name in [name for name in files if name not in known][share::shares]:
-        with files[name].open("rb") as file:
-            os.fsync(file.fileno())
-        records[name] = _record(files[name])
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in known:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            records[name] = _record(path)
     return records
 
 
-def find_damage(folder: Path, names: Sequence[str], manifest: Listing) -> list[str]:
-    """One line for each of these files that is not as it was written."""
+def find_damage(folder: Path, names: Iterable[str], files: Mapping[str, FileRecord]) -> list[str]:
+    """One line for each of the named files that is not as ``files``, by the path below the folder, has it."""
     damage = []
     for name in names:
-        path, expected = folder / name, manifest.files.get(name)
+        path, expected = folder / name, files.get(name)
         if expected is None:
             damage.append(f"{path}: the manifest does not name it")
             continue
@@ -143,10 +139,10 @@ def find_damage(folder: Path, names: Sequence[str], manifest: Listing) -> list[s
     return damage
 
 
-def find_foreign(folder: Path, manifest: Manifest) -> list[str]:
-    """One line for whatever lies in a checkpoint folder without being named: DeepSpeed reads what matches a pattern.
+def find_foreign(folder: Path, manifest: CheckpointManifest) -> list[str]:
+    """One line for whatever lies in a checkpoint folder and is not named: DeepSpeed reads what matches a pattern.
 
-    Links are foreign too, wherever they lead: what is behind one can change after it was checked.
+    A link is foreign too: what it leads to can change after it was checked.
     """
     named = {*manifest.files, MANIFEST}
     folders = {parent.as_posix() for name in named for parent in PurePosixPath(name).parents}
@@ -162,8 +158,8 @@ def find_foreign(folder: Path, manifest: Manifest) -> list[str]:
     return foreign
 
 
-def missized(folder: Path, manifest: Manifest) -> list[str]:
-    """The files that are not there at their size: what can be told without reading them."""
+def missized(folder: Path, manifest: CheckpointManifest) -> list[str]:
+    """The files that are missing or of another size, which is seen without reading them."""
 
     def size(name: str) -> int:
         try:
@@ -203,19 +199,27 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _is_inside(name: str) -> bool:
-    """Whether a name is a path below the folder, in the one way to write it: as it is, it cannot stand twice."""
-    plain = name and not name.startswith("/") and "\\" not in name and "\0" not in name and name != MANIFEST
-    return bool(plain) and ".." not in name.split("/") and PurePosixPath(name).as_posix() == name and name != "."
+def gigabytes(count: int) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
+
+
+def free_bytes(path: Path) -> int:
+    """The room on the disk where a path lies or would lie."""
+    path = path.absolute()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+
+
+def check_space(path: Path, needed: int, where: str, what: str) -> None:
+    """Raise ConfigError, about ``what`` takes ``needed`` bytes ``where``, unless the disk of a path has them free."""
+    free = free_bytes(path)
+    if needed > free:
+        raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room")
 
 
 def _content_sha256(content: dict[str, Any]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _record(path: Path) -> FileRecord:

@@ -1,31 +1,32 @@
 """What DeepSpeed saved, by parameter: fp32 weights, Adam's moments and the moving average, one tensor at a time.
 
-From any ZeRO stage, any number of ranks and every optimiser of DeepSpeed's that a run can have. A rank's file holds
-flat vectors, in which a parameter is an interval; files are mapped, so that only what is asked for is read.
+It may come from any ZeRO stage, any number of ranks, and every optimiser of DeepSpeed's that a run can have. A rank's
+file holds flat vectors, and a parameter is an interval of one. Files are mapped, so that a tensor is read when it is
+used.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
-from longstride.launcher.checkpoints.unpickling import read_pickle
-from longstride.launcher.engine import AVERAGE
+from longstride.launcher.checkpoints.pickles import read_pickle
+from longstride.launcher.engine import AVERAGE, TRAINED
 from longstride.launcher.models import MAPPED_BYTES
 
 MASTER = "fp32"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq", AVERAGE)  # as DeepSpeed's universal form and the optimiser's state name them
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
-_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scale has come to
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # the state of a dynamic loss scale
 
 
 class _Piece(NamedTuple):
@@ -40,25 +41,37 @@ class _Piece(NamedTuple):
 class SavedState:
     """A checkpoint's tensors by parameter name and kind, and the numbers beside them. The files are verified already.
 
+    ``remapped``: map the files anew now and then, for one way through all tensors. What has been read of a mapping
+    counts as memory of the process until it is dropped. A trusted checkpoint is mapped once, as reading may run code.
+
     Raises:
         ConfigError: a file is missing, or holds what no run of ours writes.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, remapped: bool = False) -> None:
         self._folder = checkpoint.folder
         self._manifest, self._trusted = checkpoint.manifest, checkpoint.trusted
-        self._model = self._read(self._model_file())
-        self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
-        self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
+        self._remapped = remapped and not checkpoint.trusted
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         self.loss_scale: dict[str, float] | None = None  # of a dynamic one
-        self._read_whole() if self._manifest.zero_stage == 0 else self._read_shards()
+        self._map()
         wanted = {name for group in self._manifest.parameter_groups for name in group}
         if wanted - self.shapes.keys():
             raise self._broken(f"without the weights {', '.join(sorted(wanted - self.shapes.keys()))}")
         self.kinds = tuple(kind for kind in KINDS if self._has(kind))
-        self.step = self._adam_step()
+        self.adam_step = self._find_adam_step()
+
+    def _map(self) -> None:
+        """Opens all files."""
+        self._taken = 0  # bytes, since they were opened
+        files = [name for name in self._manifest.files if _MODEL.fullmatch(name)]
+        if len(files) != 1:
+            raise self._broken(f"{len(files)} files with the state of the model, not one")
+        self._model = self._read(files[0])
+        self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
+        self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
+        self._read_whole() if self._manifest.zero_stage == 0 else self._read_shards()
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -77,10 +90,21 @@ class SavedState:
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
+        if self._remapped and self._taken > MAPPED_BYTES:
+            self._map()
         parts = [self._vector(kind, piece)[piece.start : piece.stop] for piece in self._pieces[name]]
-        whole = torch.cat([part.float() for part in parts])  # a copy, which the file can be closed behind
+        whole = torch.cat([part.float() for part in parts])  # a copy: the file can be closed
         shape = self.shapes[name]
+        self._taken += whole.nbytes
         return whole[: shape.numel()].reshape(shape)
+
+    def kind_of(self, weights: str) -> str:
+        """The kind of tensors that are these weights, of ``WEIGHTS_KINDS``; ConfigError where there are none."""
+        kind = {TRAINED: MASTER, AVERAGE: AVERAGE}[weights]
+        if kind not in self.kinds:
+            rule = "it holds no moving average, which train.ema_decay has a run keep; take --weights trained"
+            raise self._broken(rule)
+        return kind
 
     def _vector(self, kind: str, piece: _Piece) -> Tensor:
         if kind == MASTER:
@@ -92,12 +116,12 @@ class SavedState:
         if kind == MASTER:
             return True
         used = {(piece.rank, piece.vector) for pieces in self._pieces.values() for piece in pieces}
-        found = {(rank, vector) for rank, vector in used if kind in self._states[rank].get(vector, {})}
-        if found and found != used:
+        having = {(rank, vector) for rank, vector in used if kind in self._states[rank].get(vector, {})}
+        if having and having != used:
             raise self._broken(f"{kind} is there for a part of the parameters alone")
-        return bool(found)
+        return bool(having)
 
-    def _adam_step(self) -> float | None:
+    def _find_adam_step(self) -> float | None:
         """How many steps Adam has taken; None before the first."""
         steps = {float(state["step"]) for states in self._states for state in states.values() if "step" in state}
         if len(steps) > 1:
@@ -105,7 +129,7 @@ class SavedState:
         return steps.pop() if steps else None
 
     def _read_whole(self) -> None:
-        """ZeRO 0: one file; in half precision its master weights are nameless, in the order of the groups."""
+        """ZeRO 0: one file. In half precision its master weights have no names, and the order of the groups."""
         optimizer = self._model["optimizer"]
         names = [name for group in self._manifest.parameter_groups for name in group]
         if self._manifest.precision == "fp32":
@@ -121,7 +145,7 @@ class SavedState:
             self._pieces[name] = [_Piece(0, number, 0, master.numel())]
 
     def _read_shards(self) -> None:
-        ranks = {int(found[1]): name for name in self._manifest.files if (found := _SHARD.fullmatch(name))}
+        ranks = {int(match[1]): name for name in self._manifest.files if (match := _SHARD.fullmatch(name))}
         if sorted(ranks) != list(range(self._manifest.world_size)):
             raise self._broken(f"optimiser's files of the ranks {sorted(ranks)}, not of {self._manifest.world_size}")
         shards = [self._read(ranks[rank])["optimizer_state_dict"] for rank in range(len(ranks))]
@@ -146,8 +170,12 @@ class SavedState:
             offset = 0
             for (name, shape), gap in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
                 self.shapes[name] = shape
-                self._pieces[name] = list(_cut(group, offset, offset + shape.numel(), size))
-                offset += shape.numel() + gap
+                end = offset + shape.numel()
+                self._pieces[name] = [
+                    _Piece(rank, group, max(offset - rank * size, 0), min(end - rank * size, size))
+                    for rank in range(offset // size, -(-end // size))
+                ]
+                offset = end + gap
             held = sum(masters[group].numel() for masters in self._masters)
             if held < offset:
                 raise self._broken(f"its shards hold {held:,} weights of a group of {offset:,}")
@@ -171,37 +199,22 @@ class SavedState:
     def _read(self, name: str) -> dict[str, Any]:
         return read_pickle(self._folder / name, mapped=True, trusted=self._trusted)
 
-    def _model_file(self) -> str:
-        found = [name for name in self._manifest.files if _MODEL.fullmatch(name)]
-        if len(found) != 1:
-            raise self._broken(f"{len(found)} files with the state of the model, not one")
-        return found[0]
-
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self._folder}: {what}")
 
 
-class StreamedState:
-    """A verified checkpoint's tensors for one way through them all: files are mapped anew now and then.
+def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, Tensor]:
+    """Every parameter and buffer by name, fp32, contiguous, on the CPU; the files are verified first.
 
-    What has been read of a mapping counts as memory of the process until it is let go of.
+    Args:
+        checkpoint: of any ZeRO stage and number of ranks.
+        weights: one of ``WEIGHTS_KINDS``: as they were trained, or their moving average.
+
+    Raises:
+        ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.
     """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._read = checkpoint, 0
-        self.state = SavedState(checkpoint)
-
-    def tensor(self, name: str, kind: str = MASTER) -> Tensor:
-        """As ``SavedState.tensor``."""
-        if self._read > MAPPED_BYTES and not self._checkpoint.trusted:  # what is trusted is run once
-            self.state, self._read = SavedState(self._checkpoint), 0
-        found = self.state.tensor(name, kind)
-        self._read += found.nbytes
-        return found
-
-
-def _cut(vector: int, begin: int, end: int, size: int) -> Iterator[_Piece]:
-    """The interval [begin, end) of a vector that is cut into one of ``size`` for each rank."""
-    for rank in range(begin // size, -(-end // size)):
-        low = rank * size
-        yield _Piece(rank, vector, max(begin, low) - low, min(end, low + size) - low)
+    checkpoint.verify()
+    state = SavedState(checkpoint)
+    kind = state.kind_of(weights)
+    tensors = {name: state.tensor(name, kind) for name in state.shapes}
+    return tensors | {name: buffer.clone() for name, buffer in state.buffers.items()}

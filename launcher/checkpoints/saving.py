@@ -1,12 +1,13 @@
-"""Saves a checkpoint that is whole or not there, and outlives a disk that is full."""
+"""Saves checkpoints that are whole or not there, outlives a full disk, and removes the ones that need not stay."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,56 +17,62 @@ from deepspeed import DeepSpeedEngine
 from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
+    Checkpoint,
     checkpoint_folder,
     list_checkpoints,
     random_name,
-    set_aside,
 )
-from longstride.launcher.checkpoints.files import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     flush_folder,
+    free_bytes,
+    gigabytes,
     missized,
     record_files,
     write_json,
     write_manifest,
+    write_text,
 )
+from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
-from longstride.launcher.checkpoints.retention import partial_folder, point_to, remove_leftovers, remove_tree, retire
-from longstride.launcher.config import RunConfig, precision, zero_stage
+from longstride.launcher.checkpoints.universal import universal_folder
+from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import parameter_groups, random_states
-from longstride.launcher.output import CONFIG
-from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
+from longstride.launcher.output import file_names
+from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+LATEST = "latest"  # for people and their scripts: nothing here reads it
+# What a killed save or removal leaves. The dot hides it from whatever lists checkpoints.
+_LEFTOVER = re.compile(r"\.step-\d{8,}(\.universal)?\.(partial|deleted)")
 
 
 class NotSavedError(RuntimeError):
-    """A checkpoint could not be written; every rank knows it, and nothing of it is left."""
+    """A checkpoint could not be written. Every rank raises it, and nothing of the checkpoint is left."""
 
 
 class Saver:
-    """Saves a run's checkpoints as it goes; a save that fails is told, and the run goes on.
+    """Saves a run's checkpoints as it goes. A save that fails is reported to ``say``, and the run goes on.
 
-    In the background (``train.checkpoint_in_background``) a save ends at the first step at which every rank has
-    written its share, and before the next save or the run's end at the latest.
+    In the background (``train.checkpoint_in_background``) a save ends after the first step at which every rank has
+    written its share, or else before the next save or the end of the run.
     """
 
     def __init__(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> None:
         self._engine, self._config, self._ranks, self._say = engine, config, ranks, say
+        self._run = Path(config.train.output)
         self.saved = engine.global_steps  # the newest step that is safe
-        self._pending: _Attempt | None = None
+        self._pending: _Save | None = None
 
     def save(self, stream: StreamState, guards: dict[str, Any]) -> None:
         """Saves the engine's step, or begins to; ``guards`` is what they remember. All ranks must call."""
         self.finish()
-        attempt = _Attempt(self._engine, self._config, stream, self._ranks, guards)
-        with self._told(attempt.step):
-            attempt.write(background=self._config.train.checkpoint_in_background)
-            self._pending = attempt
+        save = _Save(self._engine, self._config, stream, self._ranks, guards)
+        with self._reporting(save.step):
+            save.write(background=self._config.train.checkpoint_in_background)
+            self._pending = save
         if not self._config.train.checkpoint_in_background:
             self.finish()
 
@@ -73,78 +80,74 @@ class Saver:
         """Ends a save whose files every rank has written. All ranks must call, after every step."""
         if self._pending is not None:
             done = torch.tensor([self._pending.is_written()], dtype=torch.int64)
-            if bool(gather_int64(done, self._ranks, self._engine.device).all()):
+            if bool(self._ranks.gather_int64(done, self._engine.device).all()):
                 self.finish()
 
     def finish(self) -> None:
         """Ends the save that is under way, if one is. All ranks must call."""
-        attempt, self._pending = self._pending, None
-        if attempt is None:
+        save, self._pending = self._pending, None
+        if save is None:
             return
-        with self._told(attempt.step):
-            attempt.seal()
-            self.saved = attempt.step
+        with self._reporting(save.step):
+            save.complete()
+            self.saved = save.step
             if self._ranks.is_first:
-                self._tidy(attempt.step)
+                self._tidy(save.step)
 
     def save_last(self, stream: StreamState, guards: dict[str, Any]) -> bool:
-        """Brings the engine's step to the disk, unless it is there; returns whether it is. All ranks must call."""
+        """Saves the engine's step unless it is safe already; returns whether it is now. All ranks must call."""
         self.finish()
         if self.saved < self._engine.global_steps:
             self.save(stream, guards)
             self.finish()
         return self.saved == self._engine.global_steps
 
-    @contextmanager
-    def _told(self, step: int) -> Iterator[None]:
+    @contextlib.contextmanager
+    def _reporting(self, step: int) -> Iterator[None]:
+        """Reports a save that fails, and has the run go on."""
         try:
             yield
         except NotSavedError as error:
             if self._ranks.is_first:
-                self._say(f"step {step} was not saved: {error}; {_what_stays(self._run)}")
-
-    @property
-    def _run(self) -> Path:
-        return Path(self._config.train.output)
+                safe, _ = list_checkpoints(self._run)
+                left = (
+                    f"the newest checkpoint is step {safe[0].manifest.step}" if safe else "there is no checkpoint yet"
+                )
+                self._say(f"step {step} was not saved: {error}; {left}")
 
     def _tidy(self, step: int) -> None:
-        """What follows a checkpoint that is safe, and cannot unmake it."""
+        """What follows a checkpoint that is safe; no failure here unmakes it."""
         train = self._config.train
         try:
             point_to(self._run, step)
             retire(self._run, train.keep_last, train.keep_every)
             needed = sum(path.stat().st_size for path in checkpoint_folder(self._run, step).rglob("*"))
-            free = shutil.disk_usage(self._run).free
+            free = free_bytes(self._run)
             if free < needed:
-                told = f"{_gigabytes(free)} are free where a checkpoint takes {_gigabytes(needed)}"
-                self._say(f"{self._run}: {told}: make room, or the next one will not be saved")
+                room = f"{gigabytes(free)} are free where a checkpoint takes {gigabytes(needed)}"
+                self._say(f"{self._run}: {room}: make room, or the next one will not be saved")
         except OSError as error:
-            self._say(f"step {step} is saved; what follows a save was not done: {told_error(error, self._run)}")
+            self._say(f"step {step} is saved; what follows a save was not done: {error_line(error, self._run)}")
 
 
-class _Attempt:
+class _Save:
     """One checkpoint on its way to the disk."""
 
     def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        config: RunConfig,
-        stream: StreamState,
-        ranks: Ranks,
-        guards: dict[str, Any],
+        self, engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks, guards: dict[str, Any]
     ) -> None:
         self._engine, self._config, self._ranks = engine, config, ranks
         self._run = Path(config.train.output)
         self.step = engine.global_steps
         self._final = checkpoint_folder(self._run, engine.global_steps)
-        self._partial = partial_folder(self._final)
+        self._partial = self._final.with_name(f".{self._final.name}.partial")  # until it is whole
         self._files = checkpoint_files(engine)
         self._manifest: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "step": engine.global_steps,
             "world_size": ranks.world_size,
-            "zero_stage": zero_stage(config.deepspeed),
-            "precision": precision(config.deepspeed),
+            "zero_stage": config.zero_stage,
+            "precision": config.precision,
             "stream": stream.to_json(),
             "guards": guards,
             "parameter_groups": parameter_groups(dict(engine.module.named_parameters())),
@@ -152,10 +155,12 @@ class _Attempt:
         }
 
     def write(self, *, background: bool) -> None:
-        """Every rank's files, or copies of what will be in them. Whatever fails with them is told by ``seal``."""
-        self._together(self._make_folder if self._ranks.is_first else _nothing)
+        """Writes every rank's files, or copies what will be in them. ``complete`` raises whatever fails with them."""
+        self._on_all_ranks(lambda: self._make_folder() if self._ranks.is_first else None)
         # Every rank computes; only the first one writes, which may fail.
-        (self._manifest["probe"], *_) = self._together(self._probe)
+        (self._manifest["probe"], *_) = self._on_all_ranks(
+            lambda: take_probe(self._engine, self._config, self._partial, self._ranks)
+        )
         self._files.begin(background=background)
         self._engine.save_checkpoint(str(self._partial), tag=DEEPSPEED_TAG, save_latest=False)
         self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
@@ -164,30 +169,28 @@ class _Attempt:
         """Whether this rank's files are on the disk."""
         return self._files.is_done()
 
-    def seal(self) -> Path:
-        """Makes a checkpoint of what was written; returns its folder."""
+    def complete(self) -> None:
+        """Makes a checkpoint of what was written, by a rename."""
         self._files.wait()
-        written = joined(self._together(self._written))
-        self._together((lambda: self._put_in_place(written)) if self._ranks.is_first else _nothing)
-        return self._final
+        shares = self._on_all_ranks(self._written)
+        written = {name: record for share in shares for name, record in share.items()}
+        self._on_all_ranks(lambda: self._put_in_place(written) if self._ranks.is_first else None)
 
     def _make_folder(self) -> None:
         remove_leftovers(self._run)
         self._partial.mkdir()  # not its parents: a folder that has gone, or is not mounted, is not made anew
-        write_json(self._partial / CONFIG, self._config.to_json())
-
-    def _probe(self) -> dict[str, Any] | None:
-        return take_probe(self._engine, self._config, self._partial, self._ranks)
+        write_json(self._partial / file_names.CONFIG, self._config.to_json())
 
     def _written(self) -> dict[str, FileRecord]:
+        """This rank's files; raises what failed with them."""
         if self._files.failure is not None:
             raise self._files.failure
         return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
 
     def _put_in_place(self, written: dict[str, FileRecord]) -> None:
-        # What DeepSpeed may have written by itself is read again: by one rank, so that no file falls between shares.
-        files = written | record_files(self._partial, 0, 1, known=written)
-        manifest = Manifest.model_validate(self._manifest | {"files": dict(sorted(files.items()))})
+        # What DeepSpeed may have written past `_files` is read again, by one rank, so that none is left out.
+        files = written | record_files(self._partial, known=written)
+        manifest = CheckpointManifest.model_validate(self._manifest | {"files": dict(sorted(files.items()))})
         if lost := missized(self._partial, manifest):
             rule = "is not to be seen by the first process as it was written; all must write to one folder"
             raise OSError(errno.ENOENT, rule, str(self._partial / lost[0]))
@@ -198,15 +201,15 @@ class _Attempt:
         self._partial.rename(self._final)
         flush_folder(self._final.parent)
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """What the work of every rank returned. NotSavedError on all of them where that of any failed."""
+    def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """What the work of every rank returned. Raises NotSavedError on all of them where that of any failed."""
         outcome, failure = None, None
         try:
             outcome = work()
         except FAILURES as error:
-            failure = told_error(error, self._partial)
-        everyone = gather_objects((outcome, failure), self._ranks)
-        failures = [f"rank {rank}: {told}" for rank, (_, told) in enumerate(everyone) if told is not None]
+            failure = error_line(error, self._partial)
+        everyone = self._ranks.gather_objects((outcome, failure))
+        failures = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(everyone) if line is not None]
         if failures:
             if self._ranks.is_first:
                 remove_tree(self._partial)
@@ -214,32 +217,101 @@ class _Attempt:
         return [outcome for outcome, _ in everyone]
 
 
-def joined(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
-    """What all ranks know of files."""
-    return {name: record for share in shares for name, record in share.items()}
-
-
-def told_error(error: Exception, path: Path) -> str:
-    """A failure in a line; ``path`` stands where the error knows none."""
+def error_line(error: Exception, path: Path) -> str:
+    """A failure in one line; ``path`` is named where the error names none. A full disk is told with its room."""
     if isinstance(error, OSError):
-        room = f", with {_gigabytes(_free(path))} free" if error.errno in _NO_ROOM else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        room = f", with {gigabytes(free_bytes(path))} free" if is_full else ""
         return f"{error.filename or path}: {error.strerror or error}{room}"
     return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
 
 
-def _what_stays(run: Path) -> str:
-    found, _ = list_checkpoints(run)
-    return f"the newest checkpoint is step {found[0].manifest.step}" if found else "there is no checkpoint yet"
+def retire(run: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Removes the checkpoints that need not stay; returns their steps.
+
+    The newest ``keep_last`` that are whole by their manifests and the sizes of their files stay, and so does every
+    step that ``keep_every`` divides. Without so many whole ones nothing is removed. A folder without a readable
+    manifest is left to a person.
+    """
+    if keep_last is None:
+        return []
+    outdated = outdated_checkpoints(list_checkpoints(run)[0], keep_last, keep_every)
+    for checkpoint in outdated:
+        remove_checkpoint(checkpoint.folder)
+    return [checkpoint.manifest.step for checkpoint in outdated]
 
 
-def _free(path: Path) -> int:
-    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
-    return shutil.disk_usage(nearest).free
+def outdated_checkpoints(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every: int | None) -> list[Checkpoint]:
+    """Those of a run's checkpoints, newest first, that are older than the last whole ones and may go."""
+    whole = 0
+    for place, checkpoint in enumerate(checkpoints):
+        whole += not missized(checkpoint.folder, checkpoint.manifest)
+        if whole == keep_last:
+            older = checkpoints[place + 1 :]
+            return [each for each in older if keep_every is None or each.manifest.step % keep_every]
+    return []
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
+def remove_checkpoint(folder: Path) -> None:
+    """Removes a checkpoint and its universal form; a kill in between leaves nothing that looks like a checkpoint."""
+    pairs = [
+        (path, path.with_name(f".{folder.name}{end}.deleted"))
+        for path, end in ((universal_folder(folder), ".universal"), (folder, ""))
+    ]
+    for path, deleted in pairs:
+        remove_tree(deleted)
+        if path.exists():
+            path.rename(deleted)
+    flush_folder(folder.parent)
+    for _, deleted in pairs:
+        remove_tree(deleted)
 
 
-def _nothing() -> None:
-    """The work of a rank that has none."""
+def go_back_to(run: Path, step: int) -> list[Path]:
+    """Leaves a run with no checkpoint after a step; returns where the later ones lie now, without universal forms.
+
+    `latest` names the checkpoint of the step, if there is one. Nothing else may be saving to this run.
+    """
+    remove_leftovers(run)
+    moved = []
+    for later in list_checkpoints(run)[0]:
+        if later.manifest.step > step:
+            remove_tree(universal_folder(later.folder))
+            moved.append(set_aside(later.folder))
+    if checkpoint_folder(run, step).exists():
+        point_to(run, step)
+    return [path for path in moved if path is not None]
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames what is there to a free name beside it; None where nothing is."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}.replaced-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def remove_leftovers(run: Path) -> None:
+    """Removes what a killed save or removal left. Nothing else may be saving to this run."""
+    folder = run / file_names.CHECKPOINTS
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name):
+            remove_tree(path)
+
+
+def point_to(run: Path, step: int) -> None:
+    """Has `latest` name the checkpoint of a step, in one rename."""
+    folder = checkpoint_folder(run, step)
+    write_text(folder.with_name(LATEST), f"{folder.name}\n")
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a folder as far as it can be removed; of a link, the link."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The universal form of a checkpoint: its state by parameter, without reference to ranks, stages or precision.
+"""The universal form of a checkpoint: its state by parameter, whatever the ranks, stage and precision that saved it.
 
-Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` when a run first goes on otherwise:
+Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` for the first run in another layout:
 
     manifest.json           this, with a SHA-256 over its own content and that of the checkpoint's manifest
     fp32.safetensors        the master weights
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,26 @@ from pydantic import Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.checkpoints.manifest import MANIFEST, FileRecord, find_damage, flush_folder, sealed, write_json
+from longstride.launcher.checkpoints.manifest import (
+    MANIFEST,
+    FileRecord,
+    check_space,
+    find_damage,
+    flush_folder,
+    sealed,
+    write_json,
+)
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
-from longstride.launcher.checkpoints.tensor_file import write_tensors
 from longstride.launcher.config import load_json_object
-from longstride.launcher.output import AgreedError
-from longstride.launcher.ranks import Ranks, first_works, gather_objects
-from longstride.sparse_model.strict import StrictModel
+from longstride.launcher.models import write_tensors
+from longstride.launcher.output import AgreedError, say
+from longstride.launcher.ranks import Ranks, wait_until_visible
+from longstride.sparse_model import StrictModel
 
 UNIVERSAL_VERSION = 1
-_TELL_SECONDS = 10.0
-_POLL_SECONDS = 0.2
-_SEEN_SECONDS = 20.0
+_REPORT_SECONDS = 10.0
 
 
 class UniversalManifest(StrictModel):
@@ -60,11 +66,11 @@ class Universal:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that it has, of ``KINDS``."""
+        """The kinds of tensors that it has, some of ``KINDS``."""
         return tuple(kind for kind in KINDS if _file_name(kind) in self.manifest.files)
 
     def flat(self, name: str, kind: str) -> Tensor:
-        """One parameter's elements in a row; they stay on the disk until they are used."""
+        """One parameter's elements as a flat tensor; they stay on the disk until they are used."""
         if kind not in self._open:
             self._open[kind] = safe_open(self.folder / _file_name(kind), "pt")
         return self._open[kind].get_tensor(name).flatten()
@@ -84,17 +90,22 @@ def ready_universal(checkpoint: Checkpoint, ranks: Ranks) -> tuple[Universal, fl
     Raises:
         AgreedError: on every rank, where it cannot be made.
     """
-    began, made = time.monotonic(), False
+    began, is_new = time.monotonic(), False
     for attempt in range(2):
-        made |= first_works(lambda: _made(checkpoint), ranks)
-        form = _seen(checkpoint)
-        damage = _damage(form, ranks) if form else [f"{universal_folder(checkpoint.folder)}: is not to be seen here"]
-        damage = list(dict.fromkeys(line for lines in gather_objects(damage, ranks) for line in lines))
+        is_new |= ranks.first_works(lambda: _make_unless_there(checkpoint))
+        # A shared file system may show other hosts a little later what the first rank has just renamed.
+        form = wait_until_visible(partial(open_universal, checkpoint), time.monotonic())
+        if form:
+            names = sorted(form.manifest.files)[ranks.rank :: ranks.world_size]
+            damage = find_damage(form.folder, names, form.manifest.files)
+        else:
+            damage = [f"{universal_folder(checkpoint.folder)}: is not to be seen here"]
+        damage = list(dict.fromkeys(line for lines in ranks.gather_objects(damage) for line in lines))
         if form and not damage:
-            return form, time.monotonic() - began if made else 0.0
+            return form, time.monotonic() - began if is_new else 0.0
         if attempt == 0 and ranks.is_first:
             for line in damage:
-                print(f"longstride: made again: {line}", file=sys.stderr, flush=True)
+                say(f"made again: {line}")
             (universal_folder(checkpoint.folder) / MANIFEST).unlink(missing_ok=True)
     raise AgreedError("\n".join(damage))
 
@@ -116,62 +127,42 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
     return Universal(folder, manifest)
 
 
-def _seen(checkpoint: Checkpoint) -> Universal | None:
-    """The form that the first rank has just named; a shared file system may show it to other hosts a little later."""
-    end = time.monotonic() + _SEEN_SECONDS
-    while (form := open_universal(checkpoint)) is None and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
-    return form
-
-
-def _made(checkpoint: Checkpoint) -> bool:
-    """Makes the universal form unless it is there; returns whether it was made."""
+def _make_unless_there(checkpoint: Checkpoint) -> bool:
+    """Makes the universal form where there is none; returns whether it did."""
     if open_universal(checkpoint):
         return False
-    _make(checkpoint)
-    return True
-
-
-def _make(checkpoint: Checkpoint) -> None:
-    """Writes the form beside its place and renames it there."""
     folder = universal_folder(checkpoint.folder)
-    partial = folder.with_name(f"{folder.name}.partial")
+    unfinished = folder.with_name(f"{folder.name}.partial")
     for left in (*folder.parent.glob(".step-*.universal.partial"), folder):  # of killed processes; of an old checkpoint
         shutil.rmtree(left, ignore_errors=True)
     state = SavedState(checkpoint)
-    _check_space(folder.parent, state)
-    partial.mkdir()
+    needed = 4 * len(state.kinds) * sum(shape.numel() for shape in state.shapes.values())
+    check_space(folder.parent, needed, str(folder.parent), "converting takes")
+    unfinished.mkdir()
     try:
         progress = _Progress(checkpoint, len(state.kinds) * len(state.shapes))
         files = {}
         for kind in state.kinds:
             tensors = progress.over(state.tensor(name, kind) for name in state.shapes)
-            files[_file_name(kind)] = write_tensors(partial / _file_name(kind), state.shapes, tensors)
+            size, sha256 = write_tensors(unfinished / _file_name(kind), state.shapes, tensors)
+            files[_file_name(kind)] = FileRecord(bytes=size, sha256=sha256)
         manifest = UniversalManifest(
             format_version=UNIVERSAL_VERSION,
             source_sha256=_source_sha256(checkpoint),
-            adam_step=state.step,
+            adam_step=state.adam_step,
             numbers=state.numbers,
             schedule=state.schedule,
             loss_scale=state.loss_scale,
             files=files,
         )
-        write_json(partial / MANIFEST, sealed(manifest.model_dump(mode="json")))
-        flush_folder(partial)
-        partial.rename(folder)
+        write_json(unfinished / MANIFEST, sealed(manifest.model_dump(mode="json")))
+        flush_folder(unfinished)
+        unfinished.rename(folder)
         flush_folder(folder.parent)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def _check_space(folder: Path, state: SavedState) -> None:
-    """Whether the form fits on the disk; ConfigError if not."""
-    needed = 4 * len(state.kinds) * sum(shape.numel() for shape in state.shapes.values())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        rule = f"converting takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room"
-        raise ConfigError(f"{folder}: {rule}")
+    return True
 
 
 class _Progress:
@@ -179,23 +170,17 @@ class _Progress:
 
     def __init__(self, checkpoint: Checkpoint, total: int) -> None:
         self._checkpoint, self._total, self._done = checkpoint, total, 0
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
 
     def over(self, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
         """The same tensors, counted."""
         for tensor in tensors:
             yield tensor
             self._done += 1
-            if time.monotonic() - self._told > _TELL_SECONDS:
-                self._told = time.monotonic()
+            if time.monotonic() - self._reported > _REPORT_SECONDS:
+                self._reported = time.monotonic()
                 share = f"{100 * self._done // self._total} %"
-                print(f"longstride: converting {self._checkpoint.folder}: {share}", file=sys.stderr, flush=True)
-
-
-def _damage(form: Universal, ranks: Ranks) -> list[str]:
-    """What this rank finds wrong with its share of the files."""
-    names = sorted(form.manifest.files)[ranks.rank :: ranks.world_size]
-    return find_damage(form.folder, names, form.manifest)
+                say(f"converting {self._checkpoint.folder}: {share}")
 
 
 def _file_name(kind: str) -> str:

@@ -1,7 +1,7 @@
-"""`python bound_process.py PID COMMAND …`: becomes the command, which is told to end when process PID does.
+"""`python -I bound_process.py PID COMMAND …` becomes the command, and gets SIGTERM when process PID ends.
 
-Run as a file, and for that moment alone: setting it between fork and exec would have to be done by a process that has
-threads. Linux only; elsewhere it is the command and no more.
+This is a program of its own: `longstride train` has threads, and such a process must run no Python between fork and
+exec. It stands in place of the command for a moment only. On systems other than Linux it binds nothing.
 """
 
 import ctypes
@@ -16,5 +16,5 @@ if __name__ == "__main__":
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != parent:
-            sys.exit(1)  # it has ended already
+            sys.exit(1)  # it ended before it could be bound to
     os.execv(command[0], command)

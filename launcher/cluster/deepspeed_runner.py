@@ -1,15 +1,13 @@
-"""`deepspeed` for several hosts, with what its launchers do otherwise than a long run needs put right.
+"""`deepspeed.launcher.runner` for several hosts, with corrections that long runs need. The command line is the same.
 
 | launcher | DeepSpeed 0.19 | here |
 |---|---|---|
-| pdsh | hands words to the remote shell as they are: JSON loses its quotes | each word is quoted |
-| pdsh | lets pdsh put a host's name and number in place of %h and %n, in overrides too | where it is meant |
-| pdsh | told to stop, ends the ranks of *every* run by the same Python on those hosts | of this run alone |
-| mpich | starts each rank by a helper that forgets its exit code | the rank itself; we know MPICH's words |
-| pdsh | tells how it starts each rank, whatever --log_level says | as it is told |
-| both MPI | starts the mpirun that is first on PATH, be it the other library's | the right one |
-
-Everything else is `deepspeed.launcher.runner`, whose command line this is.
+| pdsh | passes words to the remote shell unquoted: JSON loses its quotes | quotes each word |
+| pdsh | pdsh replaces %h and %n by the host's name and number, in overrides too | in --node_rank only |
+| pdsh | on a stop it ends *every* run by the same Python on those hosts | this run alone |
+| pdsh | prints how it starts each rank, whatever --log_level says | obeys --log_level |
+| mpich | starts each rank by a helper that loses its exit code | starts the rank, which knows MPICH's variables |
+| openmpi, mpich | starts the first mpirun on PATH, even the other library's | starts the library's own |
 """
 
 from __future__ import annotations
@@ -22,38 +20,38 @@ from typing import Any
 from deepspeed.launcher import runner
 from deepspeed.launcher.multinode_runner import MPICHRunner, OpenMPIRunner, PDSHRunner
 
-from longstride.launcher.cluster.host_checks import find_mpirun, launch_pattern
+from longstride.launcher.cluster.hosts import find_mpirun, launch_pattern
 
-_NODE_RANK = "--node_rank=%n"  # which pdsh fills in
+_NODE_RANK = "--node_rank=%n"  # pdsh puts the number of the host here
 
 
 class QuotingPdsh(PDSHRunner):
-    """pdsh, whose words pass a shell on every host."""
+    """pdsh: its words go through a shell on every host."""
 
     def parse_user_args(self) -> list[str]:
-        """The words of the run, each quoted."""
+        """The words for train.py, each quoted."""
         return [shlex.quote(word) for word in self.args.user_args]
 
     def get_cmd(
         self, environment: dict[str, str], active_resources: Any
     ) -> tuple[list[str], list[str], dict[str, str]]:
-        """The command, the one that ends it, and the environment."""
+        """The command, the command that ends it, and the environment."""
         command, kill, environment = super().get_cmd(environment, active_resources)
-        prefix = kill.index("pkill -f ")  # pdsh's own words, the same in both
+        prefix = kill.index("pkill -f ")  # before it come pdsh's own words, the same in both commands
         launch = command.index("deepspeed.launcher.launch") + 1
         command = [*command[:launch], f"--log_level={self.args.log_level}", *command[launch:]]
-        command = [*command[:prefix], *map(_past_pdsh, command[prefix:])]
+        command = [*command[:prefix], *map(_escape_for_pdsh, command[prefix:])]
         where = launch_pattern(self.args.master_addr, self.args.master_port)
-        kill = [*kill[:prefix], "pkill", "-f", "--", _past_pdsh(shlex.quote(where))]
+        kill = [*kill[:prefix], "pkill", "-f", "--", _escape_for_pdsh(shlex.quote(where))]
         return command, kill, environment
 
 
-def _past_pdsh(word: str) -> str:
-    """A word that pdsh hands on as it is: in all others it puts something in place of %h, %n and %u."""
+def _escape_for_pdsh(word: str) -> str:
+    """A word that pdsh passes on unchanged: it would replace %h, %n and %u."""
     return word if word == _NODE_RANK else word.replace("%", "%%")
 
 
-class FoundOpenMpi(OpenMPIRunner):
+class RightOpenMpi(OpenMPIRunner):
     """Open MPI's own mpirun."""
 
     def get_cmd(self, environment: dict[str, str], active_resources: Any) -> list[str]:
@@ -61,8 +59,8 @@ class FoundOpenMpi(OpenMPIRunner):
         return [find_mpirun("openmpi"), *super().get_cmd(environment, active_resources)[1:]]
 
 
-class FoundMpich(MPICHRunner):
-    """MPICH's own mpirun, which starts the ranks themselves."""
+class RightMpich(MPICHRunner):
+    """MPICH's own mpirun, starting the ranks without a helper."""
 
     def get_cmd(self, environment: dict[str, str], active_resources: Any) -> list[str]:
         """The command."""
@@ -73,8 +71,8 @@ class FoundMpich(MPICHRunner):
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a command line of the deepspeed launcher."""
-    runner.PDSHRunner, runner.OpenMPIRunner, runner.MPICHRunner = QuotingPdsh, FoundOpenMpi, FoundMpich
+    """Runs a command line of `deepspeed.launcher.runner`."""
+    runner.PDSHRunner, runner.OpenMPIRunner, runner.MPICHRunner = QuotingPdsh, RightOpenMpi, RightMpich
     runner.main(arguments)
 
 

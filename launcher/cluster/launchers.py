@@ -1,151 +1,69 @@
-"""The command lines by which launchers start the ranks of a run, on this host or on those of a hostfile."""
+"""The command lines and environments by which launchers start the ranks, on this host or on those of a hostfile.
+
+A shell that ssh opens on a host has none of this shell's environment. Without PATH it does not find the programs beside
+this Python; without OMP_NUM_THREADS each rank takes every core. So `longstride train` writes an environment file into
+the run folder, a new one at each start, and the deepspeed launcher hands it to all hosts. The user's own files
+(`~/.deepspeed_env`, `./.deepspeed_env`, or the one that DS_ENV_FILE names) override it line by line. The network
+interface is not in it: hosts may name theirs differently, so each rank finds its own.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
+import re
 import shlex
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import train
-from longstride.launcher.cluster.environment import (
-    ENVIRONMENT_FILE,
-    host_environment,
-    plain_values,
-    write_host_environment,
-)
-from longstride.launcher.cluster.host_checks import check_program
-from longstride.launcher.cluster.hostfile import Hosts, chosen_hosts, read_hostfile
+from longstride.launcher.cluster.hosts import Hosts
 from longstride.launcher.config import TRUST_OPTION
+from longstride.launcher.output import say
 
-HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 SLURM_WAIT_SECONDS = 60  # that the other ranks may take to end after the first has
-_SSH_WORDS = "PDSH_SSH_ARGS_APPEND"
+_ENVIRONMENT_FILE = "DS_ENV_FILE"  # the variable by which the deepspeed launcher finds the file
+_USUAL_FILE = ".deepspeed_env"
+# Handed on where they are set: where programs and libraries are, threads, the kind of device, the use of the network.
+_HANDED_ON = re.compile(
+    r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|OMP_\w+|MKL_NUM_THREADS|DS_ACCELERATOR|(?:GLOO|NCCL|TORCH_NCCL|UCX|FI)_\w+"
+)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_SSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"
 # Without them ssh, and so pdsh, waits for a host that is gone for as long as TCP does.
 _KEEP_ALIVE = ("-oServerAliveInterval=10", "-oServerAliveCountMax=3")
-_PORTS = range(20000, 32000)  # below those that systems give to outgoing connections
+_MEETING_PORTS = range(20000, 32000)  # below those that systems choose by themselves for outgoing connections
 
 
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that spread a run over hosts."""
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help=f"lines such as `node1 slots=4` (default: {HOSTFILE} if it is there, or this host alone)",
-    )
-    parser.add_argument("--launcher", choices=LAUNCHERS, default=None, help="of several hosts (default: pdsh)")
-    parser.add_argument(
-        "--include", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile; these alone (pdsh, slurm)"
-    )
-    parser.add_argument("--exclude", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile (pdsh, slurm)")
-    parser.add_argument("--master-addr", default=None, metavar="ADDRESS", help="of the first host (default: asked for)")
-    parser.add_argument("--master-port", type=int, default=None, metavar="PORT", help="there (default: a free one)")
-    parser.add_argument(
-        "--launcher-args", default="", metavar="WORDS", help="for pdsh, mpirun or srun; one text: --launcher-args='-v'"
-    )
+def launcher_command(
+    arguments: argparse.Namespace, resume: str, processes: int | None, hosts: Hosts | None = None
+) -> list[str]:
+    """The command line of `deepspeed launcher/train.py …`.
 
-
-def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
-    """The hosts that the options name, after all checks that start nothing there; None for this host alone.
-
-    Raises:
-        ConfigError: an option, the hostfile or the launcher is wrong.
+    ``processes``: on this host; None leaves their number to the launcher. ``hosts``: None for this host alone.
     """
-    port = arguments.master_port
-    if port is not None and not 1 <= port <= 65535:
-        raise ConfigError(f"--master-port={port}: must be from 1 to 65535, such as 29500")
-    path = arguments.hostfile if arguments.hostfile is not None else HOSTFILE
-    if arguments.hostfile is None and not path.exists():
-        for option in ("launcher", "include", "exclude", "master_addr", "launcher_args"):
-            if value := getattr(arguments, option):
-                raise ConfigError(f"--{option.replace('_', '-')}={value}: is for several hosts; give --hostfile FILE")
-        return None
-    if arguments.processes is not None:
-        raise ConfigError(f"--processes={arguments.processes}: {path} tells it for every host; change its slots")
-    hosts = chosen_hosts(read_hostfile(path), arguments.include, arguments.exclude)
-    launcher = arguments.launcher or "pdsh"
-    if launcher in ("openmpi", "mpich"):
-        for option in ("include", "exclude"):
-            if value := getattr(arguments, option):
-                rule = f"{launcher} cannot choose among slots; write a hostfile without the other hosts"
-                raise ConfigError(f"--{option}={value}: {rule}")
-    if launcher in ("mpich", "slurm") and len({len(slots) for slots in hosts.values()}) > 1:
-        counts = ", ".join(f"{host} {len(slots)}" for host, slots in hosts.items())
-        raise ConfigError(f"{path}: {launcher} needs as many slots on every host, and there are {counts}; use pdsh")
-    try:
-        shlex.split(arguments.launcher_args)
-    except ValueError as error:
-        raise ConfigError(f"--launcher-args={arguments.launcher_args}: {error}".lower()) from None
-    check_program(launcher)
-    return Hosts(launcher, path.absolute(), hosts, filtered=bool(arguments.include or arguments.exclude))
-
-
-def launcher_environment(told: Path | None = None) -> dict[str, str]:
-    """The launcher's environment, for several hosts with the file of ``tell_hosts``.
-
-    Without a GPU it names what DeepSpeed would choose, with a warning a process.
-    """
-    environment = {} if torch.accelerator.is_available() else {"DS_ACCELERATOR": "cpu"}
-    environment |= os.environ
-    if told is not None:
-        environment[ENVIRONMENT_FILE] = str(told)
-        # Behind a person's own words, of which ssh takes the first.
-        environment[_SSH_WORDS] = " ".join(filter(None, [os.environ.get(_SSH_WORDS), *_KEEP_ALIVE]))
-    return environment
-
-
-def tell_hosts(hosts: Hosts, run: Path) -> Path:
-    """Writes what every host must know into the run folder; returns the file."""
-    told = host_environment(launcher_environment(), Path.home(), Path.cwd())
-    if hosts.launcher == "slurm":  # srun hands on the whole environment by itself
-        told = {name: value for name, value in told.items() if os.environ.get(name) != value}
-    told |= {"MASTER_ADDR": hosts.master_addr, "MASTER_PORT": str(hosts.master_port)}
-    if hosts.launcher != "pdsh":
-        told, left_out = plain_values(told, commas=hosts.launcher != "slurm")
-        for name in left_out:
-            print(f"longstride: {name} is not handed on to the hosts: {hosts.launcher} cuts its value", file=sys.stderr)
-    return write_host_environment(run, told)
-
-
-def reaches_by_ssh(hosts: Hosts, launcher_args: str) -> bool:
-    """Whether the launcher starts ranks by plain ssh, rather than by srun or in a way of a person's own."""
-    return hosts.launcher != "slurm" and not any(
-        "agent" in word or word.startswith(("-launcher", "--launcher")) for word in shlex.split(launcher_args)
-    )
-
-
-def launcher_command(arguments: argparse.Namespace, processes: int | None, hosts: Hosts | None = None) -> list[str]:
-    """The command line of `deepspeed launcher/train.py …`; None leaves the number of processes to the launcher."""
     if hosts is None:
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--master_port"]
-        command.append(str(arguments.master_port or _free_port()))
+        command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        command += ["--master_port", str(arguments.master_port or _free_port("127.0.0.1", range(1)))]
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "longstride.launcher.cluster.deepspeed_runner",
-            "--hostfile",
-            str(hosts.hostfile),
-        ]
-        # Otherwise a single host that is left would be taken for this one.
-        command += ["--launcher", hosts.launcher, "--force_multi", "--no_ssh_check"]
+        command = [sys.executable, "-m", "longstride.launcher.cluster.deepspeed_runner"]
+        command += ["--hostfile", str(hosts.hostfile), "--launcher", hosts.launcher]
+        command += ["--force_multi", "--no_ssh_check"]  # or it would take a single host of the file for this one
         command += ["--master_addr", hosts.master_addr, "--master_port", str(hosts.master_port)]
         command += [f"--include={hosts.include}"] if hosts.include else []
         command += [f"--launcher_args={_launcher_args(arguments.launcher_args, hosts)}"]
-    # How it starts each rank would fill the screen, and that a rank ended is told by the rank itself.
+    # Else it prints each rank's environment and command line; how a rank ended, the rank says itself.
     command += ["--log_level", "critical"]
     if processes is not None:
-        command += ["--num_gpus", str(processes)]  # on a CPU too this is the number of processes
-    command += [str(_script()), "--config", str(arguments.config), "--resume", arguments.resume]
+        command += ["--num_gpus", str(processes)]  # of processes, on a CPU too
+    command += [training_script(), "--config", str(arguments.config), "--resume", resume]
     command += [TRUST_OPTION] if arguments.trust_checkpoint else []
     if arguments.replay is not None:
         command += ["--replay", arguments.replay]
@@ -153,38 +71,135 @@ def launcher_command(arguments: argparse.Namespace, processes: int | None, hosts
 
 
 def _launcher_args(given: str, hosts: Hosts) -> str:
-    """What a person gave for the launcher, behind what it needs so that ranks are placed and end as ours do."""
+    """The user's --launcher-args, after what each launcher needs to place ranks and to let them end by themselves."""
     words = []
     if hosts.launcher == "openmpi":
-        words = ["--bind-to", "none"]  # or a rank gets one core, with all of its threads and loader workers
+        words = ["--bind-to", "none"]  # else a rank, with all its threads and loader workers, is bound to one core
     if hosts.launcher == "slurm":
         slots = len(next(iter(hosts.slots.values())))
-        # srun must not end ranks that are about to end by themselves: it would report a kill in place of their code.
+        # Without these srun kills ranks that are about to end by themselves, and reports the kill, not their code.
         words = ["--kill-on-bad-exit=0", f"--wait={SLURM_WAIT_SECONDS}", f"--ntasks-per-node={slots}"]
         words += [f"--nodes={len(hosts.slots)}", f"--nodelist={','.join(hosts.slots)}"]
     return shlex.join([*words, *shlex.split(given)])
 
 
+def reaches_by_ssh(hosts: Hosts, launcher_args: str) -> bool:
+    """Whether the launcher starts ranks by plain ssh, rather than by srun or by an agent that the user names."""
+    return hosts.launcher != "slurm" and not any(
+        "agent" in word or word.startswith(("-launcher", "--launcher")) for word in shlex.split(launcher_args)
+    )
+
+
+def training_script() -> str:
+    """The file that every rank runs: in a checkout launcher/train.py, not its link in longstride/."""
+    return str(Path(train.__file__).resolve())
+
+
 def needed_files() -> list[str]:
     """What every host must have at the same path as this one."""
-    return [sys.executable, str(_script())]
+    return [sys.executable, training_script()]
 
 
 def free_meeting_port() -> int:
-    """A port for the ranks of several hosts, free on this one and not among those that systems choose by themselves."""
-    return _free_port(_PORTS)
+    """A port at which the ranks of several hosts can meet: free on this host, and chosen by no system by itself."""
+    return _free_port("", _MEETING_PORTS)
 
 
-def _script() -> Path:
-    return Path(train.__file__).resolve()
+def _free_port(address: str, ports: range) -> int:
+    """One of the ports that is free; port 0 stands for any.
 
-
-def _free_port(among: range | None = None) -> int:
-    """A port for the ranks to meet at: the launcher's own choice is always the same, so that two runs would clash."""
+    The deepspeed launcher's own choice is always the same, so that two runs would clash.
+    """
     while True:
         with socket.socket() as free:
             try:
-                free.bind(("" if among else "127.0.0.1", random.choice(among) if among else 0))
+                free.bind((address, random.choice(ports)))
             except OSError:
                 continue
             return free.getsockname()[1]
+
+
+def launcher_environment(environment_file: Path | None = None) -> dict[str, str]:
+    """The launcher's own environment; for several hosts it names their environment file.
+
+    Without a GPU it sets the accelerator, which DeepSpeed would choose too, but with a warning in each process.
+    """
+    environment = {} if torch.accelerator.is_available() else {"DS_ACCELERATOR": "cpu"}
+    environment |= os.environ
+    if environment_file is not None:
+        environment[_ENVIRONMENT_FILE] = str(environment_file)
+        # After the user's options: ssh keeps the first value.
+        environment[_SSH_OPTIONS] = " ".join(filter(None, [os.environ.get(_SSH_OPTIONS), *_KEEP_ALIVE]))
+    return environment
+
+
+def write_hosts_environment(hosts: Hosts, run: Path) -> Path:
+    """Writes the environment file of all hosts into the run folder; returns its path.
+
+    Raises:
+        ConfigError: a file of the user's is wrong, or a value cannot be handed on.
+    """
+    handed_on = host_environment(launcher_environment(), Path.home(), Path.cwd())
+    if hosts.launcher == "slurm":  # srun hands on the whole environment by itself
+        handed_on = {name: value for name, value in handed_on.items() if os.environ.get(name) != value}
+    handed_on |= {"MASTER_ADDR": hosts.master_addr, "MASTER_PORT": str(hosts.master_port)}
+    if hosts.launcher != "pdsh":
+        handed_on, left_out = plain_values(handed_on, commas=hosts.launcher != "slurm")
+        for name in left_out:
+            say(f"{name} is not handed on to the hosts: {hosts.launcher} cuts its value")
+    return write_environment_file(run, handed_on)
+
+
+def host_environment(environment: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
+    """The variables that every host gets: some of this environment's, overridden by the user's files.
+
+    Raises:
+        ConfigError: a line of such a file is no assignment; the launcher would end with a traceback.
+    """
+    handed_on = {name: value for name, value in sorted(environment.items()) if _HANDED_ON.fullmatch(name)}
+    named = environment.get(_ENVIRONMENT_FILE)
+    files = [home / _USUAL_FILE, here / _USUAL_FILE] if named is None else [home / named, here / named]
+    if named is not None and not any(path.is_file() for path in files):
+        raise ConfigError(f"{_ENVIRONMENT_FILE}={named}: no such file; name one, or leave the variable out")
+    for path in filter(Path.is_file, dict.fromkeys(files)):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            name, sign, value = line.strip().partition("=")
+            if not sign or _NAME.fullmatch(name) is None:
+                raise ConfigError(f"{path}:{number}: {line.strip()}: must be NAME=value, such as OMP_NUM_THREADS=4")
+            handed_on[name] = value
+    return handed_on
+
+
+def plain_values(environment: Mapping[str, str], *, commas: bool) -> tuple[dict[str, str], list[str]]:
+    """What the deepspeed launcher can hand on to mpirun, or to srun (no commas), and the names of what it cannot.
+
+    It puts quotes around any other value, and no shell there takes them off again.
+    """
+    plain = re.compile(r"[\w@%+=:,./-]*" if commas else r"[\w@%+=:./-]*")
+    kept = {name: value for name, value in environment.items() if plain.fullmatch(value)}
+    return kept, [name for name in environment if name not in kept]
+
+
+def write_environment_file(run: Path, environment: Mapping[str, str]) -> Path:
+    """Writes a new file ``hosts-N.env`` into the run folder, an assignment a line; returns its absolute path.
+
+    Only this user may read it: the user's own files may hold secrets.
+
+    Raises:
+        ConfigError: a value holds a quote or a line's end.
+    """
+    for name, value in environment.items():
+        if "\n" in value or '"' in value:
+            raise ConfigError(f"environment: {name} holds a quote or a line's end, which no launcher hands on")
+    run.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = run.absolute() / f"hosts-{number}.env"
+        try:
+            with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.writelines(f"{name}={value}\n" for name, value in environment.items())
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("there is always a next number")

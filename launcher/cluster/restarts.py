@@ -1,132 +1,235 @@
-"""`longstride train --max-restarts N`: starts again, on what is left, what a dying process or host has ended."""
+"""`longstride train --max-restarts N`: after a process or host has died, starts the run again on what is left."""
 
 from __future__ import annotations
 
-import sys
+import json
+import os
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.cluster.progress import Progress, read_progress, saved_steps
-from longstride.launcher.cluster.supervisor import Launch, Outcome, Wish
-from longstride.launcher.output import exit_codes
+from longstride.kernels import ConfigError
+from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
+from longstride.launcher.output import exit_codes, file_names, say
+from longstride.launcher.ranks import check_unlocked
+from longstride.launcher.stops import StopFile
 
-_FIRST_WAIT_SECONDS = 1.0
+_FIRST_WAIT_SECONDS = 1.0  # before a restart; it doubles with each attempt in vain
 _LONGEST_WAIT_SECONDS = 60.0
-_MOST_IN_VAIN = 3  # attempts in a row that bring nothing new
+_MOST_IN_VAIN = 3  # attempts in a row that come no further
+_POLL_SECONDS = 1.0
+_UNLOCK_SECONDS = 60.0  # for the system, or a file server, to free the lock of a process that was killed
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_TAIL_BYTES = 1 << 16
 
 
 class NoHostAnswersError(Exception):
-    """Not one: the hosts may be well, and this one cut off from them for a while."""
+    """No host answers. They may be well: perhaps only this host has lost its network for a while."""
 
 
-class Resuming:
-    """How each attempt resumes: as a person said until the run has begun, and from the newest checkpoint then."""
+class Placement(Protocol):
+    """Where the ranks of a run are placed (see placement.py)."""
 
-    def __init__(self, run: Path, resume: str) -> None:
-        self._run, self._resume = run, resume
-        # A run that goes on from a step moves aside what lies beyond it: until then, the newest one is not its own.
-        self._beyond = self._marks(int(resume)) if resume not in ("auto", "never") else set()
+    def launch(self, resume: str) -> Launch:
+        """What starts the ranks, with a value for --resume."""
 
-    def next(self) -> str:
-        """What --resume is to be for an attempt after the first."""
-        if self._resume in ("auto", "never"):
-            return "auto"
-        if self._beyond and self._beyond <= self._marks(int(self._resume)):
-            return self._resume
-        return "auto"
+    def shrink(self) -> str:
+        """Places the ranks on what is left after a loss; describes that for a line of output.
 
-    def _marks(self, step: int) -> set[tuple[int, int]]:
-        """The checkpoints beyond a step, each with what tells it from another one of its name."""
-        folders = {each: self._run / "checkpoints" / f"step-{each:08d}" for each in saved_steps(self._run)}
-        return {(each, folder.stat().st_ino) for each, folder in folders.items() if each > step}
+        Raises:
+            ConfigError: the run cannot go on with what is left.
+            NoHostAnswersError: there is no knowing what is left.
+        """
+
+    def end_elsewhere(self) -> None:
+        """Ends what the newest launch has left on other hosts that answer."""
 
 
 def run_with_restarts(
     run: Path,
     resume: str,
     max_restarts: int,
-    wish: Wish,
-    launch: Callable[[str], Launch],
-    attempt: Callable[[Launch], Outcome],
-    after_loss: Callable[[], str],
-    vacate: Callable[[Launch], None],
+    placement: Placement,
+    request: StopRequest,
+    supervise: Callable[[Launch], Outcome],
+    stop_seconds: float,
 ) -> int:
-    """Attempts until one ends as no further one could mend; returns the exit code.
+    """Launches the ranks until the run ends in a way that a restart cannot mend; returns the exit code.
 
-    ``launch`` makes what starts the ranks, for a way to resume; ``after_loss`` finds what is left to start them on, in
-    words for a person, and raises ConfigError where that is nothing, or NoHostAnswersError where it cannot tell;
-    ``vacate`` ends what a launch has left elsewhere, and raises ConfigError where it cannot.
+    ``stop_seconds``: how long ranks that have lost their launcher may take to save and end.
     """
-    resuming, furthest = Resuming(run, resume), _Furthest(run, from_nothing=resume == "never")
+    option, furthest = ResumeOption(run, resume), Furthest(run, from_nothing=resume == "never")
     left, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
-    started, on = launch(resume), ""
-    ended, answered = attempt(started), True
+    launch, placed = placement.launch(resume), ""
+    ended, attempted = supervise(launch), True
     while True:
         if ended.code not in exit_codes.RESTARTABLE or max_restarts == 0:
-            if ended.code == exit_codes.HUNG:  # of what is unforeseen, a traceback has told
-                _say(f"ended: {ended.told}")
+            if ended.code == exit_codes.HUNG:  # UNFORESEEN has had its traceback
+                say(f"ended: {ended.description}")
             return ended.code
-        if answered:
-            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest.is_new() else (in_vain + 1, wait)
+        if attempted:
+            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest.advances() else (in_vain + 1, wait)
         if in_vain == _MOST_IN_VAIN:
-            saved = furthest.best.saved
-            _say(f"ended: {ended.told}; {in_vain} attempts in a row came no further than step {saved}: given up")
+            step = furthest.progress.saved
+            say(f"ended: {ended.description}; {in_vain} attempts in a row came no further than step {step}: given up")
             return ended.code
         if left == 0:
-            _say(f"ended: {ended.told}; no restart is left of {max_restarts}")
+            say(f"ended: {ended.description}; no restart is left of {max_restarts}")
             return ended.code
         try:
-            if not _pause(wish, wait):
+            if not _stop_comes(request, wait):
                 left, wait = left - 1, min(2 * wait, _LONGEST_WAIT_SECONDS)
-                on = after_loss()
-            vacate(started)
-            if wish.asked is not None:
-                return exit_codes.STOPPED if wish.at_once else exit_codes.REQUEUE
-            resume = resuming.next()
-            started = launch(resume)
+                placed = placement.shrink()
+            vacate(run, launch.stop_file, request, stop_seconds, placement.end_elsewhere)
+            if request.signal is not None:
+                return exit_codes.STOPPED if request.at_once else exit_codes.REQUEUE
+            resume = option.for_restart()
+            launch = placement.launch(resume)
         except NoHostAnswersError as error:
-            _say(f"ended: {ended.told}; {error}; restarts left: {left}")
-            # As long as networks take to come back; the ranks may train on meanwhile, which is no attempt's progress.
-            ended, answered, wait = Outcome(exit_codes.HUNG, str(error)), False, _LONGEST_WAIT_SECONDS
+            say(f"ended: {ended.description}; {error}; restarts left: {left}")
+            # Networks take long to come back. The ranks may train on meanwhile, so this counts as no attempt in vain.
+            ended, attempted, wait = Outcome(exit_codes.HUNG, str(error)), False, _LONGEST_WAIT_SECONDS
             continue
-        except ConfigError as error:  # not a person's mistake, but what the loss has left
-            _say(f"ended: {ended.told}; {error}")
+        except ConfigError as error:  # no mistake of the user, so no exit code 2: the loss has left too little
+            say(f"ended: {ended.description}; {error}")
             return ended.code
-        _say(f"ended: {ended.told}; going on from {_place(run, resume)} {on}; restarts left: {left}")
-        ended, answered = attempt(started), True
+        steps = saved_steps(run)
+        where = f"step {resume}" if resume != "auto" else f"step {max(steps)}" if steps else "the start"
+        say(f"ended: {ended.description}; going on from {where} {placed}; restarts left: {left}")
+        ended, attempted = supervise(launch), True
 
 
-class _Furthest:
+def _stop_comes(request: StopRequest, seconds: float) -> bool:
+    """Waits before a restart; returns at once, and true, where a stop is requested."""
+    end = time.monotonic() + seconds
+    while request.signal is None and (left := end - time.monotonic()) > 0:
+        request.listen(left)
+    return request.signal is not None
+
+
+def vacate(
+    run: Path, stop_file: Path, request: StopRequest, stop_seconds: float, end_elsewhere: Callable[[], None]
+) -> None:
+    """Returns once no rank of a launch writes to the run folder any more, or once leaving at once is requested.
+
+    Rank 0 holds the lock of the folder. Its stop file asks it to stop; it saves within ``stop_seconds``, and all ranks
+    end. ``end_elsewhere`` ends ranks on other hosts that are left.
+
+    Raises:
+        ConfigError: something still writes there, such as another run.
+    """
+
+    def is_free() -> bool:
+        try:
+            check_unlocked(run)
+        except ConfigError:
+            return False
+        return True
+
+    def comes_free(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (free := is_free()) and not request.at_once and (left := end - time.monotonic()) > 0:
+            request.listen(min(left, _POLL_SECONDS))
+        return free
+
+    file = StopFile(stop_file)
+    try:
+        free = is_free()
+        if not free:
+            file.write("the loss of its launcher")
+            free = comes_free(stop_seconds)
+        if not request.at_once:
+            end_elsewhere()  # even where the lock is free: ranks other than 0 may be left
+        if not free and not comes_free(_UNLOCK_SECONDS) and not request.at_once:
+            check_unlocked(run)
+    finally:
+        file.remove()
+
+
+class ResumeOption:
+    """The value of --resume for each attempt: the user's until the run has begun, then the newest checkpoint."""
+
+    def __init__(self, run: Path, resume: str) -> None:
+        self._run, self._resume = run, resume
+        # A run that resumes from an older step moves the checkpoints beyond it aside. While they are all there, it has
+        # not begun, and the newest checkpoint is not its own.
+        self._beyond = self._checkpoints_beyond(int(resume)) if resume not in ("auto", "never") else set()
+
+    def for_restart(self) -> str:
+        """The value for an attempt after the first."""
+        if self._beyond and self._beyond <= self._checkpoints_beyond(int(self._resume)):
+            return self._resume
+        return "auto"
+
+    def _checkpoints_beyond(self, step: int) -> set[tuple[int, int]]:
+        """(step, inode of its folder) of each checkpoint after a step: a new one of the same step has another inode."""
+        folders = {each: self._run / file_names.CHECKPOINTS / f"step-{each:08d}" for each in saved_steps(self._run)}
+        return {(each, folder.stat().st_ino) for each, folder in folders.items() if each > step}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come by the files in its folder: the newest steps; 0 before the first."""
+
+    saved: int
+    recorded: int
+
+
+class Furthest:
     """How far any attempt has come."""
 
     def __init__(self, run: Path, *, from_nothing: bool) -> None:
         self._run = run
-        self.best = Progress(saved=0 if from_nothing else read_progress(run).saved, recorded=0)
+        self.progress = Progress(saved=0 if from_nothing else read_progress(run).saved, recorded=0)
 
-    def is_new(self) -> bool:
-        """Whether the newest attempt has come further than all before."""
-        come, before = read_progress(self._run), self.best
-        self.best = Progress(max(come.saved, before.saved), max(come.recorded, before.recorded))
-        return self.best != before
-
-
-def _pause(wish: Wish, seconds: float) -> bool:
-    """Waits, unless a stop is asked for; whether it is."""
-    end = time.monotonic() + seconds
-    while wish.asked is None and (left := end - time.monotonic()) > 0:
-        wish.listen(left)
-    return wish.asked is not None
+    def advances(self) -> bool:
+        """Whether the newest attempt has come further than all before it."""
+        newest, before = read_progress(self._run), self.progress
+        self.progress = Progress(max(newest.saved, before.saved), max(newest.recorded, before.recorded))
+        return self.progress != before
 
 
-def _place(run: Path, resume: str) -> str:
-    """Where an attempt will go on, as far as names tell."""
-    if resume != "auto":
-        return f"step {resume}"
-    saved = saved_steps(run)
-    return f"step {max(saved)}" if saved else "the start"
+def read_progress(run: Path) -> Progress:
+    """How far a run has come, by the names of its checkpoints and the last whole lines of metrics.jsonl."""
+    try:
+        with (run / file_names.METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        lines = []
+    recorded = [0]
+    for line in lines:
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if isinstance(step, int):
+            recorded.append(step)
+    return Progress(max(saved_steps(run), default=0), max(recorded))
 
 
-def _say(line: str) -> None:
-    print(f"longstride: {line}", file=sys.stderr, flush=True)
+def saved_steps(run: Path) -> list[int]:
+    """The steps that have a checkpoint; its content is not looked at."""
+    try:
+        names = [path.name for path in (run / file_names.CHECKPOINTS).iterdir()]
+    except OSError:
+        return []
+    return [int(match[1]) for match in map(_STEP_FOLDER.fullmatch, names) if match]
+
+
+def is_done(run: Path, last_step: int | None) -> bool:
+    """Whether the last step of a run is saved.
+
+    ``last_step``: None for a run given in epochs; its config.json then says how many steps they are. A known step comes
+    first: an earlier start with fewer steps may have written that file.
+    """
+    if last_step is None:
+        try:
+            content = json.loads((run / file_names.CONFIG).read_text(encoding="utf-8"))
+            last_step = content["train"]["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+    return last_step in saved_steps(run)

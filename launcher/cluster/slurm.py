@@ -1,4 +1,4 @@
-"""`longstride slurm`: a batch script for SLURM, which saves before its time is up and queues itself again."""
+"""`longstride slurm`: a batch script that saves the run before its time is up, and queues itself again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher import train
-from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS
-from longstride.launcher.config import RunConfig, check_world_size, find_config, load_config
+from longstride.kernels import ConfigError, Problem
+from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, training_script
+from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import check_data, check_output
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
 _NAME = re.compile(r"[\w.+-]+(?:,[\w.+-]+)*", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z-]*(?:=[^\s#]+)?", re.ASCII)
-_OURS = {
+_RESERVED = {
     *("account", "chdir", "cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks", "ntasks-per-node"),
     *("open-mode", "output", "partition", "requeue", "signal", "time"),
 }
@@ -55,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="save and stop so long before the time is up (default: 120)",
     )
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="of script and logs (default: the run folder)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--submit", action="store_true", help="hand the script to sbatch")
-    what.add_argument("--print", action="store_true", dest="show", help="print the script, and write nothing")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--submit", action="store_true", help="hand the script to sbatch")
+    action.add_argument("--print", action="store_true", dest="print_only", help="print the script, and write nothing")
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the script; submits or prints it where that is asked for.
+    """Writes the script; --submit hands it to sbatch, --print only prints it.
 
     Raises:
-        ConfigError: an option, the configuration or the run folder is wrong, or the script is there already.
+        ConfigError: an option, the configuration or the run folder is wrong, or the script exists already.
         DataError: the data folder is wrong.
     """
     config = load_config(arguments.config, arguments.overrides)
@@ -73,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (arguments.output_dir or Path(config.train.output)).absolute()
     name = arguments.job_name or Path(config.train.output).absolute().name
     if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"--job-name={name}: must be letters, digits and ._+-; such as {_mended(name)}")
+        raise ConfigError(f"--job-name={name}: must be letters, digits and ._+-; such as {_valid_name(name)}")
     script = folder / f"{name}.sbatch"
     text = script_text(arguments, name, script, str(folder / "slurm-%j.log"))
-    if arguments.show:
+    if arguments.print_only:
         print(text, end="")
         return 0
     if arguments.submit and shutil.which("sbatch") is None:
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str) -> str:
-    """The batch script of checked options."""
+    """The batch script, for options that have been checked."""
     directives = {
         "job-name": name,
         "nodes": arguments.nodes,
@@ -106,14 +105,14 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
         "partition": arguments.partition,
         "account": arguments.account,
         "cpus-per-task": arguments.cpus_per_process,
-        # Not one a task: each rank takes the GPU of its number on the host, and must see as many.
+        # Per node and not per task: each rank takes the GPU of its local number, so it must see all of them.
         "gpus-per-node": arguments.processes_per_node if arguments.gpus else None,
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None]
     lines += [f"#SBATCH --{option.removeprefix('--')}" for option in arguments.sbatch]
-    # Since 22.05, srun does not take this over from the job.
+    # Since SLURM 22.05 srun does not inherit this from the job.
     command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
-    command += [sys.executable, "-u", str(Path(train.__file__).resolve())]
+    command += [sys.executable, "-u", training_script()]
     command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto", *arguments.overrides]
     ranks = arguments.nodes * arguments.processes_per_node
     values = {
@@ -132,7 +131,7 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
 
 
 def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
-    """Whether the options and the run make sense; every wrong option in a line of its own."""
+    """Checks the options and the run; every wrong option has a line of its own."""
     problems = [
         Problem("", f"{option}={value}: must be at least 1")
         for option, value in (
@@ -146,32 +145,32 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
     seconds = _seconds(arguments.time)
     if seconds is None:
         problems.append(Problem("", f"--time={arguments.time}: must be [days-]hours:minutes:seconds, such as 12:00:00"))
-    elif seconds <= arguments.stop_seconds + 60:  # SLURM may tell a minute earlier
+    elif seconds <= arguments.stop_seconds + 60:  # SLURM may send the signal a minute earlier
         rule = f"must be more than --stop-seconds {arguments.stop_seconds} and a minute, or the job stops as it starts"
         problems.append(Problem("", f"--time={arguments.time}: {rule}; such as 12:00:00"))
     for option, value in (("--partition", arguments.partition), ("--account", arguments.account)):
         if value is not None and _NAME.fullmatch(value) is None:
             shown = " ".join(value.split())
-            problems.append(Problem("", f"{option}={shown}: must be a name; such as {_mended(value)}"))
+            problems.append(Problem("", f"{option}={shown}: must be a name; such as {_valid_name(value)}"))
     for option in arguments.sbatch:
         if _OPTION.fullmatch(option.removeprefix("--")) is None:
             shown = " ".join(option.split())
             problems.append(Problem("", f"--sbatch={shown}: must be one option of sbatch; such as qos=long"))
-        elif option.removeprefix("--").partition("=")[0] in _OURS:
+        elif option.removeprefix("--").partition("=")[0] in _RESERVED:
             problems.append(Problem("", f"--sbatch={option}: is the script's own, or another option's; leave it out"))
-    # In a script's comments nothing can be quoted.
+    # #SBATCH lines are comments, in which nothing can be quoted.
     for option, path in (("--output-dir", arguments.output_dir or config.train.output), ("this folder", Path.cwd())):
         if re.search(r"[\s\"'\\%]", str(Path(path).absolute())):
             problems.append(Problem("", f"{option}={path}: must be a path without blanks, quotes and %, for SLURM"))
     if problems:
         raise ConfigError(*problems)
     check_output(config.train.output, "auto")
-    check_world_size(config, arguments.nodes * arguments.processes_per_node)
+    config.check_world_size(arguments.nodes * arguments.processes_per_node)
     check_data(config, elsewhere=True)
 
 
 def _seconds(time: str) -> int | None:
-    """A time of sbatch in seconds: minutes, minutes:seconds, hours:minutes:seconds, or from hours on behind days."""
+    """A time limit of sbatch in seconds: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     match = _TIME.fullmatch(time)
     if match is None:
         return None
@@ -183,5 +182,5 @@ def _seconds(time: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _mended(name: str) -> str:
+def _valid_name(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", name, flags=re.ASCII).strip("-") or "longstride"

@@ -1,12 +1,13 @@
-"""One launch under `longstride train`: the wish to stop is handed on, and no process of it is left behind.
+"""Supervises one launch under `longstride train`: forwards stops to the ranks, and leaves no process behind.
 
-The deepspeed launcher cannot be asked to stop: told by a signal, it dies and leaves the ranks alone, or kills them 30
-seconds later. So it is not told. It runs in a session of its own, where Ctrl-C does not reach it, and the wish goes
-past it: to the ranks on this host as a signal, and to the first rank, wherever it is, by a file in the run folder.
+The deepspeed launcher cannot be asked to stop. A signal kills it and leaves the ranks alone, or has it kill them 30
+seconds later. So it gets none: it runs in a session of its own, which Ctrl-C does not reach. A stop goes to the ranks
+directly: by a signal to those on this host, and by a stop file in the run folder to rank 0 on whatever host.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,20 +21,22 @@ from pathlib import Path
 import psutil
 
 from longstride.launcher.cluster import bound_process
-from longstride.launcher.cluster.process_tree import adopt_orphans, descendants, kill_all, local_ranks, reap_adopted
-from longstride.launcher.output import exit_codes
+from longstride.launcher.output import exit_codes, say
 from longstride.launcher.stops import LEAVE_AT_ONCE, SIGNALS, SignalPipe, StopFile
 
-_SAME_PRESS_SECONDS = 0.5  # signals within it are one: a shell and a scheduler may both send theirs
-_ENDING_SECONDS = 10.0  # that a launcher may take to end what it started on other hosts
-_ALONE_FACTOR, _ALONE_SECONDS = 2.0, 60.0  # a collective's time-outs that ranks may take to save without a launcher
-_LARGEST = 64  # number of a signal
-_SSH_FAILED = 255  # or lost its host
+_SAME_STOP_SECONDS = 0.5  # a shell and a scheduler may both send a signal for one stop
+_LAUNCHER_END_SECONDS = 10.0  # for a launcher to end what it started on other hosts
+_KILL_SECONDS = 30.0  # for the system to end processes that were killed
+_LARGEST_SIGNAL = 64
+_SSH_FAILED = 255  # ssh's exit code for an error of its own, such as a lost host
+_SET_CHILD_SUBREAPER = 36  # prctl(2)
+# One of these is in a rank's environment. SLURM's variables are not among them: its batch scripts have them too.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What starts the ranks."""
+    """What starts the ranks once, and the file by which rank 0 is asked to stop."""
 
     command: list[str]
     environment: dict[str, str]
@@ -44,37 +47,40 @@ class Launch:
 class Outcome:
     """How a launch ended."""
 
-    code: int  # of launcher/exit_codes.py
-    told: str  # in words
+    code: int  # one of exit_codes
+    description: str
 
 
-class Wish:
-    """What this process has been asked by signals, and hands on to whatever it runs."""
+class StopRequest:
+    """What the user or a scheduler has asked `longstride train` by signals.
+
+    ``signal``: the first signal; None before. ``at_once``: whether a second one asked to leave without saving.
+    """
 
     def __init__(self, signals: SignalPipe) -> None:
-        self._signals = signals
-        self.asked: signal.Signals | None = None
+        self.signal: signal.Signals | None = None
         self.at_once = False
+        self._signals = signals
         self._since = 0.0
 
     def listen(self, seconds: float) -> bool:
-        """Waits for a signal so long; whether the wish is new or has changed."""
+        """Waits for a signal, at most so long; returns whether the request is new or has changed."""
         changed = False
         for number in self._signals.wait(seconds):
             now = time.monotonic()
-            if number == signal.SIGCHLD:
+            if number == signal.SIGCHLD:  # it only ends the wait
                 continue
-            if self.asked is None:
-                self.asked, self._since, changed = number, now, True
-                _say("stopping at the next step; again to leave at once")
-            elif not self.at_once and now - self._since > _SAME_PRESS_SECONDS:
+            if self.signal is None:
+                self.signal, self._since, changed = number, now, True
+                say("stopping at the next step; again to leave at once")
+            elif not self.at_once and now - self._since > _SAME_STOP_SECONDS:
                 self.at_once = changed = True
         return changed
 
 
 @contextmanager
 def supervised_signals() -> Iterator[SignalPipe]:
-    """Those that ask for a stop, and that of a child that has ended."""
+    """Catches the signals that ask for a stop, and SIGCHLD, by which a child's end is noticed at once."""
     signals = SignalPipe((*SIGNALS, signal.SIGCHLD))
     try:
         yield signals
@@ -82,52 +88,58 @@ def supervised_signals() -> Iterator[SignalPipe]:
         signals.close()
 
 
-def supervise(launch: Launch, wish: Wish, timeout_seconds: float, is_done: Callable[[], bool]) -> Outcome:
-    """Runs a launch to its end, and returns once no process of it is left on this host.
+def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_done: Callable[[], bool]) -> Outcome:
+    """Runs a launch to its end; returns once none of its processes is left on this host.
 
-    ``is_done``: whether the run folder holds all that the run was to do; a launcher that was killed says nothing else.
+    ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. A launcher
+    exits by 0 where its own part that watches the ranks was killed, so its exit code alone does not say so.
     """
-    adopt_orphans()
+    if sys.platform == "linux":  # descendants whose parents end become children of this process, not of process 1
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = StopFile(launch.stop_file)
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-I", str(bound_process.__file__), str(os.getpid()), *launch.command]
     child = subprocess.Popen(command, env=launch.environment, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        while child.poll() is None and not wish.at_once:
-            if wish.listen(1.0):
-                _hand_on(wish, file)
-            reap_adopted(child.pid)
-        if wish.at_once:
-            _end(child, file)
+        while child.poll() is None and not request.at_once:
+            if request.listen(1.0):
+                _forward(request, file)
+            _reap_adopted(child.pid)
+        if request.at_once:
+            _end_launcher(child, file)
             return Outcome(exit_codes.STOPPED, "left at once")
-        # Above 0 is what the part that watches the ranks says, which has ended them.
-        left_alone = child.returncode <= 0 and bool(local_ranks())
-        if left_alone:
-            _say("the launcher was killed; the processes save and end by themselves")
-            _wait_alone(child, wish, file, alone_seconds(timeout_seconds))
-        if wish.at_once:
+        # With an exit code above 0 the launcher has ended its ranks itself.
+        orphaned = child.returncode <= 0 and bool(local_ranks())
+        if orphaned:
+            say("the launcher was killed; the processes save and end by themselves")
+            end = time.monotonic() + orphan_seconds(timeout_seconds)
+            while local_ranks() and time.monotonic() < end and not request.at_once:
+                if request.listen(0.5):
+                    _forward(request, file)
+                _reap_adopted(child.pid)
+        if request.at_once:
             return Outcome(exit_codes.STOPPED, "left at once")
-        return outcome(child.returncode, wish.asked, whole=not left_alone and is_done(), left_alone=left_alone)
+        return outcome_of(child.returncode, request.signal, whole=not orphaned and is_done(), orphaned=orphaned)
     finally:
-        kill_all(child.pid)
+        _kill_descendants(child.pid)
         child.wait()
         file.remove()
 
 
-def alone_seconds(timeout_seconds: float) -> float:
-    """How long ranks that have lost their launcher may take to save and end, for a time-out of their collectives."""
-    return _ALONE_FACTOR * timeout_seconds + _ALONE_SECONDS
+def orphan_seconds(timeout_seconds: float) -> float:
+    """How long ranks without a launcher may take to save and end, for a time-out of their collectives."""
+    return 2 * timeout_seconds + 60.0
 
 
-def outcome(code: int, asked: signal.Signals | None, *, whole: bool, left_alone: bool = False) -> Outcome:
-    """What the launcher's exit code means. ``code``: negative where a signal ended it; ``asked``: to stop by one.
+def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orphaned: bool = False) -> Outcome:
+    """What a launcher's exit code means; negative where a signal ended the launcher.
 
-    DeepSpeed's launcher turns a rank killed by signal n into 256 - n, shells and mpirun into 128 + n; and it ends by 0
-    where the part of it that watches the ranks was killed.
+    ``stopped_by``: the signal that asked for a stop. ``whole``: the last step is saved. ``orphaned``: the launcher left
+    ranks behind. DeepSpeed's launcher reports a rank that signal n killed as 256 - n, shells and mpirun as 128 + n.
     """
-    if left_alone or code < 0:
-        return Outcome(exit_codes.REQUEUE if asked else exit_codes.HUNG, "the launcher was killed")
+    if orphaned or code < 0:
+        return Outcome(exit_codes.REQUEUE if stopped_by else exit_codes.HUNG, "the launcher was killed")
     if code == exit_codes.DONE:
         if whole:
             return Outcome(exit_codes.DONE, "done")
@@ -136,55 +148,91 @@ def outcome(code: int, asked: signal.Signals | None, *, whole: bool, left_alone:
         return Outcome(code, "a process was lost, or a collective took too long")
     if code in exit_codes.DOCUMENTED:
         return Outcome(code, f"code {code}")
-    if code == _SSH_FAILED:  # also 256 - 1, which cannot be told from it
+    if code == _SSH_FAILED:  # 256 - 1, for SIGHUP, is the same number
         return Outcome(exit_codes.HUNG, f"code {code}: a host was lost, or a process was ended by SIGHUP")
-    killed_by = next((n for n in (256 - code, code - 128) if 0 < n <= _LARGEST), None)
+    killed_by = next((number for number in (256 - code, code - 128) if 0 < number <= _LARGEST_SIGNAL), None)
     if killed_by is None:
         return Outcome(exit_codes.UNFORESEEN, f"code {code}")
-    if asked is not None and killed_by in (asked, signal.SIGTERM):
+    if stopped_by is not None and killed_by in (stopped_by, signal.SIGTERM):
         return Outcome(exit_codes.REQUEUE, "stopped before it could listen; there was nothing to save")
-    return Outcome(exit_codes.HUNG, f"code {code}: a process was ended by {_signal_name(killed_by)}")
+    names = {number.value: number.name for number in signal.Signals}
+    name = names.get(killed_by, f"signal {killed_by}")
+    return Outcome(exit_codes.HUNG, f"code {code}: a process was ended by {name}")
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _hand_on(wish: Wish, file: StopFile) -> None:
-    """Tells the ranks, once."""
-    if wish.at_once or wish.asked is None:
+def _forward(request: StopRequest, file: StopFile) -> None:
+    """Forwards a stop to the ranks; leaving at once is up to ``_end_launcher``."""
+    if request.at_once or request.signal is None:
         return
-    file.write(wish.asked.name)
+    file.write(request.signal.name)
     for rank in local_ranks():
         with suppress(psutil.Error):
-            rank.send_signal(wish.asked)
+            rank.send_signal(request.signal)
 
 
-def _end(child: subprocess.Popen[bytes], file: StopFile) -> None:
-    """Ends everything now; what runs elsewhere by the launcher's own means, and by the first rank's leaving."""
-    _say("leaving at once")
+def _end_launcher(child: subprocess.Popen[bytes], file: StopFile) -> None:
+    """Has everything leave without saving: rank 0 by the stop file, other hosts by the launcher's own means."""
+    say("leaving at once")
     file.write(LEAVE_AT_ONCE)
-    ranks = {each.pid for each in local_ranks()}
-    for each in descendants():
-        if each.pid not in ranks:
+    ranks = {rank.pid for rank in local_ranks()}
+    for process in _descendants():
+        if process.pid not in ranks:
             with suppress(psutil.Error):
-                each.terminate()
-    end = time.monotonic() + _ENDING_SECONDS
+                process.terminate()
+    end = time.monotonic() + _LAUNCHER_END_SECONDS
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def _wait_alone(child: subprocess.Popen[bytes], wish: Wish, file: StopFile, seconds: float) -> None:
-    """Lets ranks that have lost their launcher save and end."""
-    end = time.monotonic() + seconds
-    while local_ranks() and time.monotonic() < end and not wish.at_once:
-        if wish.listen(0.5):
-            _hand_on(wish, file)
-        reap_adopted(child.pid)
+def local_ranks() -> list[psutil.Process]:
+    """The ranks among this process's descendants, without the processes that they started themselves."""
+    ranks: dict[int, psutil.Process] = {}
+    parents: dict[int, int] = {}
+    for process in _descendants():
+        with suppress(psutil.Error):
+            if not {*process.environ()}.isdisjoint(_RANK_VARIABLES) and not _ignores_stops(process.pid):
+                ranks[process.pid], parents[process.pid] = process, process.ppid()
+    return [process for pid, process in ranks.items() if parents[pid] not in ranks]
 
 
-def _say(line: str) -> None:
-    print(f"longstride: {line}", file=sys.stderr, flush=True)
+def _ignores_stops(pid: int) -> bool:
+    """Whether a process ignores SIGTERM, as loader workers do, which inherit the environment of their rank."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    ignored = next((int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:")), 0)
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
+
+
+def _descendants() -> list[psutil.Process]:
+    """Every process below this one that has not ended. On Linux this includes those whose parents have ended."""
+    alive = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                alive.append(process)
+    return alive
+
+
+def _reap_adopted(child_pid: int) -> None:
+    """Reaps adopted processes that have ended. The launcher's own status is left for ``Popen`` to read."""
+    while sys.platform == "linux":
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == child_pid:
+            return
+        os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _kill_descendants(child_pid: int) -> None:
+    """Kills every descendant, and those that they start meanwhile, until none is left."""
+    end = time.monotonic() + _KILL_SECONDS
+    while (alive := _descendants()) and time.monotonic() < end:
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.02)
+        _reap_adopted(child_pid)

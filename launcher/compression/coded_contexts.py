@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from longstride.launcher.compression.arithmetic_coding import TOTAL, DamagedError, Decoder, Encoder, intervals
-from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.session import Session
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 
 MOST_ROWS = 32
 _MOST_CACHE_BYTES = 1 << 30  # of keys and values of all contexts side by side

@@ -8,12 +8,12 @@ import time
 import zlib
 from pathlib import Path
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.compression.arithmetic_coding import DamagedError
 from longstride.launcher.compression.coded_contexts import decode, encode, rows_for
 from longstride.launcher.compression.compressed_file import Compressed, NotReadableError, Surroundings, shortened
 from longstride.launcher.generation import check_bytes, check_new, named, read_file, write_new
-from longstride.launcher.models import computing_numbers, fingerprint, load_model, usable_device
+from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter
 from longstride.sparse_model import SparseTransformer
 
@@ -50,7 +50,12 @@ def run_compress(arguments: argparse.Namespace) -> int:
         code, bits = encode(model, content, rows, counter.at)
     counter.end()
     compressed = Compressed(
-        shortened(fingerprint(arguments.model)), len(content), zlib.crc32(content), rows, _surroundings(model), code
+        shortened(Exported(arguments.model).fingerprint()),
+        len(content),
+        zlib.crc32(content),
+        rows,
+        _surroundings(model),
+        code,
     )
     whole = compressed.to_bytes()
     write_new(arguments.output, whole)
@@ -70,7 +75,7 @@ def run_decompress(arguments: argparse.Namespace) -> int:
         compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))
     except NotReadableError as error:
         raise ConfigError(f"FILE={arguments.file}: {error}") from None
-    own = fingerprint(arguments.model)
+    own = Exported(arguments.model).fingerprint()
     if compressed.fingerprint != shortened(own):
         needed = compressed.fingerprint.hex()
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"

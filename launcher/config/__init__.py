@@ -1,36 +1,33 @@
-"""What a run is asked to be: one JSON file, checked whole before anything starts."""
+"""What is asked of a run: one JSON file, checked whole before anything starts, and options that verbs share.
 
-from longstride.launcher.config.deepspeed_keys import check_packages, precision, type_problems, zero_stage
+Imports neither torch nor deepspeed.
+"""
+
+from longstride.launcher.config.deepspeed_keys import part_errors
 from longstride.launcher.config.json_file import flattened, load_json_object
 from longstride.launcher.config.run_config import (
-    DataConfig,
+    DATA_PATHS,
+    TRUST_OPTION,
     GuardPolicy,
     GuardsConfig,
-    RemoteConfig,
     RunConfig,
     TrainConfig,
-    check_world_size,
+    add_trust_argument,
     find_config,
     load_config,
 )
-from longstride.launcher.config.trust import TRUST_OPTION, add_trust_argument
 
 __all__ = [
+    "DATA_PATHS",
     "TRUST_OPTION",
-    "DataConfig",
     "GuardPolicy",
     "GuardsConfig",
-    "RemoteConfig",
     "RunConfig",
     "TrainConfig",
     "add_trust_argument",
-    "check_packages",
-    "check_world_size",
     "find_config",
     "flattened",
     "load_config",
     "load_json_object",
-    "precision",
-    "type_problems",
-    "zero_stage",
+    "part_errors",
 ]

@@ -1,15 +1,16 @@
-"""Which keys the `deepspeed` section may hold, and of what type. DeepSpeed itself passes over much in silence."""
+"""Which keys the `deepspeed` section may hold, and of what type. DeepSpeed itself ignores much in silence."""
 
 from __future__ import annotations
 
 import importlib.util
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.sparse_model.strict import StrictModel, nearest
+from longstride.kernels import ConfigError, Problem, nearest
+from longstride.sparse_model import StrictModel, config_error
 
 # Keys whose meaning is said elsewhere: two places for one number would disagree one day.
 OWNED = {
@@ -86,7 +87,7 @@ class _Section(StrictModel):
 
     Absent on purpose: pipeline, curriculum, elasticity, autotuning, tensor and expert parallelism and inference, which
     need another loop or model; managed_gradient_accumulation and torch_autocast, which would change what a step is.
-    The plain objects are checked by DeepSpeed's own classes, see engine.py.
+    The plain objects are checked by DeepSpeed's own classes, see the engine's ``check_engine``.
     """
 
     activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()
@@ -132,11 +133,11 @@ _PACKAGES = {"comet": "comet_ml", "tensorboard": "tensorboard", "wandb": "wandb"
 
 
 def check_keys(section: dict[str, Any]) -> None:
-    """The rules of the `deepspeed` section that need no deepspeed to be told.
+    """Whether the `deepspeed` section keeps the rules that can be checked without importing deepspeed.
 
     Raises:
-        ConfigError: every key that is owned elsewhere, unknown, of another type or contradictory; paths relative to
-            the section.
+        ConfigError: every key that is set elsewhere, unknown, of a wrong type or contradictory; paths relative to the
+            section.
     """
     problems = []
     for key in section:
@@ -158,22 +159,34 @@ def check_keys(section: dict[str, Any]) -> None:
         raise ConfigError(*problems)
 
 
-def check_packages(section: dict[str, Any]) -> list[Problem]:
-    """One problem for each monitor that is switched on and whose package is not installed here."""
-    return [
-        Problem(f"{name}.enabled", f"needs the package {package}, which is not installed: pip install {package}", True)
-        for name, package in _PACKAGES.items()
-        if enabled(section, name) and importlib.util.find_spec(package) is None
-    ]
+def part_errors(section: dict[str, Any], models: Mapping[str, type[BaseModel]]) -> list[ConfigError]:
+    """What is wrong with the parts of the section that DeepSpeed's own classes describe, by the parts' names.
 
-
-def type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -> list[Problem]:
-    """Values of another type than the model's field, which DeepSpeed's own classes would convert in silence.
-
-    Only true, false, text and numbers are told apart; whole numbers may be written as 5e8.
+    A value of a wrong type, which those classes would convert in silence, is an error too. So is a monitor that is
+    switched on and whose package is not installed here. Paths begin with `deepspeed`.
     """
+    errors = []
+    for name, model in models.items():
+        content, path = section.get(name, {}), f"deepspeed.{name}"
+        wrong_types = _type_problems(model, content, path)
+        if wrong_types:
+            errors.append(ConfigError(*wrong_types))
+            continue
+        try:
+            model.model_validate(content)
+        except ValidationError as error:
+            errors.append(config_error(model, content, error).under(path))
+    for name, package in _PACKAGES.items():
+        if enabled(section, name) and importlib.util.find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed: pip install {package}"
+            errors.append(ConfigError.at(f"deepspeed.{name}.enabled", True, rule))
+    return errors
+
+
+def _type_problems(model: type[BaseModel], content: dict[str, Any], path: str) -> list[Problem]:
+    """Values of another type than the model's field. Whole numbers may be written as 5e8."""
     problems = []
-    fields = {name: field for own, field in model.model_fields.items() for name in (own, field.alias) if name}
+    fields = {key: field for name, field in model.model_fields.items() for key in (name, field.alias) if key}
     for key, value in content.items():
         if key not in fields:
             continue  # said by the model itself
@@ -181,7 +194,7 @@ def type_problems(model: type[BaseModel], content: dict[str, Any], path: str) ->
         kinds = typing.get_args(annotation) or (annotation,)
         below = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if below is not None and isinstance(value, dict):
-            problems += type_problems(below, value, f"{path}.{key}")
+            problems += _type_problems(below, value, f"{path}.{key}")
         for kind, accepted, rule in _KINDS:
             if kind in kinds and value is not None and type(value) not in accepted:
                 problems.append(Problem(f"{path}.{key}", rule, value))
@@ -204,7 +217,7 @@ def precision(section: dict[str, Any]) -> str:
 
 
 def _precision_problems(section: dict[str, Any]) -> list[Problem]:
-    """Two half precisions at once, or master weights that would not be fp32, which resume and export rely on."""
+    """Two half precisions at once; masters that are not fp32, which resume and export rely on; unchecked gradients."""
     problems = []
     if enabled(section, "fp16") and enabled(section, "bf16"):
         problems.append(Problem("fp16.enabled", "fp16 and bf16 cannot both be on", True))
@@ -212,18 +225,12 @@ def _precision_problems(section: dict[str, Any]) -> list[Problem]:
         key = f"{name}_master_weights_and_grads"
         if section.get(name, {}).get(key, False) is not False:
             problems.append(Problem(f"{name}.{key}", "must be false: master weights are fp32", section[name][key]))
-    return problems + _blind_problems(section)
-
-
-def _blind_problems(section: dict[str, Any]) -> list[Problem]:
-    """Keys that would have gradients that are no finite numbers spoil the weights in silence."""
-    rule = "must be true: without it nobody sees gradients that are no finite numbers"
-    keys = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
-    return [
-        Problem(f"{part}.{key}", rule, section[part][key])
-        for part, key in keys
-        if section.get(part, {}).get(key) is False
-    ]
+    # Gradients that are no finite numbers would spoil the weights in silence.
+    for part, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if section.get(part, {}).get(key) is False:
+            rule = "must be true: without it nobody sees gradients that are no finite numbers"
+            problems.append(Problem(f"{part}.{key}", rule, False))
+    return problems
 
 
 def _stage_problems(section: dict[str, Any]) -> list[Problem]:
@@ -233,9 +240,8 @@ def _stage_problems(section: dict[str, Any]) -> list[Problem]:
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
         return [Problem(path, "must be 0, 1, 2 or 3", stage)]
     gathered_as = section.get("data_types", {}).get("grad_accum_dtype")
-    own = "fp16" if enabled(section, "fp16") else "bf16" if enabled(section, "bf16") else "fp32"
-    if stage == 0 and gathered_as not in (None, own):
-        rule = f"ZeRO 0 gathers gradients in the model's own {own}; take stage 1, 2 or 3"
+    if stage == 0 and gathered_as not in (None, precision(section)):
+        rule = f"ZeRO 0 gathers gradients in the model's own {precision(section)}; take stage 1, 2 or 3"
         return [Problem("data_types.grad_accum_dtype", rule, gathered_as)]
     return []
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longstride.kernels.errors import ConfigError, join_paths
+from longstride.kernels import ConfigError, join_paths
 
 # A string, or a mark of structure; numbers and words never matter to the search for keys.
 _DEEPEST = 64  # objects and lists within each other

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.launcher.config.deepspeed_keys import check_keys
+from longstride.kernels import ConfigError, Problem, nearest
+from longstride.launcher.config.deepspeed_keys import check_keys, precision, zero_stage
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
-from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.strict import StrictModel, nearest
+from longstride.sparse_model import ModelConfig, StrictModel
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
+TRUST_OPTION = "--trust-checkpoint"
 
 _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
@@ -107,6 +109,11 @@ class DataConfig(StrictModel):
         raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
 
 
+# Settings of the data by the names that the data room has for them, and where the user wrote them.
+DATA_PATHS = {
+    **{name: f"data.{name}" for name in DataConfig.model_fields},
+    **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
+}
 GuardPolicy = Literal["skip", "rewind", "stop"]
 
 
@@ -197,7 +204,7 @@ class TrainConfig(StrictModel):
 
     @property
     def last_step(self) -> int:
-        """Optimiser steps of the run, which must be known: see ``longstride.launcher.data.steps``."""
+        """Optimiser steps of the run, which must be known: see the data room's ``resolve_steps``."""
         assert self.steps is not None, "epochs are steps only once the data is known"
         return self.steps
 
@@ -225,6 +232,34 @@ class RunConfig(StrictModel):
             rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
             raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
         return self
+
+    @property
+    def precision(self) -> str:
+        """In which the model computes: fp32, fp16 or bf16."""
+        return precision(self.deepspeed)
+
+    @property
+    def zero_stage(self) -> int:
+        """What DeepSpeed shards over the ranks: 0 to 3."""
+        return zero_stage(self.deepspeed)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Whether the batch divides over so many processes.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        train = self.train
+        unit = train.micro_batch * world_size
+        if train.global_batch % unit:
+            divisor = f"micro_batch {train.micro_batch} × {world_size} processes"
+            problem = _batch_problem("train.global_batch", train.global_batch, unit, divisor)
+            # A resumed run cannot take another batch, but other processes can share the one it has.
+            shares = train.global_batch // train.micro_batch
+            fitting = [count for count in range(1, shares + 1) if shares % count == 0]
+            below = max(count for count in fitting if count < world_size)
+            good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
+            raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
 
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
@@ -268,24 +303,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Whether the batch divides over so many processes.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    unit = config.train.micro_batch * world_size
-    if config.train.global_batch % unit:
-        divisor = f"micro_batch {config.train.micro_batch} × {world_size} processes"
-        problem = _batch_problem("train.global_batch", config.train.global_batch, unit, divisor)
-        # A run that goes on cannot take another batch, but other processes can share the one it has.
-        shares = config.train.global_batch // config.train.micro_batch
-        fitting = [count for count in range(1, shares + 1) if shares % count == 0]
-        below = max(count for count in fitting if count < world_size)
-        good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
-        raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
-
-
 def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
     """The rule that a batch is a multiple, with the nearest that are."""
     below = value // unit * unit
@@ -314,3 +331,22 @@ def _resolve_deepspeed(content: dict[str, Any]) -> None:
     if name not in known:
         raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, known)}")
     content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")
+
+
+def add_trust_argument(parser: argparse.ArgumentParser) -> None:
+    """`--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code."""
+    parser.add_argument(
+        TRUST_OPTION,
+        action="store_true",
+        help="open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`longstride config schema` has no options."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`longstride config schema`: prints the JSON schema of a run's configuration, for editors."""
+    print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    return 0

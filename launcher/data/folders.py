@@ -17,7 +17,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MAX_PIXELS, MODALITIES
 from longstride.data_pipelines.shards import DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
-from longstride.launcher.output import WRONG_INPUT, is_wrong_input, report
+from longstride.launcher.output import exit_codes, mistake, report
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _SETTINGS = {  # of `build` and `index`, by the names that they have here
@@ -63,9 +63,9 @@ def run_build(arguments: argparse.Namespace) -> int:
     try:
         manifest = _build(arguments, crew)
     except (DataError, OSError) as error:
-        if not is_wrong_input(error):
+        if mistake(error) is None:
             raise
-        code = report(_by_option(error)) if crew.is_first else WRONG_INPUT
+        code = report(_by_option(error)) if crew.is_first else exit_codes.WRONG_INPUT
         crew.meet()  # the launcher ends all ranks once one has failed: not before it is told why
         return code
     except KeyboardInterrupt:

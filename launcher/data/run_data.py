@@ -1,4 +1,4 @@
-"""A run's batches: the stream and the evaluation that its configuration asks for, taken by all ranks together.
+"""A run's batches: the training stream and the evaluation of its configuration, taken by all ranks together.
 
 Letters: G contexts a global batch, W ranks.
 """
@@ -30,10 +30,10 @@ from longstride.data_pipelines.order import (
 )
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.config import DataConfig, RemoteConfig, RunConfig
+from longstride.kernels import ConfigError
+from longstride.launcher.config import DATA_PATHS, RunConfig
 from longstride.launcher.output import AgreedError
-from longstride.launcher.ranks import Ranks, gather_int64, gather_objects
+from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
 
 _PLACES = {
@@ -42,18 +42,17 @@ _PLACES = {
     "batch_size": "train.micro_batch",
     "min_context": "--min-context",
     "context_number": "--context-number",
-    **{name: f"data.{name}" for name in DataConfig.model_fields},
-    **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
+    **DATA_PATHS,
 }
-_HAS_ONE, _AT_THE_END = 1, 2  # what a rank tells the others of its next batch; 0 is a problem
+_FAILED, _HAS_BATCH, _AT_THE_END = 0, 1, 2  # what a rank tells the others of its next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Generic[SomeBatch]):
-    """A batch that every rank has its part of."""
+class GlobalBatch(Generic[SomeBatch]):
+    """What all ranks take together in a step or at a time of an evaluation, of which each holds its own part."""
 
-    batch: SomeBatch
+    part: SomeBatch  # of this rank
     num_bytes: int  # over all ranks, without padding: what the loss is normalised by
     sample_ids: tuple[int, ...]  # of all ranks, in rank order
     sample_ids_crc32: int  # of the same as little-endian int64
@@ -66,11 +65,11 @@ def together(
     ranks: Ranks,
     device: torch.device,
     stop: StopFlag | None = None,
-) -> Generator[Taken[SomeBatch]]:
-    """The ranks' batches, of so many rows each, once all ranks have theirs.
+) -> Generator[GlobalBatch[SomeBatch]]:
+    """The ranks' batches, of so many rows each, once all ranks have theirs. All ranks must call.
 
-    One small collective a step tells it before anything is computed, so that no rank waits for one that has nothing,
-    be it at the end of its batches, or for a mistake. All ranks must call.
+    One small collective a step comes before anything is computed, so that no rank waits for one that has no batch: it
+    is at its end, has failed, or was asked to stop.
 
     Raises:
         AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
@@ -86,41 +85,38 @@ def together(
         except StopIteration:
             pass
         except Exception as error:
-            problem = told(error, ranks)
+            problem = problem_line(error, ranks)
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        asked = int(stop is not None and stop.asked())
-        own = torch.zeros(4 + rows, dtype=torch.int64)
-        own[3] = asked
+        stops = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            counts = torch.tensor([_HAS_ONE, int(batch.lengths.sum()), len(substitutions), asked])
-            own = torch.cat([counts, batch.sample_ids])
-        elif problem is None:
-            own[0] = _AT_THE_END
-        everyone = gather_int64(own, ranks, device)  # (W, 4 + rows)
-        if bool((everyone[:, 0] == _AT_THE_END).all()):
+            counts = torch.tensor([_HAS_BATCH, int(batch.lengths.sum()), len(substitutions), stops])
+            row = torch.cat([counts, batch.sample_ids])
+        else:
+            row = torch.zeros(4 + rows, dtype=torch.int64)
+            row[0], row[3] = _AT_THE_END if problem is None else _FAILED, stops
+        everyone = ranks.gather_int64(row, device)  # (W, 4 + rows)
+        states = everyone[:, 0]
+        if bool((states == _AT_THE_END).all()):
             return
-        if batch is None or not bool((everyone[:, 0] == _HAS_ONE).all()):
-            problems = [text for text in gather_objects(problem, ranks) if text] or [_unequal(everyone[:, 0])]
+        if batch is None or not bool((states == _HAS_BATCH).all()):
+            # Where nobody has failed, only other data can make some ranks end before others.
+            ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
+            rule = f"rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
+            problems = [text for text in ranks.gather_objects(problem) if text] or [f"data.path: {rule}"]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
         if bool(everyone[:, 3].any()):
-            reasons = [text for text in gather_objects(stop and stop.reason, ranks) if text]
+            reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
         if int(everyone[:, 2].sum()):
-            substitutions = tuple(each for theirs in gather_objects(substitutions, ranks) for each in theirs)
+            substitutions = tuple(each for part in ranks.gather_objects(substitutions) for each in part)
         ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
         crc32 = zlib.crc32(ids.tobytes())
-        yield Taken(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
-
-
-def _unequal(states: Tensor) -> str:
-    """What is wrong where some ranks have a further batch and others none: only other data can make it so."""
-    ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
-    return f"data.path: rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
+        yield GlobalBatch(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
 
 
 @contextmanager
 def placed() -> Iterator[None]:
-    """Names the key of the configuration where data is found not to fit one: the data room does not know its path."""
+    """Names the configuration's key where data does not fit a setting: the data room does not know its path."""
     try:
         yield
     except DataError as error:
@@ -130,8 +126,8 @@ def placed() -> Iterator[None]:
         raise
 
 
-def told(error: Exception, ranks: Ranks) -> str:
-    """A line for the other ranks; what is no mistake of a person keeps its traceback here."""
+def problem_line(error: Exception, ranks: Ranks) -> str:
+    """A line for the other ranks; what is no mistake of the user keeps its traceback here."""
     if isinstance(error, DataError):
         return str(error)
     traceback.print_exception(error)
@@ -139,7 +135,7 @@ def told(error: Exception, ranks: Ranks) -> str:
 
 
 class RunData:
-    """The data of a run, opened once in a process: what is trained on and scored belongs to one manifest.
+    """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
 
     Raises DataError where there is no data folder.
     """
@@ -216,7 +212,7 @@ class RunData:
             return read_context(self._folder, name, number, context=context, cut=cut)
 
     def check(self) -> None:
-        """Whether a run can be trained and evaluated, as far as can be told before reading what it will read.
+        """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.
 
         Raises:
             DataError: a split or shard is missing, damaged or too small.

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints import open_checkpoint, read_checkpoint_config
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData
 from longstride.launcher.drawing.attention_rows import attention_rows
 from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, grid_of, window
 from longstride.launcher.engine import TRAINED
-from longstride.launcher.exports import master_weights
 from longstride.launcher.pictures import plt
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
@@ -52,7 +51,7 @@ def draw_attention(
         DataError: no such context, or data that cannot be read.
     """
     checkpoint = open_checkpoint(run, step, trusted=trusted)
-    config = read_checkpoint_config(checkpoint.folder)
+    config = checkpoint.config
     check_head(head, config.model.heads)
     tokens = RunData(config, Ranks()).context(context_number)
     check_queries(queries, len(tokens))

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Pattern
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.attention import Attention
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model import Attention, SparseTransformer
 
 SCORES_IN_WORK = 1 << 24  # at once: P queries are taken so many at a time
 Keep = Callable[[np.ndarray], np.ndarray]  # what is kept of some rows (p, N) float64

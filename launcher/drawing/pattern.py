@@ -17,12 +17,11 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 
-from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels import ConfigError
+from longstride.kernels.patterns import Pattern
 from longstride.launcher.config import find_config, load_json_object
 from longstride.launcher.pictures import plt
-from longstride.sparse_model import ModelConfig
-from longstride.sparse_model.config import ImageEmbedding
+from longstride.sparse_model import ImageEmbedding, ModelConfig
 
 SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.engine import WEIGHTS_KINDS
-from longstride.launcher.output import METRICS
+from longstride.launcher.engine import AVERAGE, TRAINED
+from longstride.launcher.output import file_names
 from longstride.launcher.pictures import check_output, plt, write_picture
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=WEIGHTS_KINDS,
+        choices=(TRAINED, AVERAGE),
         help="attention: as trained, or their moving average (default: trained)",
     )
     parser.add_argument("--head", type=int, metavar="H", help="attention: one head (default: the mean of all)")
@@ -100,7 +100,7 @@ def _draw(arguments: argparse.Namespace) -> Any:
 
 def draw_loss(run_folder: Path) -> Any:
     """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
-    lines = read_metrics(run_folder / METRICS)
+    lines = read_metrics(run_folder / file_names.METRICS)
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for split in dict.fromkeys(line["split"] for line in lines):
         # A step whose loss was no number has none.

@@ -1,28 +1,25 @@
-"""DeepSpeed's engine: how it is built from a configuration, and what it does otherwise than a run needs."""
+"""DeepSpeed's engine: how it is built from a configuration, one step of it, and the device that it runs on.
 
-from longstride.launcher.engine import build
-from longstride.launcher.engine.accelerator import prepare_accelerator
-from longstride.launcher.engine.build import apply_settings, quieten
-from longstride.launcher.engine.dropped_steps import Before, Overflow, poisoned, weights_are_finite
-from longstride.launcher.engine.optimizer import parameter_groups
-from longstride.launcher.engine.random_states import random_states, set_random_states
-from longstride.launcher.engine.warm_up import compile_kernels
-from longstride.launcher.engine.weight_average import AVERAGE, TRAINED, WEIGHTS_KINDS, add_weights_argument
+Whatever DeepSpeed does otherwise than a run needs is mended here. Importing it imports deepspeed.
+"""
+
+from longstride.launcher.engine.build import apply_settings, build_engine, check_engine, weights_are_finite
+from longstride.launcher.engine.device import compile_kernels, prepare_accelerator, random_states, set_random_states
+from longstride.launcher.engine.optimizer import AVERAGE, TRAINED, add_weights_argument, parameter_groups
+from longstride.launcher.engine.step import EngineStep, Overflow
 
 __all__ = [
     "AVERAGE",
     "TRAINED",
-    "WEIGHTS_KINDS",
-    "Before",
+    "EngineStep",
     "Overflow",
     "add_weights_argument",
     "apply_settings",
-    "build",
+    "build_engine",
+    "check_engine",
     "compile_kernels",
     "parameter_groups",
-    "poisoned",
     "prepare_accelerator",
-    "quieten",
     "random_states",
     "set_random_states",
     "weights_are_finite",

@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
-import math
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.config import RunConfig, TrainConfig, check_packages, precision, type_problems, zero_stage
-from longstride.launcher.engine.dropped_steps import drop_plain_step, forget_gradients, leave_floor_to_guards
-from longstride.launcher.engine.optimizer import make_optimizer, make_schedule, rate_factor
-from longstride.launcher.engine.weight_average import forget_average
+from longstride.kernels import ConfigError, check_backend
+from longstride.launcher.config import (
+    RunConfig,
+    TrainConfig,
+    part_errors,
+)
+from longstride.launcher.engine.optimizer import forget_average, make_optimizer, make_schedule, rate_factor
+from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.strict import config_error
 
 _ONLY_ON_GPUS = {
     "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
@@ -61,14 +60,19 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
 
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
     """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
+
+    def checkpoint_in_training(function: Callable[..., Tensor], *args: Any) -> Tensor:
+        # No backward pass follows in evaluation.
+        return deepspeed.checkpointing.checkpoint(function, *args) if torch.is_grad_enabled() else function(*args)
+
     deepspeed.checkpointing.configure(None, deepspeed_config=section)
-    model.activation_checkpoint = _checkpoint_in_training
+    model.activation_checkpoint = checkpoint_in_training
 
 
 def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> None:
     """Brings the optimiser and schedule of a loaded checkpoint to the run's own settings, should they have changed.
 
-    A checkpoint holds the rate, decay and betas that it was trained with, and would put them back in silence.
+    A checkpoint holds the rate, decay and betas that it was trained with, and loading restores them in silence.
     """
     schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
     for group in optimizer.param_groups:
@@ -81,7 +85,7 @@ def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> Non
 
 
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """The dictionary for deepspeed.initialize: the run's own section and the keys that we own."""
+    """The dictionary for deepspeed.initialize: the run's own section, and the keys that follow from the rest."""
     train = config.train
     accumulation = train.global_batch // (train.micro_batch * world_size)
     return {
@@ -94,74 +98,38 @@ def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def backward(engine: deepspeed.DeepSpeedEngine, loss: Tensor) -> None:
-    """``engine.backward``, with the loss scale that DeepSpeed leaves out in fp16 under ZeRO 0.
+def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:
+    """Whether every weight of every rank is a finite number. All ranks must call."""
+    # Under ZeRO 3 a parameter at rest is empty, and ds_tensor this rank's part of it.
+    shards = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    return all(ranks.gather_objects(all(bool(torch.isfinite(shard).all()) for shard in shards)))
 
-    Its unfused fp16 optimiser divides the gradients by the scale, but nothing multiplies the loss by it.
+
+def check_engine(config: RunConfig, ranks: Ranks) -> None:
+    """Whether DeepSpeed takes its section and the attention can run here; asked before a process group is made.
+
+    Raises:
+        ConfigError: what DeepSpeed's own classes find or would convert, a monitor whose package is missing, what cannot
+            run on a CPU, or an attention backend that cannot train on this rank's device.
     """
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        loss = loss * engine.optimizer.loss_scale_config.cur_scale
-    engine.backward(loss)
-
-
-def learning_rate(engine: deepspeed.DeepSpeedEngine) -> float:
-    """The rate of the next step."""
-    return float(engine.get_lr()[0])
-
-
-def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
-    """The scale of the next loss; 1 outside fp16."""
-    if not engine.fp16_enabled():
-        return 1.0
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        return float(engine.optimizer.loss_scale_config.cur_scale)
-    return float(engine.optimizer.cur_scale)
-
-
-def take_step(engine: deepspeed.DeepSpeedEngine) -> float | None:
-    """The optimiser's step; returns the norm of the unclipped, unscaled gradients.
-
-    None where they are no finite numbers: then the step is dropped, and counted in ``engine.skipped_steps``.
-    """
-    leave_floor_to_guards(engine)
-    scale, skipped, norm = loss_scale(engine), engine.skipped_steps, None
-    if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
-        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):
-            drop_plain_step(engine)
-            return None
-    engine.step()
-    if engine.skipped_steps > skipped:
-        forget_gradients(engine)
-    if norm is None:
-        norm = float(engine.get_global_grad_norm())
-        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-            norm /= scale
-    return norm if math.isfinite(norm) else None
+    check_section(config, ranks.world_size, on_cpu=ranks.device.type == "cpu")
+    model = config.model
+    try:
+        check_backend(
+            model.backend,
+            device=ranks.device,
+            dtype=DTYPES[config.precision],
+            head_width=model.query_key_width // model.heads,
+            value_width=model.width // model.heads,
+            training=True,
+        )
+    except ConfigError as error:
+        raise error.under("model") from None
 
 
 def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
-    """Whether DeepSpeed takes its section, asked before a process group is made.
-
-    Raises:
-        ConfigError: every wrong field that DeepSpeed's own classes find or would convert, a monitor whose package is
-            missing, or what cannot run on a CPU.
-    """
-    errors = []
-    for name, model in _section_models().items():
-        content = config.deepspeed.get(name, {})
-        wrong_types = type_problems(model, content, f"deepspeed.{name}")
-        if wrong_types:
-            errors.append(ConfigError(*wrong_types))
-            continue
-        try:
-            model.model_validate(content)
-        except ValidationError as error:
-            errors.append(config_error(model, content, error).under(f"deepspeed.{name}"))
-    missing = check_packages(config.deepspeed)
-    if missing:
-        errors.append(ConfigError(*missing).under("deepspeed"))
+    """Whether DeepSpeed takes its section; see ``check_engine``."""
+    errors = part_errors(config.deepspeed, _part_models())
     for name, keys in _ONLY_ON_GPUS.items():
         part = config.deepspeed.get(name, {})
         for key in keys:
@@ -179,31 +147,8 @@ def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
         raise ConfigError(f"deepspeed: {' '.join(str(error).split())}") from error
 
 
-def quieten(config: RunConfig) -> None:
-    """Leaves DeepSpeed's own log to warnings, unless the run asks for more by deepspeed.log_level."""
-    if "log_level" not in config.deepspeed:
-        deepspeed.utils.logger.setLevel(logging.WARNING)
-    # DeepSpeed calls two collectives by names that torch is about to retire.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
-
-def describe(config: RunConfig, engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> str:
-    """One line about what is about to train."""
-    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-    processes = f"{ranks.world_size} process{'es' if ranks.world_size > 1 else ''}"
-    return (
-        f"{numel:,} parameters, context {config.model.context:,}, {processes} on {engine.device.type}, "
-        f"ZeRO {zero_stage(config.deepspeed)}, {precision(config.deepspeed)}"
-    )
-
-
-def _checkpoint_in_training(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Recomputes a block in backward; there is none to come in evaluation."""
-    return deepspeed.checkpointing.checkpoint(function, *args) if torch.is_grad_enabled() else function(*args)
-
-
-def _section_models() -> dict[str, type[BaseModel]]:
-    """DeepSpeed's own classes of the sections that it checks strictly."""
+def _part_models() -> dict[str, type[BaseModel]]:
+    """DeepSpeed's own classes of the parts that it checks strictly."""
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config

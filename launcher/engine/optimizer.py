@@ -1,19 +1,27 @@
-"""AdamW and the schedule of its rate as a run's `train` object asks for them. Imports no deepspeed."""
+"""AdamW, the schedule of its rate and a moving average of the weights, as a run's `train` object asks for them.
+
+The average is kept beside Adam's moments in the optimiser's own state. So it is sharded as they are under every ZeRO
+stage, offloaded where they are, and saved and loaded with them. Imports no deepspeed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.engine.weight_average import keep_average
+
+AVERAGE = "ema"  # its key in the optimiser's state, and what it is called on a command line
+TRAINED = "trained"
 
 
-def parameter_groups(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def parameter_groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Names of the parameters with weight decay (two or more dimensions), and of those without."""
     # Under ZeRO 3 a parameter at rest is empty; ds_shape is what it was.
     dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
@@ -53,3 +61,48 @@ def rate_factor(train: TrainConfig, step: int) -> float:
     floor = train.final_learning_rate / train.learning_rate
     done = (step - train.warmup_steps) / max(1, train.last_step - 1 - train.warmup_steps)  # 1 at the last step
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Lets every step of the optimiser be followed by average = decay · average + (1 - decay) · weights.
+
+    The average begins at the weights before the first step (the released code has decay 0.999).
+    """
+    before: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Not put into the state yet: Adam takes one that is not empty for one that has begun.
+        before.update({p: p.detach().clone() for p in _stepped(optimizer) if AVERAGE not in optimizer.state[p]})
+
+    @torch.no_grad()
+    def follow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in _stepped(optimizer):
+            state = optimizer.state[parameter]
+            if parameter in before:
+                state[AVERAGE] = before.pop(parameter)
+            state[AVERAGE].lerp_(parameter, 1 - decay)
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(follow)
+
+
+def forget_average(optimizer: torch.optim.Optimizer) -> None:
+    """Removes what a checkpoint brought: an average that is no longer kept would be saved as if it were."""
+    for state in optimizer.state.values():
+        state.pop(AVERAGE, None)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters that a step changes; under ZeRO 3 they are those of one sub-group."""
+    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def add_weights_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that chooses among the weights of a checkpoint."""
+    parser.add_argument(
+        "--weights",
+        choices=(TRAINED, AVERAGE),
+        default=TRAINED,
+        help=f"as they were trained, or their moving average of train.ema_decay (default: {TRAINED})",
+    )

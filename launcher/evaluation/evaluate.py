@@ -1,9 +1,15 @@
-"""`longstride evaluate RUN`: bits per byte of a checkpoint over a whole split."""
+"""`longstride evaluate RUN`: bits per byte of a checkpoint over a whole split, and by the position in the context.
+
+The loss by position tells whether a model makes use of a long context (Child et al. 2019, section 7.2 and table 3).
+
+Letters: B contexts at once, N positions of a context.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -20,26 +26,24 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.data_pipelines.order import EvaluationBatch
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    agreed_checkpoints,
-    newer_refusals,
+    master_weights,
     open_checkpoint,
-    read_checkpoint_config,
 )
 from longstride.launcher.config import RunConfig, add_trust_argument
-from longstride.launcher.data import RunData, together
-from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator, quieten
-from longstride.launcher.evaluation.by_position import bin_numbers, check_positions, position_edges, write_positions
+from longstride.launcher.data import Run, RunData, together
+from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.exports import master_weights
-from longstride.launcher.output import bits_per_byte, tell_passed_over, told_at_once
-from longstride.launcher.ranks import Ranks, adopt_place, barrier, process_group, ranks_from_environment
+from longstride.launcher.models import DTYPES
+from longstride.launcher.output import exit_on_mistake, metrics_file, say
+from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import SparseTransformer
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MOST_BINS = 1024  # of positions in the JSON
+DRAWN_BINS = 48
 _MOST_THREADS = 8
 _MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activations of a batch of its own
 
@@ -51,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default=None, help="split to score (default: the run's validation split)")
     parser.add_argument("--data", default=None, metavar="DIR|URL", help="data folder (default: the run's)")
     parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")
-    parser.add_argument("--precision", choices=sorted(_DTYPES), default=None, help="default: the run's")
+    parser.add_argument("--precision", choices=sorted(DTYPES), default=None, help="default: the run's")
     add_weights_argument(parser)
     add_trust_argument(parser)
     parser.add_argument(
@@ -68,40 +72,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb, alone or as one rank under a launcher; prints one JSON line on rank 0."""
-    from deepspeed.accelerator import get_accelerator
-
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     adopt_place(os.environ)
-    ranks = ranks_from_environment(os.environ)
+    ranks = Ranks.from_environment(os.environ)
     if arguments.positions is not None:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
     if arguments.step is None and ranks.is_first:
-        tell_passed_over(newer_refusals(arguments.run, checkpoint))
-    config = read_checkpoint_config(checkpoint.folder)
-    prepare_accelerator()
-    quieten(config)
+        for refusal in checkpoint.newer_refusals():
+            say(f"passed over: {refusal}")
+    config = checkpoint.config
+    prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
     data = RunData(config, ranks, arguments.data)
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
-    contexts()  # says what does not fit before a process group is made
+    contexts()  # raises what does not fit before a process group is made
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or checkpoint.manifest.precision
-    device = torch.device(get_accelerator().device_name(ranks.local_rank))
-    compile_kernels(config.model, batch_size, _DTYPES[precision], device, training=False)
-    with process_group(ranks, config.train.timeout_seconds, arguments.run) as watch:
+    compile_kernels(config.model, batch_size, precision, ranks.device, training=False)
+    with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
-        trusted = arguments.trust_checkpoint
-        (checkpoint,) = agreed_checkpoints(arguments.run, [checkpoint], ranks, trusted=trusted)
+        checkpoint = checkpoint.agreed(ranks)
         precision = arguments.precision or checkpoint.manifest.precision
         model = load_model(checkpoint, config, precision, ranks, arguments.weights)
-        threads = score_threads(device, batch_size * config.model.context)
-        watch.at("evaluation")
-        with told_at_once(lambda: barrier(ranks)):
-            sums = score(model, contexts, batch_size, ranks, device, edges=edges, threads=threads)
+        threads = score_threads(ranks.device, batch_size * config.model.context)
+        watchdog.at("evaluation")
+        with exit_on_mistake(ranks.barrier):
+            sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
@@ -114,28 +114,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate_split(
-    engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, data: RunData, stop: StopFlag | None = None
-) -> dict[str, Any]:
+def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
     """The validation split's line for metrics.jsonl, over as many contexts as the configuration says."""
-    start = time.perf_counter()
+    start, train = time.perf_counter(), run.config.train
     engine.eval()
-    contexts = partial(data.evaluation, limit=config.train.evaluate_contexts)
-    sums = score(engine, contexts, config.train.micro_batch, ranks, engine.device, stop=stop)
+    contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
+    sums = score(engine, contexts, train.micro_batch, run.ranks, engine.device, stop=run.stop)
     engine.train()
-    return evaluation_line(engine.global_steps, config.data.validation_split, sums, start, data.modality)
+    return evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.modality)
 
 
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modality: str) -> dict[str, Any]:
     """An evaluation as it is written and printed."""
     loss_nats = sums.mean()
     # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
-    dimension = {"bits_per_dimension": bits_per_byte(loss_nats)} if modality == "image" else {}
+    dimension = {"bits_per_dimension": metrics_file.bits_per_byte(loss_nats)} if modality == "image" else {}
     return {
         "step": step,
         "split": split,
         "loss_nats": loss_nats,
-        "bits_per_byte": bits_per_byte(loss_nats),
+        "bits_per_byte": metrics_file.bits_per_byte(loss_nats),
         **dimension,
         "tokens": sums.count,
         "seconds": time.perf_counter() - start,
@@ -153,11 +151,11 @@ def score(
     threads: int = 0,
     stop: StopFlag | None = None,
 ) -> ExactSums:
-    """The nats of all ranks' scored bytes, summed without rounding: in all, or by the bins of positions ``edges``.
+    """The nats of all ranks' scored bytes, summed without rounding: over all, or by the bins of positions ``edges``.
 
-    Batches hold the same rows for any number of ranks and the sum has no order, so that neither do its bits depend on
-    it. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a matrix product
-    may depend on how many threads share it. All ranks must call, with equally many batches.
+    Batches hold the same rows for any number of ranks, and the sum has no order: so its bits do not depend on the
+    number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
+    matrix product may depend on how many threads share it. All ranks must call, with equally many batches.
 
     Raises:
         StopAskedError: on every rank, where any rank has been asked to stop.
@@ -169,9 +167,8 @@ def score(
         with torch.no_grad():  # of this thread
             return model(batch.tokens.to(device), return_nats=True).float().cpu()  # (B, N)
 
-    for batch, nats in _in_turn(
-        nats_of, (taken.batch for taken in together(contexts, batch_size, ranks, device, stop)), threads
-    ):
+    parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop))
+    for batch, nats in _in_turn(nats_of, parts, threads):
         scored = batch.scored  # (B, N)
         sums.add(nats[scored].numpy(), None if bins is None else bins[scored.nonzero()[:, 1].numpy()])
     sums.gather(ranks, device)
@@ -179,7 +176,7 @@ def score(
 
 
 def score_threads(device: torch.device, rows: int) -> int:
-    """How many batches of so many positions are computed at a time, by a thread each; 0: one, by all threads."""
+    """How many batches of so many positions are computed at a time, one thread each; 0: one batch by all threads."""
     if device.type != "cpu":
         return 0
     return max(1, min(torch.get_num_threads(), _MOST_THREADS, _MOST_ROWS // rows))
@@ -214,10 +211,75 @@ def load_model(
     Raises:
         ConfigError: the checkpoint is damaged, or keeps no such weights.
     """
-    from deepspeed.accelerator import get_accelerator
-
     model = SparseTransformer(config.model)
     model.load_state_dict(master_weights(checkpoint, weights))
     for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
-        parameter.data = parameter.data.to(_DTYPES[precision])
-    return model.to(get_accelerator().device_name(ranks.local_rank)).eval()
+        parameter.data = parameter.data.to(DTYPES[precision])
+    return model.to(ranks.device).eval()
+
+
+def position_edges(context: int, most: int = MOST_BINS) -> np.ndarray:
+    """The first position of each bin, and N: every position by itself, or bins that grow with it, at most ``most``."""
+    if context <= most:
+        return np.arange(context + 1)
+    return np.concatenate([[0], np.unique(np.geomspace(1, context, most).astype(np.int64))])
+
+
+def bin_numbers(edges: np.ndarray) -> np.ndarray:
+    """The bin of each position, (N,) int64, from the bins' edges."""
+    return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+
+
+def check_positions(output: Path) -> None:
+    """Raise ConfigError where the picture, or the JSON beside it, cannot be written. Comes before any score."""
+    from longstride.launcher.pictures import check_output  # with matplotlib, which a score does without
+
+    check_output(output, "--positions")
+    beside = output.with_suffix(".json")
+    if beside.exists():
+        raise ConfigError(f"--positions={output}: {beside} beside it exists already; nothing is overwritten")
+
+
+def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> None:
+    """Write FILE.png and FILE.json, of sums by the bins that ``edges`` separate and the printed ``line``.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    from longstride.launcher.pictures import save_picture
+
+    means = [None if math.isnan(mean) else metrics_file.bits_per_byte(mean) for mean in sums.means()]
+    bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), "bytes": sums.counts(), "bits_per_byte": means}
+    beside = output.with_suffix(".json")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"run": str(run), **line, "positions": bins}) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--positions={output}: {beside} cannot be written: {error.strerror}") from None
+    save_picture(draw_positions(sums, edges, line, run), output, "--positions")
+
+
+def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run: Path) -> Any:
+    """Bits per byte over the position, the mean of a bin each; bins grow with the position."""
+    from longstride.launcher.pictures import plt
+
+    joined = np.unique(np.searchsorted(edges, position_edges(int(edges[-1]), DRAWN_BINS)))
+    bits = np.array([metrics_file.bits_per_byte(mean) for mean in sums.means(joined)])
+    bounds = edges[joined] + 1  # positions from 1 on: a logarithm has no place for 0
+    figure, axis = plt.subplots(figsize=(7, 4.2))
+    unit = "bits per dimension" if "bits_per_dimension" in line else "bits per byte"
+    axis.stairs(bits, bounds, baseline=None, linewidth=1.6)
+    axis.axhline(
+        line["bits_per_byte"], color="0.5", linewidth=0.8, linestyle="--", label=f"mean {line['bits_per_byte']:.4f}"
+    )
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(1, bounds[-1])
+    axis.set_xlabel("position in the context, from 1")
+    axis.set_ylabel(unit)
+    context = f", at least {line['min_context']:,} earlier bytes" if line["min_context"] else ""
+    title = f"{run.resolve().name}, step {line['step']}, {line['split']}: loss by position"
+    axis.set_title(f"{title}\n{line['tokens']:,} bytes; mean of each bin{context}", fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    return figure

@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from longstride.launcher.ranks import Ranks, sum_int64
+from longstride.launcher.ranks import Ranks
 
 _MANTISSA_BITS = 24
 _LEAST = -148  # of the exponents that frexp gives for fp32, subnormal numbers included
@@ -43,7 +43,7 @@ class ExactSums:
 
     def gather(self, ranks: Ranks, device: torch.device) -> None:
         """Make these the sums over all ranks. All ranks must call."""
-        self._table = sum_int64(torch.from_numpy(self._table), ranks, device).numpy()
+        self._table = ranks.sum_int64(torch.from_numpy(self._table), device).numpy()
 
     @property
     def count(self) -> int:

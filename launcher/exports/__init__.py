@@ -1,5 +1,6 @@
-"""From a checkpoint to safetensors, a configuration and a model card: `longstride export`."""
+"""`longstride export`: a checkpoint as safetensors, a configuration and a model card.
 
-from longstride.launcher.exports.export import master_weights
+No other room imports from here; models and hub read what it writes.
+"""
 
-__all__ = ["master_weights"]
+__all__: list[str] = []

@@ -1,7 +1,8 @@
 """`longstride export RUN --output DIR`: a sharded checkpoint as safetensors, config.json and a model card.
 
 The weights are the trainer's fp32 master weights from any ZeRO stage and any number of processes, bit for bit or
-rounded once. They go from the checkpoint's mapped files into the export's one tensor at a time.
+rounded once. They go from the checkpoint's mapped files into the export's, one tensor at a time. Then the exported
+model's loss on the checkpoint's probe is compared with the trainer's, with one residual block in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,41 +21,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
-    MASTER,
     Checkpoint,
     SavedState,
-    StreamedState,
-    find_damage,
-    find_foreign,
+    check_space,
     flush_folder,
-    newer_refusals,
     open_checkpoint,
-    read_checkpoint_config,
     write_json,
     write_text,
 )
-from longstride.launcher.config import RunConfig, add_trust_argument
+from longstride.launcher.config import add_trust_argument
 from longstride.launcher.engine import AVERAGE, TRAINED, add_weights_argument
-from longstride.launcher.exports.check import check_files, check_losses
-from longstride.launcher.exports.model_card import model_card
+from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_card, refresh_stub
 from longstride.launcher.exports.weight_files import parse_size, write_weights
 from longstride.launcher.models import (
     DTYPES,
-    EXPORT_FORMAT,
     Exported,
-    combined,
-    describe,
+    Fingerprint,
+    ModelData,
     empty_model,
-    hub_fields,
-    hub_files,
+    streamed_model,
     usable_device,
 )
-from longstride.launcher.output import CONFIG, MODEL_CARD, tell_passed_over
+from longstride.launcher.output import file_names, say
+from longstride.sparse_model import ModelConfig
 
 DEFAULT_SHARD_SIZE = "5GB"
-_KINDS = {TRAINED: MASTER, AVERAGE: AVERAGE}
 _TYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # in config.json, as torch has them
 
 
@@ -62,7 +55,7 @@ _TYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # in c
 class Options:
     """How a checkpoint is exported."""
 
-    kind: str = TRAINED  # one of WEIGHTS_KINDS
+    kind: str = TRAINED  # or AVERAGE
     dtype: str = "fp32"  # one of DTYPES
     shard_bytes: int = parse_size(DEFAULT_SHARD_SIZE)
     check: bool = True
@@ -72,7 +65,7 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; with --refresh, an exported folder")
     parser.add_argument(
         "--step", type=int, default=None, metavar="N", help="checkpoint to export (default: the newest)"
     )
@@ -87,7 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-check", action="store_true", help="leave out the loss on the checkpoint's probe")
     parser.add_argument("--device", default="cpu", help="that computes the check (default: cpu)")
     add_trust_argument(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--refresh",
+        action="store_true",
+        help="write an old export's file for transformers anew, and change nothing else",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,14 +98,21 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         trusted=arguments.trust_checkpoint,
     )
-    passed_over = arguments.step is None
+    if arguments.refresh:
+        if options != Options() or arguments.step is not None or arguments.output is not None:
+            raise ConfigError("--refresh: takes the folder of an export, and no other option")
+        print(refresh_stub(arguments.run), file=sys.stderr)
+        return 0
+    if arguments.output is None:
+        raise ConfigError("--output: must name the folder to make")
 
-    def tell(checkpoint: Checkpoint) -> None:
-        if passed_over:
-            tell_passed_over(newer_refusals(arguments.run, checkpoint))
+    def report_passed_over(checkpoint: Checkpoint) -> None:
+        if arguments.step is None:
+            for refusal in checkpoint.newer_refusals():
+                say(f"passed over: {refusal}")
 
-    checkpoint, seen = export(arguments.run, arguments.step, arguments.output, options, chosen=tell)
-    print(seen, file=sys.stderr)
+    checkpoint, checked = export(arguments.run, arguments.step, arguments.output, options, chosen=report_passed_over)
+    print(checked, file=sys.stderr)
     what = f"step {checkpoint.manifest.step} of {arguments.run}"
     average = ", the moving average of its weights" if arguments.weights == AVERAGE else ""
     print(f"{arguments.output}: {what}{average}, {arguments.dtype}", file=sys.stderr)
@@ -136,23 +141,23 @@ def export(
     device = usable_device(options.device)
     checkpoint = open_checkpoint(run_folder, step, trusted=options.trusted)
     chosen(checkpoint)
-    config = read_checkpoint_config(checkpoint.folder)
-    verify(checkpoint)
-    state = StreamedState(checkpoint)
-    _require(state.state, checkpoint, options.kind)
-    shapes = _shapes(checkpoint, config, state.state)
-    _check_space(output, options, shapes)
+    checkpoint.verify()
+    state = SavedState(checkpoint, remapped=True)
+    kind, shapes = state.kind_of(options.kind), _shapes(checkpoint, state)
+    needed = DTYPES[options.dtype].itemsize * sum(math.prod(shape) for shape in shapes.values())
+    check_space(output, needed, f"--output={output}", "the weights take")
     folder = output.with_name(f".{output.name}.partial")
     shutil.rmtree(folder, ignore_errors=True)
     missing = [parent for parent in folder.parents if not parent.exists()]
     folder.mkdir(parents=True)
     try:
-        _write(folder, run_folder, checkpoint, config, state, shapes, options)
-        seen = "probe: not checked, as --no-check asks"
+        _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options)
+        checked = "probe: not checked, as --no-check asks"
         if options.check:
             exported = Exported(folder)
-            check_files(exported)
-            seen = check_losses(exported, checkpoint, state.tensor, options.kind, device)
+            if exported.fingerprint() != exported.content["fingerprint"]:
+                raise ConfigError(f"{folder}: reads otherwise than it was written: the disk is damaged")
+            checked = check_losses(exported, checkpoint, state.tensor, options.kind, device)
         flush_folder(folder)
         folder.rename(output)
         flush_folder(output.parent)
@@ -162,90 +167,96 @@ def export(
             for parent in missing:
                 parent.rmdir()
         raise
-    return checkpoint, seen
+    return checkpoint, checked
 
 
-def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, Tensor]:
-    """Every parameter by name, fp32, contiguous, on the CPU; the files are verified first.
-
-    Args:
-        checkpoint: of any ZeRO stage and number of ranks.
-        weights: one of ``WEIGHTS_KINDS``: as they were trained, or their moving average.
-
-    Raises:
-        ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.
-    """
-    verify(checkpoint)
-    state = SavedState(checkpoint)
-    _require(state, checkpoint, weights)
-    found = {name: state.tensor(name, _KINDS[weights]) for name in state.shapes}
-    return found | {name: buffer.clone() for name, buffer in state.buffers.items()}
-
-
-def verify(checkpoint: Checkpoint) -> None:
-    """Raise ConfigError where a file of the checkpoint is damaged, or one lies there that is not named."""
-    damage = find_damage(checkpoint.folder, sorted(checkpoint.manifest.files), checkpoint.manifest)
-    damage += find_foreign(checkpoint.folder, checkpoint.manifest)
-    if damage:
-        raise ConfigError(*damage)
-
-
-def _require(state: SavedState, checkpoint: Checkpoint, weights: str) -> None:
-    """Raise ConfigError where there are no such weights."""
-    if _KINDS[weights] not in state.kinds:
-        rule = "it holds no moving average, which train.ema_decay has a run keep; take --weights trained"
-        raise ConfigError(f"{checkpoint.folder}: {rule}")
+def _shapes(checkpoint: Checkpoint, state: SavedState) -> dict[str, torch.Size]:
+    """The model's tensors in its own order; ConfigError where they are not those that the checkpoint holds."""
+    shapes = {name: tensor.shape for name, tensor in empty_model(checkpoint.config.model).state_dict().items()}
+    wrong = sorted(name for name in shapes.keys() | state.shapes.keys() if shapes.get(name) != state.shapes.get(name))
+    if wrong:
+        rule = f"its weights are not those of the model in its {file_names.CONFIG}: {', '.join(wrong[:3])}"
+        raise ConfigError(f"{checkpoint.folder}: {rule}{' and more' if len(wrong) > 3 else ''}")
+    return shapes
 
 
 def _write(
     folder: Path,
     run_folder: Path,
     checkpoint: Checkpoint,
-    config: RunConfig,
-    state: StreamedState,
+    tensor: Callable[[str], Tensor],
     shapes: dict[str, torch.Size],
     options: Options,
 ) -> None:
-    """Weights, config.json and card, each on the disk once it is written."""
-    tensor = partial(state.tensor, kind=_KINDS[options.kind])
-    hashes = write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes)
-    model = config.to_json()["model"]
-    fingerprint = combined(model, hashes)
-    manifest = checkpoint.manifest
-    origin = {
-        "run": str(run_folder.resolve()),
-        "step": manifest.step,
-        "weights": options.kind,
-        "world_size": manifest.world_size,
-        "zero_stage": manifest.zero_stage,
-        "precision": manifest.precision,
-        "versions": manifest.versions,
-        "notes": config.notes,
+    """Weights, config.json, the files for transformers and the card, each on the disk once it is written."""
+    config, manifest = checkpoint.config, checkpoint.manifest
+    model, data = config.to_json()["model"], ModelData.of_run(config)
+    fingerprint = Fingerprint(model)
+    write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint)
+    content: dict[str, Any] = {
+        "format": Exported.FORMAT,
+        "model": model,
+        "dtype": _TYPE_NAMES[options.dtype],
+        "data": {"modality": data.modality, "properties": data.properties},
+        **hub_fields(),
+        "fingerprint": fingerprint.hexdigest(),
+        "origin": {
+            "run": str(run_folder.resolve()),
+            "step": manifest.step,
+            "weights": options.kind,
+            "world_size": manifest.world_size,
+            "zero_stage": manifest.zero_stage,
+            "precision": manifest.precision,
+            "versions": manifest.versions,
+            "notes": config.notes,
+        },
     }
-    content: dict[str, Any] = {"format": EXPORT_FORMAT, "model": model, "dtype": _TYPE_NAMES[options.dtype]}
-    content |= {"data": describe(config)} | hub_fields()
-    write_json(folder / CONFIG, content | {"fingerprint": fingerprint, "origin": origin})
+    write_json(folder / file_names.CONFIG, content)
     for name, text in hub_files(config.model).items():
         write_text(folder / name, text)
-    card = model_card(run_folder, checkpoint, config, options.kind, options.dtype, fingerprint)
-    write_text(folder / MODEL_CARD, card)
+    card = model_card(run_folder, checkpoint, options.kind, options.dtype, fingerprint.hexdigest())
+    write_text(folder / file_names.MODEL_CARD, card)
 
 
-def _shapes(checkpoint: Checkpoint, config: RunConfig, state: SavedState) -> dict[str, torch.Size]:
-    """The model's tensors in its own order; ConfigError where they are not those that the checkpoint holds."""
-    shapes = {name: tensor.shape for name, tensor in empty_model(config.model).state_dict().items()}
-    wrong = sorted(name for name in shapes.keys() | state.shapes.keys() if shapes.get(name) != state.shapes.get(name))
-    if wrong:
-        rule = f"its weights are not those of the model in its {CONFIG}: {', '.join(wrong[:3])}"
-        raise ConfigError(f"{checkpoint.folder}: {rule}{' and more' if len(wrong) > 3 else ''}")
-    return shapes
+def check_losses(
+    exported: Exported, checkpoint: Checkpoint, masters: Callable[[str], Tensor], kind: str, device: torch.device
+) -> str:
+    """Compares the exported model's loss on the probe with the trainer's; returns a line about both.
 
+    It is computed in the trainer's precision where the exported type holds that precision's weights, and else in the
+    exported type. The moving average has another loss than the weights that the probe was taken of. So for an average
+    the loss of the trained weights, which ``masters`` has by name, is compared, and that of the average is reported.
 
-def _check_space(output: Path, options: Options, shapes: dict[str, torch.Size]) -> None:
-    """Whether the weights fit on the disk; ConfigError if not."""
-    needed = DTYPES[options.dtype].itemsize * sum(math.prod(shape) for shape in shapes.values())
-    above = next(parent for parent in output.absolute().parents if parent.exists())
-    free = shutil.disk_usage(above).free
-    if needed > free:
-        rule = f"the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room"
-        raise ConfigError(f"--output={output}: {rule}")
+    Raises:
+        ConfigError: they differ by more than rounding.
+    """
+    probe = checkpoint.probe
+    if probe is None:
+        return "probe: not checked, as the checkpoint has none"
+    content = probe.read()
+
+    def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
+        """The mean nats of the context, and the configuration that computed them."""
+        model = streamed_model(exported.config, tensor, dtype, device)
+        with torch.no_grad():
+            return float(model(content[None].to(device), return_nats=True).double().mean()), model.config
+
+    stored = next(name for name, dtype in DTYPES.items() if dtype == exported.dtype)
+    compared = probe.precision if kind == AVERAGE or stored in ("fp32", probe.precision) else stored
+    nats, config = loss(masters if kind == AVERAGE else exported.tensor, DTYPES[compared])
+    difference = probe.difference(nats)
+    tolerance = probe.tolerance(compared, device.type, config.backend)
+    if not difference <= tolerance:  # a nan is wrong
+        whose = "trained weights'" if kind == AVERAGE else "exported model's"
+        raise ConfigError(
+            f"{checkpoint.folder}: the {whose} loss on {probe.path.name} is {nats:.9g} nats, and the trainer's was "
+            f"{probe.loss_nats:.9g}, {difference:.1e} apart where {tolerance:.0e} is rounding: nothing is exported; "
+            f"--no-check leaves this out"
+        )
+    trainers = f"the trainer's {probe.loss_nats:.6f}"
+    if nats != probe.loss_nats:
+        trainers += f" ({difference:.1e} apart, where {tolerance:.0e} is rounding)"
+    if kind == AVERAGE:
+        average, _ = loss(exported.tensor, exported.dtype)
+        return f"probe: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
+    return f"probe: {nats:.6f} nats, {trainers}"

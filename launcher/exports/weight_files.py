@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints import ALIGNMENT, write_json, write_tensors
-from longstride.launcher.models import TensorHash
-from longstride.launcher.output import WEIGHTS, WEIGHTS_INDEX
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import write_json
+from longstride.launcher.models import ALIGNMENT, Fingerprint, write_tensors
+from longstride.launcher.output import file_names
 
 Shapes = Mapping[str, Sequence[int]]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -27,20 +27,25 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB, 500MB or 2GiB; a number alone is bytes.
 
     Raises:
-        ConfigError: it is none, or none at all.
+        ConfigError: it is no size, or 0.
     """
-    found = _SIZE.fullmatch(text.strip().upper())
-    unit = found[2].removesuffix("B") + "B" if found and found[2] not in ("", "B") else ""
-    size = int(float(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
+    match = _SIZE.fullmatch(text.strip().upper())
+    unit = match[2].removesuffix("B") + "B" if match and match[2] not in ("", "B") else ""
+    size = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if size < 1:
         raise ConfigError(f"--shard-size={text}: must be a size above 0 such as 5GB, 500MB or 2GiB")
     return size
 
 
 def write_weights(
-    folder: Path, shapes: Shapes, tensor: Callable[[str], Tensor], dtype: torch.dtype, limit: int
-) -> dict[str, TensorHash]:
-    """Writes the tensors of these names into a folder; returns what of them a fingerprint holds.
+    folder: Path,
+    shapes: Shapes,
+    tensor: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    limit: int,
+    fingerprint: Fingerprint,
+) -> None:
+    """Writes the tensors of these names into a folder, and adds each to the model's fingerprint.
 
     Args:
         folder: that exists.
@@ -48,40 +53,41 @@ def write_weights(
         tensor: the fp32 tensor of a name.
         dtype: what they are stored in.
         limit: bytes of tensors a file; one tensor that is larger has a file of its own.
+        fingerprint: of the model, still without tensors.
 
     Raises:
         ConfigError: a value is too large for the type.
     """
+
+    def stored(names: Iterable[str]) -> Iterator[Tensor]:
+        for name in names:
+            converted = _converted(name, tensor(name), dtype)
+            fingerprint.add(name, converted)
+            yield converted
+
     parts = _parts(shapes, dtype, limit)
-    hashes: dict[str, TensorHash] = {}
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
-        file = WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        own = {name: shapes[name] for name in _aligned_first(names, shapes, dtype)}
-        write_tensors(folder / file, own, _converted(own, tensor, dtype, hashes), dtype)
-        places.update(dict.fromkeys(own, file))
+        file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        # Tensors that leave the next one aligned come first: the format has no gaps between tensors.
+        names.sort(key=lambda name: _size(shapes[name], dtype) % ALIGNMENT != 0)
+        write_tensors(folder / file, {name: shapes[name] for name in names}, stored(names), dtype)
+        file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         total = sum(_size(shape, dtype) for shape in shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_json(folder / WEIGHTS_INDEX, index)
-    return hashes
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        write_json(folder / file_names.WEIGHTS_INDEX, index)
 
 
-def _converted(
-    names: Shapes, tensor: Callable[[str], Tensor], dtype: torch.dtype, hashes: dict[str, TensorHash]
-) -> Iterator[Tensor]:
-    """The tensors as they are stored, each noted in ``hashes``."""
-    for name in names:
-        found = tensor(name)
-        stored = found.to(dtype)
-        lost = found.isfinite() & ~stored.isfinite() if dtype != torch.float32 else None
-        if lost is not None and bool(lost.any()):
-            value = float(found[lost].flatten()[0])
-            most, text = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
-            rule = f"is beyond {text}, which ends at {most:.5g}; take --dtype fp32"
-            raise ConfigError(f"{name}={value:.6g}: {rule}")
-        hashes[name] = TensorHash.of(stored)
-        yield stored
+def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the type that it is stored in; ConfigError where that cannot hold a value."""
+    converted = tensor.to(dtype)
+    lost = tensor.isfinite() & ~converted.isfinite() if dtype != torch.float32 else None
+    if lost is not None and bool(lost.any()):
+        value = float(tensor[lost].flatten()[0])
+        most, text = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+        raise ConfigError(f"{name}={value:.6g}: is beyond {text}, which ends at {most:.5g}; take --dtype fp32")
+    return converted
 
 
 def _parts(shapes: Shapes, dtype: torch.dtype, limit: int) -> list[list[str]]:
@@ -96,11 +102,6 @@ def _parts(shapes: Shapes, dtype: torch.dtype, limit: int) -> list[list[str]]:
         parts[-1].append(name)
         held += size
     return parts
-
-
-def _aligned_first(names: list[str], shapes: Shapes, dtype: torch.dtype) -> list[str]:
-    """Those that leave the next one aligned, then the others: the format has no gaps between tensors."""
-    return sorted(names, key=lambda name: _size(shapes[name], dtype) % ALIGNMENT != 0)
 
 
 def _size(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.generation.plain_files import check_new, write_new
 from longstride.launcher.models import ModelData
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.evaluation import ExactSums
 from longstride.sparse_model import SparseTransformer
 

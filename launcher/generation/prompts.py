@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.models import ModelData
 
 

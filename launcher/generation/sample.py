@@ -21,16 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
 from longstride.launcher.generation import files as sample_files
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.generation.plain_files import named, read_file
 from longstride.launcher.generation.prompts import frames_in, kept_rows, read_picture, read_prompt, read_sound
-from longstride.launcher.models import MODALITIES, ModelData, computing_numbers, load_model, usable_device
-from longstride.launcher.output import CONFIG, ByteCounter
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
+from longstride.launcher.output import ByteCounter, file_names
+from longstride.sparse_model import SparseTransformer, generate
 
 DEFAULT_BYTES = 256  # of text
 _OF_SAMPLES = (
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=None, metavar="K", help="sample among the K most likely bytes")
     parser.add_argument("--top-p", type=float, default=None, metavar="P", help="among the fewest that hold P")
     parser.add_argument("--seed", type=int, default=0, help="the same command gives the same samples (default: 0)")
-    parser.add_argument("--modality", choices=MODALITIES, help="of the output (default: the model's)")
+    parser.add_argument("--modality", choices=ModelData.MODALITIES, help="of the output (default: the model's)")
     parser.add_argument("--rate", type=int, metavar="HZ", help="of sounds (default: the model's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help=".png of pictures, .wav of sounds, any of text")
     score = parser.add_argument_group("a file's score, instead of samples")
@@ -154,7 +153,7 @@ def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
 
 
 def _data(arguments: argparse.Namespace, model: SparseTransformer) -> ModelData:
-    content = load_json_object(arguments.model / CONFIG)
+    content = load_json_object(arguments.model / file_names.CONFIG)
     return ModelData.of(content, model.config, arguments.modality, arguments.rate)
 
 

@@ -1,9 +1,8 @@
-"""An exported model as transformers has models and tokenizers.
+"""An exported model as transformers has models and tokenizers; needs transformers, and no deepspeed.
 
-The stub in an export imports from here. Needs transformers, and no deepspeed.
+The stub in an export imports the classes from here; ``register()`` has transformers load an export without that stub.
 """
 
-from longstride.launcher.hub.model import LongstrideConfig, LongstrideForCausalLM
-from longstride.launcher.hub.tokenizer import LongstrideTokenizer
+from longstride.launcher.hub.model import LongstrideConfig, LongstrideForCausalLM, LongstrideTokenizer, register
 
-__all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer"]
+__all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer", "register"]

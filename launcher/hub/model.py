@@ -1,7 +1,7 @@
-"""An exported model as transformers has models. Needs transformers, and no deepspeed.
+"""An exported model and its tokenizer as classes of transformers. Needs transformers, and no deepspeed.
 
-transformers has the logits behind token i at place i, where the network has them in row i + 1: its row i is what is
-known before token i. So n tokens need n + 1 rows; the first, before every token, is only told of an empty prompt.
+transformers has at place i the logits of the token after token i. The network has them in row i + 1: its row i predicts
+token i. So n tokens need n + 1 rows. The first row, of the first token, is returned for an empty prompt alone.
 
 Letters: B batch, n tokens at hand, V vocabulary.
 """
@@ -13,25 +13,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizer,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longstride.launcher.models import MODEL_TYPE
-from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.session import Session
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer
+
+_BYTE_VALUES = 256
 
 
 class LongstrideConfig(PreTrainedConfig):
     """config.json of an export; ``model`` is the network's configuration."""
 
-    model_type = MODEL_TYPE
+    model_type = "longstride"  # as an export's config.json has it
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
         super().__init__(**others)
         self.model = model
-        if model is not None:  # transformers makes one without to see what the defaults are
-            # By the names that its own tools look for.
+        if model is not None:  # transformers makes one without a model to see the defaults
+            # By the names that the tools of transformers look for.
             self.vocab_size = model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
             self.max_position_embeddings = model["context"]
             self.hidden_size = model["width"]
@@ -39,18 +47,18 @@ class LongstrideConfig(PreTrainedConfig):
             self.num_attention_heads = model["heads"]
 
 
-class Known:
+class SessionCache:
     """``past_key_values``: a session, which transformers hands from step to step."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Tokens that are known."""
+        """How many tokens it holds."""
         return self.session.position
 
     def reorder_cache(self, order: Tensor) -> None:
-        """Of a beam search: context i goes on from what was context ``order[i]``."""
+        """For beam search: context i goes on from what was context ``order[i]``."""
         self.session.rearrange(order)
 
 
@@ -59,35 +67,36 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = LongstrideConfig
     config: LongstrideConfig
+    _network: SparseTransformer
     main_input_name = "input_ids"
-    _is_stateful = True  # a session cannot take tokens back, as speculative decoding asks
+    _is_stateful = True  # a session cannot take tokens back, which speculative decoding needs
     _no_split_modules: ClassVar[list[str]] = ["ResidualBlock"]
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)
-        # Whatever backend of attention the run had: where the model is to compute is not known before it does.
+        # Not the run's backend of attention: it is not known yet which device will compute.
         network = SparseTransformer(ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"}))
-        # Its parts stand here by their own names; the network itself would put one more before each.
-        self.__dict__["network"] = network
+        # Not as a submodule, which would put its name before those of its tensors; its parts are submodules instead.
+        self.__dict__["_network"] = network
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """The network has initialised itself."""
+        """Does nothing: the network has initialised itself."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # ours is made at the first step
+        return False  # a SessionCache is made at the first step
 
     def train(self, mode: bool = True) -> LongstrideForCausalLM:
         """As torch has it."""
-        self.__dict__["network"].train(mode)
+        self._network.train(mode)
         return super().train(mode)
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """Of the tokens."""
+        """The embedding of the tokens."""
         return self.embedding.tokens
 
     def get_output_embeddings(self) -> torch.nn.Module:
@@ -105,19 +114,19 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the token behind each of ``input_ids``.
+        """Logits of the token after each of ``input_ids``.
 
         Args:
-            input_ids: (B, n), n from 0; those that come after the known ones, where some are known.
+            input_ids: (B, n), n from 0; with ``past_key_values``, the tokens after those that it holds.
             attention_mask: ones; contexts of different lengths cannot stand in one batch.
-            past_key_values: what an earlier call gave back.
-            labels: (B, n), mostly ``input_ids``; -100 counts for nothing.
-            use_cache: whether ``past_key_values`` is wanted.
-            logits_to_keep: only the last so many; 0 for all.
+            past_key_values: what an earlier call returned.
+            labels: (B, n), mostly ``input_ids``; -100 is left out.
+            use_cache: whether to return ``past_key_values``.
+            logits_to_keep: how many of the last ones to return; 0 for all.
 
         Returns:
-            Logits (B, n, V) in fp32 at least. Of no tokens they are (B, 1, V), the first token's. Behind a full context
-            nothing comes, and they are NaN. The loss is in nats a token.
+            Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
+            context, where they are NaN. The loss is in nats a token.
 
         Raises:
             ValueError: no tokens, padding, or more tokens than the context holds.
@@ -126,36 +135,31 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("input_ids: must be given; this model takes no embeddings in their place")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("attention_mask: has zeros; this model takes no padding: give contexts of one length")
-        known = past_key_values if isinstance(past_key_values, Known) else None
-        if known is None and use_cache and not self.training:
-            known = Known(Session(self._network(), len(input_ids)))
-        if known is not None:
-            logits = self._continued(known.session, input_ids, logits_to_keep)
+        cache = past_key_values if isinstance(past_key_values, SessionCache) else None
+        if cache is None and use_cache and not self.training:
+            cache = SessionCache(Session(self._network, len(input_ids)))
+        if cache is not None:
+            logits = self._continued(cache.session, input_ids, logits_to_keep)
         else:
             logits = self._rows(input_ids)[:, -logits_to_keep:]
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=known)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if return_dict is not False else output.to_tuple()
 
-    # transformers looks for what a model takes by the name kwargs.
+    # transformers looks for a parameter of the name kwargs.
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """As transformers has it. Raises ValueError where the context is full, and nothing can come."""
-        context = self._network().config.context
+        """As transformers has it. Raises ValueError where the context is full."""
+        context = self._network.config.context
         if input_ids.shape[1] >= context:
             rule = f"{input_ids.shape[1]} tokens: the model's context of {context} has no room for another"
             raise ValueError(f"{rule}; give max_length={context} or less")
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
-    def _network(self) -> SparseTransformer:
-        """Of the same parts."""
-        network: SparseTransformer = self.__dict__["network"]
-        return network
-
     def _rows(self, tokens: Tensor) -> Tensor:
-        """All logits by one pass: (B, n, V), or (B, 1, V) of no tokens."""
-        network = self._network()
+        """All logits by one pass: (B, n, V), or (B, 1, V) without tokens."""
+        network = self._network
         wide = torch.promote_types(network.embedding.start.dtype, torch.float32)
         if tokens.shape[1] >= network.config.context:  # more than that the network refuses
             rows = network(tokens).to(wide)[:, 1:]
@@ -164,7 +168,7 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         return rows[:, 1:] if tokens.shape[1] else rows
 
     def _continued(self, session: Session, tokens: Tensor, keep: int) -> Tensor:
-        """Logits with tokens that are known from here on."""
+        """The last ``keep`` logits of tokens that the session takes; all for 0."""
         count = tokens.shape[1]
         if session.position == 0:
             rows = None if keep == 1 else self._rows(tokens)
@@ -172,9 +176,54 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             if rows is None:
                 rows = session.logits[:, None].clone()
             return rows[:, -keep:]
-        found = []
+        kept = []
         for place in range(count):
             session.append(tokens[:, place])
             if not keep or place >= count - keep:
-                found.append(session.logits.clone())
-        return torch.stack(found, 1)
+                kept.append(session.logits.clone())
+        return torch.stack(kept, 1)
+
+
+class LongstrideTokenizer(PreTrainedTokenizer):
+    """Text as its UTF-8 bytes: token n is the byte n, and its text the character of that number.
+
+    There are no other tokens, so none begins, ends or pads a text.
+    """
+
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 - as transformers declares it
+
+    @property
+    def vocab_size(self) -> int:
+        """How many values a byte has."""
+        return _BYTE_VALUES
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token's number."""
+        return {chr(byte): byte for byte in range(_BYTE_VALUES)} | dict(self.added_tokens_encoder)
+
+    def _tokenize(self, text: str, **options: Any) -> list[str]:
+        return [chr(byte) for byte in text.encode("utf-8")]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text; bytes that are no UTF-8 become the replacement character."""
+        return bytes(ord(token) for token in tokens).decode("utf-8", "replace")
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Nothing: there is no file."""
+        return ()
+
+
+def register() -> None:
+    """Makes these classes known to transformers, so that its ``Auto`` classes load an export without remote code.
+
+    For exports of any age: their own stub, which may name modules of an earlier Longstride, is not read.
+    """
+    AutoConfig.register(LongstrideConfig.model_type, LongstrideConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LongstrideConfig, LongstrideForCausalLM, exist_ok=True)
+    AutoTokenizer.register(LongstrideConfig, tokenizer_class=LongstrideTokenizer, exist_ok=True)

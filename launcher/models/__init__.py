@@ -1,40 +1,30 @@
-"""An exported model, read: its files, its fingerprint, and what its bytes are. Needs no deepspeed."""
+"""An exported model's folder: its weights, its fingerprint, and what its bytes are.
+
+Needs no deepspeed, so that sampling and serving start at once.
+"""
 
 from longstride.launcher.models.exported import (
-    EXPORT_FORMAT,
     Exported,
     computing_numbers,
     empty_model,
-    fingerprint,
     load_model,
-    placed,
-    runnable,
+    streamed_model,
     usable_device,
 )
-from longstride.launcher.models.fingerprint import DTYPES, MAPPED_BYTES, STORED, TensorHash, combined, tensor_bytes
-from longstride.launcher.models.hub_files import MODEL_TYPE, hub_fields, hub_files
-from longstride.launcher.models.model_data import MODALITIES, ModelData, describe
+from longstride.launcher.models.model_data import ModelData
+from longstride.launcher.models.tensors import ALIGNMENT, DTYPES, MAPPED_BYTES, Fingerprint, write_tensors
 
 __all__ = [
+    "ALIGNMENT",
     "DTYPES",
-    "EXPORT_FORMAT",
     "MAPPED_BYTES",
-    "MODALITIES",
-    "MODEL_TYPE",
-    "STORED",
     "Exported",
+    "Fingerprint",
     "ModelData",
-    "TensorHash",
-    "combined",
     "computing_numbers",
-    "describe",
     "empty_model",
-    "fingerprint",
-    "hub_fields",
-    "hub_files",
     "load_model",
-    "placed",
-    "runnable",
-    "tensor_bytes",
+    "streamed_model",
     "usable_device",
+    "write_tensors",
 ]

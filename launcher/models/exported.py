@@ -1,31 +1,30 @@
-"""An exported model's folder, read: config.json and weights in one safetensors file or several. Needs no deepspeed.
+"""An exported model's folder, read: config.json, and weights in one safetensors file or several. Needs no deepspeed.
 
-Weights are mapped: on a CPU they are used where they lie on the disk, and take no memory of the process's own.
+Weights are mapped. A CPU uses them where they lie on the disk, and they take no memory of the process's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from longstride.kernels import check_backend
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import load_json_object
-from longstride.launcher.models.fingerprint import MAPPED_BYTES, STORED, TensorHash, combined
-from longstride.launcher.output import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from longstride.launcher.models.tensors import ALIGNMENT, MAPPED_BYTES, STORED, Fingerprint
+from longstride.launcher.output import file_names
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
-EXPORT_FORMAT = 1
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
-_ALIGNMENT = 64  # bytes: what torch's own memory has, and matrix products may round by
-_SHOWN = 3  # names, of many that are wrong
+_MOST_NAMES = 3  # of many wrong tensors, in a message
 
 
 class Exported:
@@ -35,13 +34,15 @@ class Exported:
         ConfigError: it is no export, of a newer format, torn, or its files do not belong together.
     """
 
+    FORMAT = 1
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not (folder / CONFIG).is_file():
-            raise ConfigError(f"{folder}: has no {CONFIG}; {_ADVICE}")
-        self.content = load_json_object(folder / CONFIG)
+        if not (folder / file_names.CONFIG).is_file():
+            raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
+        self.content = load_json_object(folder / file_names.CONFIG)
         self.config = self._read_config()
-        self._places = self._find_tensors()
+        self._file_of = self._find_tensors()
         self._open: dict[str, Any] = {}
         self._taken = 0  # bytes, since files were opened last
         self.dtype = self._check_tensors()
@@ -49,21 +50,28 @@ class Exported:
     @property
     def names(self) -> list[str]:
         """Of all tensors."""
-        return list(self._places)
+        return list(self._file_of)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU; it stays on the disk until it is used."""
         if self._taken > MAPPED_BYTES:
             self._open.clear()
             self._taken = 0
-        found = self._file(self._places[name]).get_tensor(name)
-        self._taken += found.nbytes
-        return found
+        tensor: Tensor = self._opened(self._file_of[name]).get_tensor(name)
+        self._taken += tensor.nbytes
+        return tensor
+
+    def fingerprint(self) -> str:
+        """The fingerprint, computed from the files: see ``longstride.launcher.models.tensors``."""
+        fingerprint = Fingerprint(self.content["model"])
+        for name in self.names:
+            fingerprint.add(name, self.tensor(name))
+        return fingerprint.hexdigest()
 
     def _read_config(self) -> ModelConfig:
-        version, path = self.content.get("format", EXPORT_FORMAT), self.folder / CONFIG
-        if type(version) is not int or not 1 <= version <= EXPORT_FORMAT:
-            raise ConfigError(f"{path}: format={version}: this Longstride reads 1 to {EXPORT_FORMAT}")
+        version, path = self.content.get("format", self.FORMAT), self.folder / file_names.CONFIG
+        if type(version) is not int or not 1 <= version <= self.FORMAT:
+            raise ConfigError(f"{path}: format={version}: this Longstride reads 1 to {self.FORMAT}")
         if "model" not in self.content:
             raise ConfigError(f"{path}: has no model; {_ADVICE}")
         try:
@@ -73,65 +81,67 @@ class Exported:
 
     def _find_tensors(self) -> dict[str, str]:
         """Every tensor's file."""
-        if (self.folder / WEIGHTS).is_file():
-            return dict.fromkeys(self._names_in(WEIGHTS), WEIGHTS)
-        index = self.folder / WEIGHTS_INDEX
+        if (self.folder / file_names.WEIGHTS).is_file():
+            return dict.fromkeys(self._read_file(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
+        index = self.folder / file_names.WEIGHTS_INDEX
         if not index.is_file():
-            raise ConfigError(f"{self.folder}: has no {WEIGHTS} and no {WEIGHTS_INDEX}; {_ADVICE}")
-        places = load_json_object(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
+            raise ConfigError(
+                f"{self.folder}: has no {file_names.WEIGHTS} and no {file_names.WEIGHTS_INDEX}; {_ADVICE}"
+            )
+        file_of = load_json_object(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
             raise ConfigError(f"{index}: has no weight_map, which tells the file of every tensor")
-        for name, file in places.items():
+        for name, file in file_of.items():
             # A name alone: a path could lead out of the folder.
             plain = isinstance(file, str) and Path(file).name == file and file.strip(".")
             if not plain or "\\" in file or "\0" in file:
                 raise ConfigError(f"{index}: weight_map.{name}={file!r}: must be the name of a file beside it")
-        for file in sorted(set(places.values())):
+        for file in sorted(set(file_of.values())):
             if not (self.folder / file).is_file():
-                raise ConfigError(f"{self.folder}: has no {file}, which {WEIGHTS_INDEX} names")
-            named = {name for name, place in places.items() if place == file}
-            self._tell(sorted(named ^ set(self._names_in(file))), f"{file} and {WEIGHTS_INDEX} differ about")
-        return places
+                raise ConfigError(f"{self.folder}: has no {file}, which {file_names.WEIGHTS_INDEX} names")
+            indexed = {name for name, place in file_of.items() if place == file}
+            self._refuse(
+                sorted(indexed ^ set(self._read_file(file).keys())),
+                f"{file} and {file_names.WEIGHTS_INDEX} differ about",
+            )
+        return file_of
 
-    def _names_in(self, file: str) -> list[str]:
-        with self._opened(file) as opened:
-            return list(opened.keys())
-
-    def _opened(self, file: str) -> Any:
+    def _read_file(self, file: str) -> Any:
         try:
             return safe_open(self.folder / file, "pt")
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self.folder / file}: cannot be read as an export: {error}") from None
 
-    def _file(self, file: str) -> Any:
+    def _opened(self, file: str) -> Any:
         if file not in self._open:
-            self._open[file] = self._opened(file)
+            self._open[file] = self._read_file(file)
         return self._open[file]
 
     def _check_tensors(self) -> torch.dtype:
         """The type of all tensors, held against the model's names and shapes."""
         expected = {name: list(tensor.shape) for name, tensor in empty_model(self.config).state_dict().items()}
-        own = WEIGHTS if WEIGHTS in self._places.values() else WEIGHTS_INDEX
-        mismatch = f"{own} is not the model of {CONFIG}:"
-        self._tell(sorted(expected.keys() - self._places.keys()), f"{mismatch} it lacks")
-        self._tell(sorted(self._places.keys() - expected.keys()), f"{mismatch} it has unknown")
+        weights = file_names.WEIGHTS if file_names.WEIGHTS in self._file_of.values() else file_names.WEIGHTS_INDEX
+        mismatch = f"{weights} is not the model of {file_names.CONFIG}:"
+        self._refuse(sorted(expected.keys() - self._file_of.keys()), f"{mismatch} it lacks")
+        self._refuse(sorted(self._file_of.keys() - expected.keys()), f"{mismatch} it has unknown")
         stored, wrong = set(), []
-        for name, file in self._places.items():
-            described = self._file(file).get_slice(name)
+        for name, file in self._file_of.items():
+            described = self._opened(file).get_slice(name)
             stored.add(described.get_dtype())
             if described.get_shape() != expected[name]:
                 wrong.append(f"{name} of {described.get_shape()} instead of {expected[name]}")
-        self._tell(wrong, f"{mismatch} it has")
+        self._refuse(wrong, f"{mismatch} it has")
         types = {text: dtype for dtype, text in STORED.items()}
         if len(stored) > 1 or not stored <= types.keys():
             rule = f"tensors of {', '.join(sorted(stored))}; all must be of one of {', '.join(types)}"
-            raise ConfigError(f"{self.folder / own}: {rule}")
+            raise ConfigError(f"{self.folder / weights}: {rule}")
         return types[stored.pop()]
 
-    def _tell(self, wrong: list[str], what: str) -> None:
+    def _refuse(self, wrong: list[str], what: str) -> None:
+        """Raise ConfigError that names the first tensors of a list; nothing for an empty one."""
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise ConfigError(f"{self.folder}: {what} {', '.join(wrong[:_SHOWN])}{more}")
+            more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
+            raise ConfigError(f"{self.folder}: {what} {', '.join(wrong[:_MOST_NAMES])}{more}")
 
 
 def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> SparseTransformer:
@@ -140,17 +150,47 @@ def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dt
     Args:
         folder: written by `longstride export`.
         device: where it is to compute. A backend of attention that cannot run there gives way to the best that can.
-        dtype: what it is to compute in; as it is stored where None. On a CPU the weights then stay where they lie on
-            the disk, and any other type is a copy in memory.
+        dtype: what it is to compute in; None: as it is stored. On a CPU the weights then stay on the disk, mapped. Any
+            other type is a copy in memory.
 
     Raises:
         ConfigError: the folder holds no export, or weights and configuration do not belong together.
     """
     exported = Exported(folder)
     device, dtype = torch.device(device), dtype or exported.dtype
-    model = empty_model(runnable(exported.config, device, dtype))
-    weights = {name: placed(exported.tensor(name), device, dtype) for name in exported.names}
+    model = empty_model(_runnable(exported.config, device, dtype))
+    weights = {name: _placed(exported.tensor(name), device, dtype) for name in exported.names}
     model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def streamed_model(
+    config: ModelConfig, tensor: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device
+) -> SparseTransformer:
+    """A model in evaluation mode whose blocks hold no weights: ``tensor`` fetches them by name for each use.
+
+    So memory holds one residual block at a time, and none of those weights that are used as they are stored. The
+    backend of attention gives way as in ``load_model``.
+    """
+    model = empty_model(_runnable(config, device, dtype))
+
+    def fetch(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+        names = module.state_dict().keys()
+        return {name: _placed(tensor(f"{prefix}.{name}"), device, dtype) for name in names}
+
+    prefixes = {block: f"blocks.{number}" for number, block in enumerate(model.blocks)}
+    # glibc keeps freed memory, hundreds of MB more with every block, unless it is asked to give it back.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+
+    def compute(block: nn.Module, h: Tensor) -> Tensor:
+        out = functional_call(block, fetch(block, prefixes[block]), (h,))
+        trim(0)
+        return out
+
+    model.activation_checkpoint = compute
+    for name, module in model.named_children():
+        if name != "blocks":
+            module.load_state_dict(fetch(module, name), assign=True)
     return model.eval()
 
 
@@ -169,7 +209,7 @@ def empty_model(config: ModelConfig) -> SparseTransformer:
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Leaves out initial values: on the meta device nothing would come of them but torch's compiler, 75 MB of it."""
+    """Leaves out initial values: on the meta device they would only load torch's compiler, 75 MB of it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -178,13 +218,13 @@ class _Uninitialized(TorchFunctionMode):
         return func(*args, **named)
 
 
-def placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor on a device, in a type, at an address as torch chooses them: a copy only where one asks for it."""
-    found = tensor.to(device, dtype)
-    return found.clone() if found.data_ptr() % _ALIGNMENT else found
+def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor on a device, in a type, aligned as torch aligns its own; copied only where one of these asks for it."""
+    placed = tensor.to(device, dtype)
+    return placed.clone() if placed.data_ptr() % ALIGNMENT else placed
 
 
-def runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
+def _runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
     """The configuration with a backend of attention that can run there: its own, or else the best."""
     widths = {"head_width": config.query_key_width // config.heads, "value_width": config.width // config.heads}
     try:
@@ -196,18 +236,8 @@ def runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> M
 
 @contextmanager
 def computing_numbers(folder: Path) -> Iterator[None]:
-    """Tells logits that are no numbers, a FloatingPointError, as what is wrong with the exported model: ConfigError."""
+    """Turns the FloatingPointError of logits that are no numbers into a ConfigError about the exported model."""
     try:
         yield
     except FloatingPointError as error:
         raise ConfigError(f"{folder}: computes {error}; export it anew, or in fp32") from None
-
-
-def fingerprint(folder: Path) -> str:
-    """The fingerprint of an exported model, computed from its files: see ``longstride.launcher.models.fingerprint``.
-
-    Raises:
-        ConfigError: as ``load_model``.
-    """
-    exported = Exported(folder)
-    return combined(exported.content["model"], {name: TensorHash.of(exported.tensor(name)) for name in exported.names})

@@ -1,11 +1,11 @@
-"""How a training run ends, as numbers: what a launcher, a scheduler or a restart goes by. See docs/training.md."""
+"""Exit codes of a training run, for launchers, schedulers and restarts. See docs/training.md."""
 
 DONE = 0
-UNFORESEEN = 1  # a traceback tells it, or a line that the end could not be saved
-WRONG_INPUT = 2  # a person can mend it; a line tells it
-REQUEUE = 75  # asked to stop, and saved: --resume auto goes on (EX_TEMPFAIL of sysexits.h)
-GUARDED = 76  # a guard stopped the run
-HUNG = 77  # a collective took longer than its time-out, or another process was lost
-STOPPED = 130  # left at once, as shells count Ctrl-C
+UNFORESEEN = 1  # with a traceback, or with a line that says that the last state could not be saved
+WRONG_INPUT = 2  # the user can mend it; a line says how
+REQUEUE = 75  # stopped by request and saved: --resume auto goes on (EX_TEMPFAIL of sysexits.h)
+GUARDED = 76  # stopped by a guard
+HUNG = 77  # a collective timed out, or another process died
+STOPPED = 130  # left at once without saving; shells give Ctrl-C this code
 DOCUMENTED = (DONE, UNFORESEEN, WRONG_INPUT, REQUEUE, GUARDED, HUNG, STOPPED)
-RESTARTABLE = (UNFORESEEN, HUNG)  # for what another attempt may get past
+RESTARTABLE = (UNFORESEEN, HUNG)  # another attempt may succeed

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a run's lines of JSON, read, searched and cut."""
+"""metrics.jsonl: reads a run's lines of JSON, and cuts off those after a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from longstride.launcher.output.folders import METRICS
+from longstride.launcher.output.file_names import METRICS
 
 
 def bits_per_byte(nats: float) -> float:
@@ -17,26 +17,31 @@ def bits_per_byte(nats: float) -> float:
     return nats / math.log(2)
 
 
-def cut_metrics(run: Path, step: int, before: str = "resume", last: str = "") -> Path | None:
-    """Takes the lines after a step out of metrics.jsonl, so that no step will stand there twice.
+def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
+    """A split's whole lines by their step; without metrics.jsonl there are none."""
+    path = run / METRICS
+    lines = [_parsed(line) for line in _read_lines(path)] if path.exists() else []
+    return {line["step"]: line for line in lines if line.get("split") == split and isinstance(line.get("step"), int)}
 
-    ``before``: a word for the name of the copy. ``last``: a line that the copy is to end with.
 
-    Returns the copy that keeps them; None where there was nothing to take out. A line that was cut off in writing, or
-    is damaged, counts as one to take out.
+def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") -> Path | None:
+    """Cuts off the lines after a step, so that no step stands there twice; returns a copy of the file before.
+
+    Torn and damaged lines are cut off as well. The copy is called ``metrics.before-REASON-N.jsonl`` and ends with
+    ``last``. None where there was nothing to cut off.
 
     Raises:
-        OSError: there is no room; metrics.jsonl is as it was, and no copy is left.
+        OSError: the disk is full; metrics.jsonl is unchanged, and no copy is left.
     """
     path = run / METRICS
     if not path.exists():
         return None
     lines = _read_lines(path)
-    kept = [line for line in lines if _is_until(line, step)]
+    kept = [line for line in lines if isinstance(at := _parsed(line).get("step"), int) and at <= step]
     if kept == lines and not last:
         return None
     number = 1
-    while (copy := run / f"metrics.before-{before}-{number}.jsonl").exists():
+    while (copy := run / f"metrics.before-{reason}-{number}.jsonl").exists():
         number += 1
     partial = run / f".{METRICS}.partial"
     try:
@@ -55,32 +60,15 @@ def cut_metrics(run: Path, step: int, before: str = "resume", last: str = "") ->
     return copy
 
 
-def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
-    """A split's whole lines of metrics.jsonl by their step."""
-    path = run / METRICS
-    found = [_parsed(line) for line in _read_lines(path)] if path.exists() else []
-    return {line["step"]: line for line in found if line.get("split") == split and isinstance(line.get("step"), int)}
-
-
-def holds_line(run: Path, step: int, split: str) -> bool:
-    """Whether metrics.jsonl has a split's line of a step."""
-    return step in find_lines(run, split)
-
-
 def _read_lines(path: Path) -> list[str]:
-    """Lines with their ends; what is no UTF-8 becomes U+FFFD, which no line of ours holds."""
+    """Lines with their ends; bytes that are not UTF-8 become U+FFFD, which no line of ours holds."""
     return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """What a whole line holds; nothing for one that is torn or damaged."""
+    """The content of a whole line; empty for a line that is torn or damaged."""
     try:
         content = json.loads(line) if line.endswith("\n") and "\ufffd" not in line else None
     except (json.JSONDecodeError, RecursionError):
         content = None
     return content if isinstance(content, dict) else {}
-
-
-def _is_until(line: str, step: int) -> bool:
-    own = _parsed(line).get("step")
-    return isinstance(own, int) and own <= step

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from longstride.launcher.config import RunConfig, precision
+from longstride.launcher.config import RunConfig
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 REHEARSED_LAYERS = (2, 3)
@@ -68,10 +68,9 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
     Stage 1 shares out masters, moments and average, stage 2 gradients too, stage 3 weights too; what is offloaded to
     the CPU is counted all the same.
     """
-    section = config.deepspeed
-    half = precision(section) != "fp32"
+    half = config.precision != "fp32"
     copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
-    gradient_bytes = _gradient_bytes(section, stage)
+    gradient_bytes = _gradient_bytes(config, stage)
 
     def share(numel: int, from_stage: int) -> int:
         return -(-numel // processes) if stage >= from_stage else numel
@@ -82,7 +81,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
         masters=4 * share(num_parameters, 1) if copied else 0,
         adam=8 * share(num_parameters, 1),
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
-        buffers=_buffer_bytes(num_parameters, section, stage, gradient_bytes),
+        buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes),
         at_step=4 * share(num_parameters, 1) if copied else 0,
     )
 
@@ -92,7 +91,7 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
 
     What an attention kernel allocates and frees within a call is not seen.
     """
-    dtype = _DTYPES[precision(config.deepspeed)]
+    dtype = _DTYPES[config.precision]
     batch, on_gpu = config.train.micro_batch, config.model.backend != "cpu"
     few, more = REHEARSED_LAYERS
     if config.model.layers <= more:
@@ -202,24 +201,24 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _gradient_bytes(section: dict[str, Any], stage: int) -> int:
+def _gradient_bytes(config: RunConfig, stage: int) -> int:
     """Of one accumulated gradient."""
-    own = precision(section)
-    gathered_as = section.get("data_types", {}).get("grad_accum_dtype") or own
+    own = config.precision
+    gathered_as = config.deepspeed.get("data_types", {}).get("grad_accum_dtype") or own
     return 4 if (own if stage == 0 else gathered_as) == "fp32" else 2
 
 
-def _buffer_bytes(num_parameters: int, section: dict[str, Any], stage: int, gradient_bytes: int) -> int:
+def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int) -> int:
     """The buckets in which stages 1 to 3 reduce gradients, and what stage 3 may hold of other processes' weights."""
-    zero = section.get("zero_optimization", {})
+    zero = config.deepspeed.get("zero_optimization", {})
     if stage == 0:
         return 0
     # Stage 2 reduces in the weights' own precision, whatever it adds up in.
-    one = gradient_bytes if stage != 2 or precision(section) == "fp32" else 2
+    one = gradient_bytes if stage != 2 or config.precision == "fp32" else 2
     bucket = one * int(zero.get("reduce_bucket_size", _BUCKET))
     if not zero.get("contiguous_gradients", True):
         bucket = 0
     if stage < 3:
         return bucket * (2 if zero.get("overlap_comm") else 1)
     live = min(num_parameters, int(zero.get("stage3_max_live_parameters", 2 * _BUCKET)))
-    return bucket + live * (4 if precision(section) == "fp32" else 2)
+    return bucket + live * (4 if config.precision == "fp32" else 2)

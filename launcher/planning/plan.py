@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.config import RunConfig, check_world_size, load_config, precision, zero_stage
+from longstride.kernels import ConfigError
+from longstride.launcher.config import RunConfig, load_config
 
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
 _GIB = 2**30
@@ -71,8 +71,8 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     kept = {name: memory.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
-        "precision": precision(config.deepspeed),
-        "zero_stage": zero_stage(config.deepspeed),
+        "precision": config.precision,
+        "zero_stage": config.zero_stage,
         "activation_checkpointing": train.activation_checkpointing,
         "micro_batch": train.micro_batch,
         "activations": {name: asdict(each) for name, each in kept.items()},
@@ -115,7 +115,7 @@ def _processes(config: RunConfig, given: list[str]) -> list[int]:
     for word in given:
         if not (word.isascii() and word.isdecimal() and int(word)):
             raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
-        check_world_size(config, int(word))
+        config.check_world_size(int(word))
     return [int(word) for word in given]
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from longstride.data_pipelines.errors import DataError
-from longstride.kernels.plan import num_pairs
+from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import RunData, check_warmup, steps_of
+from longstride.launcher.data import RunData, steps_of
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
 
@@ -111,8 +111,7 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
     if train.steps is not None:
         return Length(train.steps, train.steps * train.global_batch / found, found, origin)
     assert train.epochs is not None
-    steps = steps_of(train.epochs, found, train.global_batch)
-    check_warmup(train, steps)
+    steps = steps_of(train, found)
     return Length(steps, train.epochs, found, origin)
 
 

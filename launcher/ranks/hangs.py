@@ -25,8 +25,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from longstride.launcher.output import HUNG, STACKS
-from longstride.launcher.ranks.stacks import Address, Neighbour, Reading, Sheet
+from longstride.launcher.output import exit_codes, file_names, say
+from longstride.launcher.ranks.stacks import Neighbour, Reading, Sheet, SheetAddress
 
 _LOOK_SECONDS = 0.5
 _SURE_SECONDS = 2.0  # after which a frame is held, as another one may get its place in memory
@@ -53,28 +53,28 @@ _LOST = re.compile(
 _GLOO = re.compile(r"gloo/.*\.(cc|h):\d+\]|^Gloo |monitoredBarrier", re.IGNORECASE)
 
 
-class Found(NamedTuple):
-    """Why a run cannot go on."""
+class PeerFailure(NamedTuple):
+    """Why a run cannot go on: another process did not answer."""
 
     reason: str
     lost: bool  # another process is gone, rather than late
 
 
-def found_in(error: BaseException) -> Found | None:
-    """Whether an error says that other processes did not answer; None for all other errors."""
+def peer_failure(error: BaseException) -> PeerFailure | None:
+    """What an error says of other processes that did not answer; None for all other errors."""
     lines = str(error).splitlines() or [""]
     family = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and _GLOO.search(lines[0]) is not None
     )
     if not family:
         return None
-    told = " ".join(re.sub(r"^\[.*?\] |This is typically.*", "", lines[0]).split())
+    reason = " ".join(re.sub(r"^\[.*?\] |This is typically.*", "", lines[0]).split())
     if _TIMED_OUT.search(str(error)):
-        return Found(told, lost=False)
-    return Found(told, lost=True) if _LOST.search(str(error)) else None
+        return PeerFailure(reason, lost=False)
+    return PeerFailure(reason, lost=True) if _LOST.search(str(error)) else None
 
 
-class Watch:
+class Watchdog:
     """Knows where this rank is, and ends it where the others do not answer."""
 
     def __init__(
@@ -102,15 +102,15 @@ class Watch:
         self._main = threading.get_ident()
         self._over, self._ends = threading.Event(), threading.Lock()
         self.at(f"waiting for {world_size} processes at {self._meeting_place}")
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
         self._thread.start()
 
     @property
-    def address(self) -> tuple[Address, str]:
+    def address(self) -> tuple[SheetAddress, str]:
         """What the other ranks are to know: see ``meet``."""
         return self._sheet.address, self._name
 
-    def meet(self, everyone: Sequence[tuple[Address, str]]) -> None:
+    def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
         """Takes the addresses of all ranks, in rank order."""
         self._name = everyone[0][1]  # the same for all ranks of an attempt
         own = self._sheet.address
@@ -127,11 +127,11 @@ class Watch:
         self._thread.join()
         self._sheet.close()
 
-    def end(self, found: Found, raised: BaseException | None = None) -> NoReturn:
+    def end(self, failure: PeerFailure, raised: BaseException | None = None) -> NoReturn:
         """Tells what was found, with the stacks of the processes of this host, and leaves."""
         if not self._ends.acquire(blocking=False):
             time.sleep(2 * _TELL_SECONDS)  # the other thread leaves for both
-        last = threading.Timer(_TELL_SECONDS, os._exit, (HUNG,))
+        last = threading.Timer(_TELL_SECONDS, os._exit, (exit_codes.HUNG,))
         last.daemon = True
         last.start()
         if self._sheet.marked:  # a neighbour has told it, and reads this rank's stacks
@@ -141,11 +141,11 @@ class Watch:
             self._sheet.write_stacks()
             text = "" if raised is None else "".join(traceback.format_exception(raised))
             with self._first_here() as is_first:
-                written = [self._write(self._rank, found, self._sheet.read(), text)]
+                written = [self._write(self._rank, failure, self._sheet.read(), text)]
                 if is_first:
-                    written += self._neighbours_stacks(found)
-                    self._tell(found, place, [path for path in written if path is not None])
-                if found.lost:
+                    written += self._neighbours_stacks(failure)
+                    self._tell(failure, place, [path for path in written if path is not None])
+                if failure.lost:
                     time.sleep(_LOST_SECONDS)
         leave_at_once()
 
@@ -172,9 +172,9 @@ class Watch:
             held = frame if waits or orphaned else None
             del frame
             if waits and still > self._timeout + _LATE_SECONDS:
-                self.end(Found(f"nothing came for {still:.0f} s, and no time-out ended it", lost=False))
+                self.end(PeerFailure(f"nothing came for {still:.0f} s, and no time-out ended it", lost=False))
             if orphaned and still > self._timeout:
-                self.end(Found(f"the launcher is gone, and nothing moved for {still:.0f} s", lost=False))
+                self.end(PeerFailure(f"the launcher is gone, and nothing moved for {still:.0f} s", lost=False))
 
     @contextlib.contextmanager
     def _first_here(self) -> Iterator[bool]:
@@ -187,7 +187,7 @@ class Watch:
                 is_first = False
             yield is_first
 
-    def _neighbours_stacks(self, found: Found) -> list[Path | None]:
+    def _neighbours_stacks(self, failure: PeerFailure) -> list[Path | None]:
         """The files of the other ranks on this host that have not written their own."""
         for neighbour in self._neighbours:
             neighbour.ask()
@@ -202,16 +202,16 @@ class Watch:
         for neighbour in self._neighbours:
             reading = neighbour.read()
             if reading is not None:
-                files.append(self._write(neighbour.address.rank, found, reading, ""))
+                files.append(self._write(neighbour.address.rank, failure, reading, ""))
         return files
 
-    def _write(self, rank: int, found: Found, reading: Reading, raised: str) -> Path | None:
+    def _write(self, rank: int, failure: PeerFailure, reading: Reading, raised: str) -> Path | None:
         """A rank's file; None where it has one already, or there is no run folder to write to."""
         by = "" if rank == self._rank else f", written by rank {self._rank}"
         lines = [
             f"rank {rank} of {self._world_size} on {socket.gethostname()}, {_stamp()}{by}",
             f"{reading.place}, for {reading.seconds:.1f} s; time-out {self._timeout:g} s",
-            f"rank {self._rank}: {found.reason}",
+            f"rank {self._rank}: {failure.reason}",
             "",
             *([raised] if raised else []),
             reading.stacks or "It could not write its stacks.",
@@ -219,7 +219,7 @@ class Watch:
         try:
             if self._run is None or not self._run.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no run folder")
-            path = self._run / STACKS / f"{self._name}-rank-{rank:05d}.txt"
+            path = self._run / file_names.STACKS / f"{self._name}-rank-{rank:05d}.txt"
             path.parent.mkdir(exist_ok=True)
             with path.open("x", encoding="utf-8") as file:
                 file.write("\n".join(lines))
@@ -227,16 +227,16 @@ class Watch:
             return None
         except OSError as error:
             if self._met:  # who came and who did not is told in the line
-                print("\n".join([f"longstride: stacks: {error.strerror}", *lines]), file=sys.stderr, flush=True)
+                say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path
 
-    def _tell(self, found: Found, reading: Reading, written: Sequence[Path]) -> None:
+    def _tell(self, failure: PeerFailure, reading: Reading, written: Sequence[Path]) -> None:
         """One line on standard error."""
-        what = "lost another process" if found.lost else "heard nothing of another process in time"
+        what = "lost another process" if failure.lost else "heard nothing of another process in time"
         place = f"{reading.place}, after {reading.seconds:.0f} s"
         files = f"; stacks: {written[0].parent}/{self._name}-rank-*.txt" if written else ""
-        line = f"longstride: rank {self._rank} on {socket.gethostname()} {what} ({place}): {found.reason}{files}"
+        line = f"longstride: rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}"
         print(line, file=sys.stderr, flush=True)
 
 
@@ -247,7 +247,7 @@ def leave_at_once() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(HUNG)
+    os._exit(exit_codes.HUNG)
 
 
 def _waits(frame: FrameType | None) -> bool:

@@ -1,83 +1,153 @@
-"""Which process this is, and the process group they share. Imports deepspeed."""
+"""The processes of a run: which one this is, their collectives, their group, and the lock of their run folder.
+
+Joining the group imports deepspeed.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import socket
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.ranks.hangs import Watch, found_in
-from longstride.launcher.ranks.interfaces import choose_interface
+from longstride.kernels import ConfigError, Problem
+from longstride.launcher.output import file_names
+from longstride.launcher.ranks.hangs import Watchdog, peer_failure
+from longstride.launcher.ranks.rank_environment import choose_interface
+from longstride.launcher.ranks.waiting import Result, first_works
 
-_BEHIND_THE_WATCH_SECONDS = 15.0
+_AFTER_THE_WATCHDOG_SECONDS = 15.0
+_HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The place of this process among W."""
+    """The place of this process among W, and how the W of them meet.
+
+    All ranks must call a collective. Before the process group stands, W is 1 or no collective may be called.
+    """
 
     rank: int = 0
     local_rank: int = 0  # on this host
     world_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
+        """The place by the variables of the deepspeed launcher or torchrun; without any, one process.
+
+        Raises:
+            ConfigError: the variables are set in part, or are no numbers.
+        """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        given = {name: environment[name] for name in names if name in environment}
+        if not given:
+            return cls()
+        missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if missing:
+            raise ConfigError(
+                f"environment: {', '.join(given)} given without {', '.join(missing)}; start by a launcher"
+            )
+        try:
+            rank, local_rank, world_size = (int(environment[name]) for name in names)
+        except ValueError:
+            raise ConfigError(f"environment: {given}: must be whole numbers") from None
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"environment: RANK={rank}: must be from 0 to {world_size - 1}")
+        return cls(rank, local_rank, world_size)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        from deepspeed.accelerator import get_accelerator
 
-def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """The place told by the deepspeed launcher or torchrun; without either, one process.
+        return torch.device(get_accelerator().device_name(self.local_rank))
 
-    Raises:
-        ConfigError: the variables are set in part, or are no numbers.
-    """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    if not given:
-        return Ranks()
-    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
-        raise ConfigError(f"environment: {', '.join(given)} given without {', '.join(missing)}; start by a launcher")
-    try:
-        rank, local_rank, world_size = (int(environment[name]) for name in names)
-    except ValueError:
-        raise ConfigError(f"environment: {given}: must be whole numbers") from None
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"environment: RANK={rank}: must be from 0 to {world_size - 1}")
-    return Ranks(rank, local_rank, world_size)
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def gather_objects(self, value: object) -> list:
+        """Every rank's value in rank order."""
+        if self.world_size == 1:
+            return [value]
+        everyone: list = [None] * self.world_size
+        torch.distributed.all_gather_object(everyone, value)
+        return everyone
+
+    def gather_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks bring the same n."""
+        values = values.to(device)
+        if self.world_size == 1:
+            return values.cpu()[None]
+        everyone = [torch.empty_like(values) for _ in range(self.world_size)]
+        torch.distributed.all_gather(everyone, values)
+        return torch.stack(everyone).cpu()
+
+    def gather_float64(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Every rank's () float64 value on the CPU, in rank order: (W,)."""
+        # The float's bits travel as an integer, and come back unchanged on devices without float64.
+        return self.gather_int64(value.reshape(1).view(torch.int64), device).view(torch.float64)[:, 0]
+
+    def sum_int64(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The sums of all ranks' int64 values on the CPU, of their shape. All ranks bring the same shape."""
+        if self.world_size == 1:
+            return values
+        summed = values.to(device, copy=True)
+        torch.distributed.all_reduce(summed)
+        return summed.cpu()
+
+    def first_works(self, work: Callable[[], Result]) -> Result:
+        """What the first rank's ``work`` returns, on every rank.
+
+        It works in a thread, and all ranks meet in a small collective again and again until it is done: a rank that
+        dies meanwhile is noticed at once, and none waits longer in any one collective than between two meetings.
+
+        Raises:
+            AgreedError: on every rank, for a mistake of the user that the work met.
+        """
+        return first_works(work if self.is_first else None, self.gather_objects)
 
 
 @contextmanager
 def process_group(
     ranks: Ranks, timeout_seconds: float, run: Path | None = None, orphaned: Callable[[], bool] | None = None
-) -> Iterator[Watch]:
+) -> Iterator[Watchdog]:
     """Joins the processes for as long as the block runs; every collective in it ends by the time-out.
 
     Where other processes do not answer, the block does not end: the process does, by ``exit_codes.HUNG``, with the
     stacks of the processes of this host in the run's folder. Leaving without destroying the group can abort a process
-    that has done its work; destroying it where others are gone can wait for ever. ``orphaned``: see ``Watch``.
+    that has done its work; destroying it where others are gone can wait for ever. ``orphaned``: see ``Watchdog``.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     on_cpu = get_accelerator().device_name() == "cpu"
-    # NCCL ends by aborting the process, so the watch is to be first.
-    timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _BEHIND_THE_WATCH_SECONDS))
+    # NCCL ends by aborting the process, so the watchdog is to be first.
+    timeout = timedelta(seconds=timeout_seconds + (0 if on_cpu else _AFTER_THE_WATCHDOG_SECONDS))
     if not on_cpu:
         get_accelerator().set_device(ranks.local_rank)
     if ranks.world_size > 1:
         choose_interface()
     alone = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
-    watch = Watch(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)
+    watchdog = Watchdog(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)
     try:
         with _default_timeout(timeout):
             if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
@@ -86,18 +156,18 @@ def process_group(
                 backend = get_accelerator().communication_backend_name()
                 torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-            watch.meet(gather_objects(watch.address, ranks))
-            watch.at("starting")
-            yield watch
+            watchdog.meet(ranks.gather_objects(watchdog.address))
+            watchdog.at("starting")
+            yield watchdog
     except Exception as error:
-        found = found_in(error)
-        if found is not None:
-            watch.end(found, error)
+        failure = peer_failure(error)
+        if failure is not None:
+            watchdog.end(failure, error)
         raise
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        watch.close()
+        watchdog.close()
         if alone:  # by itself it would look like half a launcher's environment
             del os.environ["LOCAL_RANK"]
 
@@ -120,41 +190,66 @@ def _default_timeout(timeout: timedelta) -> Iterator[None]:
             setattr(torch.distributed.distributed_c10d, name, value)
 
 
-def gather_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Every rank's (n,) int64 values on the CPU, in rank order: (W, n). All ranks must call, with the same n."""
-    values = values.to(device)
-    if ranks.world_size == 1:
-        return values.cpu()[None]
-    everyone = [torch.empty_like(values) for _ in range(ranks.world_size)]
-    torch.distributed.all_gather(everyone, values)
-    return torch.stack(everyone).cpu()
+@contextmanager
+def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Holds the run folder for the block, as one run at a time writes there. All ranks must call; the first one locks.
+
+    The lock belongs to its process: forked ones do not share it, and it is free as soon as that process has ended,
+    however that happens.
+
+    Raises:
+        ConfigError: on every rank, where another process holds it.
+    """
+    with ExitStack() as held:
+        problem = None
+        if ranks.is_first:
+            run.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((run / file_names.LOCK).open("a+", encoding="utf-8"))
+            problem = _lock(file, run)
+            if problem is None:
+                file.seek(0)
+                file.truncate()
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+                file.flush()
+        problem = ranks.gather_objects(problem)[0]
+        if problem is not None:
+            raise ConfigError(problem)
+        try:
+            yield
+        except BaseException:
+            if ranks.is_first:
+                with suppress(OSError):  # nothing but the lock is there: the run failed before it wrote anything
+                    if [path.name for path in run.iterdir()] == [file_names.LOCK]:
+                        (run / file_names.LOCK).unlink()
+                        run.rmdir()
+            raise
 
 
-def sum_int64(values: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """The sums of all ranks' int64 values on the CPU, of their shape. All ranks must call, with the same shape."""
-    if ranks.world_size == 1:
-        return values
-    summed = values.to(device, copy=True)
-    torch.distributed.all_reduce(summed)
-    return summed.cpu()
+def check_unlocked(run: Path) -> None:
+    """Whether no other run writes to a folder, as far as can be known before one starts.
+
+    Raises:
+        ConfigError: another run does.
+    """
+    if not (run / file_names.LOCK).exists():
+        return
+    with (run / file_names.LOCK).open("r+", encoding="utf-8") as file:
+        problem = _lock(file, run)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
-def gather_float64(value: torch.Tensor, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Every rank's () float64 value on the CPU, in rank order: (W,). All ranks must call."""
-    # The float's bits travel as an integer, and come back unchanged on devices without float64.
-    return gather_int64(value.reshape(1).view(torch.int64), ranks, device).view(torch.float64)[:, 0]
-
-
-def gather_objects(value: object, ranks: Ranks) -> list:
-    """Every rank's value in rank order. All ranks must call."""
-    if ranks.world_size == 1:
-        return [value]
-    everyone: list = [None] * ranks.world_size
-    torch.distributed.all_gather_object(everyone, value)
-    return everyone
-
-
-def barrier(ranks: Ranks) -> None:
-    """Waits until every rank is here."""
-    if ranks.world_size > 1:
-        torch.distributed.barrier()
+def _lock(file: TextIO, run: Path) -> Problem | None:
+    """Takes the lock; returns what is wrong where another process holds it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_BY_ANOTHER:
+            file.seek(0)
+            holder = file.readline().strip() or "another process"
+            rule = f"another run writes there ({holder}); wait for it, or name another folder"
+            return Problem("train.output", rule, str(run))
+        line = f"{run}: no locks on this file system; see to it that no second run writes there"
+        print(f"longstride: {line}", file=sys.stderr, flush=True)
+    return None

@@ -1,21 +1,32 @@
-"""The place of a process as srun, Open MPI and MPICH tell it, put into the words that torch and DeepSpeed read.
+"""The variables that a rank finds in its environment, and those that torch, DeepSpeed and gloo read there.
 
-A launcher's own words win over everything (the deepspeed launcher and torchrun set RANK). Then come those of mpirun
-before those of srun: under SLURM, mpirun starts its helpers by srun, whose words about a step are then the helpers' and
-not the ranks'. All of it is a function of the environment: no MPI library is loaded, and no program is run.
+srun, Open MPI and MPICH name a process's place by variables of their own, which are translated. A launcher's variables
+win over everything (the deepspeed launcher and torchrun set RANK). Then come mpirun's before srun's: under SLURM,
+mpirun starts its helpers by srun, whose variables describe the helpers and not the ranks. No MPI library is loaded,
+and no program is run.
+
+Gloo, by which the ranks of a CPU run talk, binds to what the host's own name resolves to, and to loopback where that
+fails: then a rank of another host is never heard. An interface by name would do, but hosts may name theirs differently,
+so no environment file can hold one name for all of them. Each rank asks its own kernel instead: the route to where the
+ranks meet leads over the right interface. NCCL is left alone: it looks for interfaces that are up by itself, takes
+loopback last, and may use several at once.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # Ports below those that systems give to outgoing connections (32768 and up on Linux).
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
-_WORDS = {
+_NAMES = {
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "mpich": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
@@ -28,35 +39,34 @@ _HOW = {
 
 
 def adopt_place(environment: MutableMapping[str, str]) -> None:
-    """Puts RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where mpirun or srun tell them by other names.
+    """Sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the variables of mpirun or srun.
 
     Changes nothing for a process that torchrun or the deepspeed launcher started, or that is alone.
 
     Raises:
-        ConfigError: what is told is no number, contradicts itself, or lacks where the ranks meet.
+        ConfigError: a variable is no number, they contradict each other, or nothing says where the ranks meet.
     """
     source = None if "RANK" in environment else _source(environment)
     if source is None:
         return
     place = _place(environment, source)
-    environment.update(place)  # a rank that knows its number knows whether it is the one to tell a mistake
+    environment.update(place)  # first: a rank that knows its number knows whether it has to report a mistake
     if place:
         environment.update(_meeting_place(environment, source))
 
 
 def _place(environment: Mapping[str, str], source: str) -> dict[str, str]:
-    """RANK, LOCAL_RANK and WORLD_SIZE in a launcher's words; nothing for a process alone."""
-    told = [environment.get(word, "") for word in _WORDS[source]]
-    place = dict(zip(_WORDS[source], told, strict=True))
-    if not all(text.isascii() and text.isdecimal() for text in told):
-        shown = ", ".join(f"{word}={text or '(missing)'}" for word, text in place.items())
+    """RANK, LOCAL_RANK and WORLD_SIZE from a launcher's variables; nothing for a process alone."""
+    place = {name: environment.get(name, "") for name in _NAMES[source]}
+    if not all(text.isascii() and text.isdecimal() for text in place.values()):
+        shown = ", ".join(f"{name}={text or '(missing)'}" for name, text in place.items())
         raise ConfigError(f"environment: {shown}: must be whole numbers, all three")
-    rank, local_rank, world_size = told
+    rank, local_rank, world_size = place.values()
     if int(world_size) == 1:
         return {}  # alone, however it was started
     given = environment.get("WORLD_SIZE", world_size)
     if given != world_size:
-        raise ConfigError(f"environment: WORLD_SIZE={given}: {_WORDS[source][2]} is {world_size}; leave it out")
+        raise ConfigError(f"environment: WORLD_SIZE={given}: {_NAMES[source][2]} is {world_size}; leave it out")
     return {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
 
 
@@ -89,20 +99,20 @@ def job_port(job: str, step: str = "0") -> int:
 
 
 def _source(environment: Mapping[str, str]) -> str | None:
-    """Whose words tell the place of this process; None where none do."""
+    """Whose variables give the place of this process; None where none do."""
     if "OMPI_COMM_WORLD_RANK" in environment:
         return "openmpi"
     # `srun --mpi=pmi2` sets PMI_RANK as well, but no local rank.
     if "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
         return "mpich"
-    # In the shell of salloc, and in a batch script itself, there is no step: whoever starts a program there starts one.
+    # In salloc's shell, and in a batch script itself, there is no step: a program there is started by its user.
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         return "slurm"
     return None
 
 
 def _meeting_place(environment: Mapping[str, str], source: str) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT as far as the environment lacks them and SLURM's words lead to them."""
+    """MASTER_ADDR and MASTER_PORT: as given, or else from SLURM's variables."""
     place = {name: environment[name] for name in MASTER if name in environment}
     if source == "slurm":
         hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
@@ -112,8 +122,58 @@ def _meeting_place(environment: Mapping[str, str], source: str) -> dict[str, str
             place["MASTER_PORT"] = str(job_port(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]))
     missing = [name for name in MASTER if name not in place]
     if missing:
-        word = _WORDS[source][0]
+        name = _NAMES[source][0]
         raise ConfigError(
-            f"environment: {word}={environment[word]} given without {' and '.join(missing)}; {_HOW[source]}"
+            f"environment: {name}={environment[name]} given without {' and '.join(missing)}; {_HOW[source]}"
         )
     return place
+
+
+def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Names the interface towards MASTER_ADDR for gloo, unless the user has, or only this host takes part."""
+    if "MASTER_ADDR" not in environment or GLOO_INTERFACE in environment:
+        return
+    towards = [environment["MASTER_ADDR"]]
+    if environment.get("SLURM_STEP_NUM_NODES", "1") != "1" and "SLURM_STEP_NODELIST" in environment:
+        # The host where the ranks meet may resolve its own name to loopback (Debian's /etc/hosts does): it asks for
+        # the route to the last host. Launchers by ssh give an address instead, which no host takes for loopback.
+        towards.append(end_host(environment["SLURM_STEP_NODELIST"], last=True))
+    for host in towards:
+        name = interface_towards(host)
+        if name is not None:
+            environment[GLOO_INTERFACE] = name
+            return
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface by which this host sends to another; None where it is loopback or unknown."""
+    source = source_address(host)
+    if source is None or is_loopback(source):
+        return None
+    import psutil  # which deepspeed asks for; Python itself cannot list the addresses of interfaces
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == source for address in addresses):
+            return name
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach the address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def source_address(host: str) -> str | None:
+    """The address from which this host sends to another, by its routes alone; None where it has no route."""
+    try:
+        candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, target in candidates:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # of a datagram socket: chooses the route and sends nothing
+                return str(probe.getsockname()[0]).partition("%")[0]
+        except OSError:
+            continue
+    return None

@@ -27,7 +27,7 @@ _PLACE = struct.Struct("<d256s")  # when it came there, by the clock that all pr
 _MARK = _PLACE.size  # behind the place: 1 where a neighbour has found that the run is over
 
 
-class Address(NamedTuple):
+class SheetAddress(NamedTuple):
     """Where the neighbours of a process find its sheet."""
 
     rank: int
@@ -54,7 +54,7 @@ class Sheet:
         os.ftruncate(self._file, _PAGE_BYTES)
         self._page = mmap.mmap(self._file, _PAGE_BYTES)
         fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # stacks stand behind the page, and behind one another
-        self.address = Address(rank, this_host(), os.getpid(), self._file, token)
+        self.address = SheetAddress(rank, this_host(), os.getpid(), self._file, token)
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
 
     def at(self, place: str) -> None:
@@ -84,7 +84,7 @@ class Sheet:
 class Neighbour:
     """The sheet of another process on this host; what is gone, or no longer that process, is as if it said nothing."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: SheetAddress) -> None:
         self.address = address
         self._path = Path(f"/proc/{address.pid}/fd/{address.file}")
 

@@ -9,18 +9,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from longstride.launcher.output import AgreedError, is_wrong_input, told_line
-from longstride.launcher.ranks.processes import Ranks, gather_objects
+from longstride.launcher.output import AgreedError, mistake
 
 _POLL_SECONDS = (0.01, 0.5)  # between two meetings: the first, and the longest
-_SEEN_SECONDS = 20.0  # until a shared file system shows all hosts what one has
+_VISIBLE_SECONDS = 20.0  # until a shared file system shows all hosts what one has
 _LOOK_SECONDS = 0.2
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class _State(Generic[Result]):
-    """How far the first rank's work is; what went wrong is a person's mistake, or unforeseen."""
+    """How far the first rank's work is; what went wrong is the user's mistake, or unforeseen."""
 
     done: bool = False
     result: Result | None = None
@@ -28,32 +27,32 @@ class _State(Generic[Result]):
     unforeseen: str | None = None
 
 
-def look_until() -> float:
-    """When, by the monotonic clock, to give up ``seen``."""
-    return time.monotonic() + _SEEN_SECONDS
+def wait_until_visible(look: Callable[[], Result | None], since: float) -> Result | None:
+    """What ``look`` returns once that is not None, for what another host has just written to a shared folder.
 
-
-def seen(look: Callable[[], Result | None], end: float) -> Result | None:
-    """What ``look`` finds, which a shared file system may show some time after it was written; None: not by ``end``."""
-    while (found := look()) is None and time.monotonic() < end:
-        time.sleep(_LOOK_SECONDS)
-    return found
-
-
-def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:
-    """What the first rank's ``work`` returns, on every rank. All ranks must call.
-
-    It works in a thread, and all ranks meet in a small collective again and again until it is done: a rank that dies
-    meanwhile is noticed at once, and none waits longer in any one collective than between two meetings.
-
-    Raises:
-        AgreedError: on every rank, for a mistake of a person that the work met.
+    None where it stays None for 20 s after ``since``, a time of the monotonic clock.
     """
-    if not ranks.is_first:
-        return _meet(_State, ranks)
+    while (result := look()) is None and time.monotonic() < since + _VISIBLE_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+    return result
+
+
+def first_works(work: Callable[[], Result] | None, gather: Callable[[object], list]) -> Result:
+    """See ``Ranks.first_works``; ``work`` is None on all ranks but the first, ``gather`` their collective."""
+    if work is None:
+        return _meet(_State, gather)
     future: Future[Result] = Future()
+
+    def fulfil() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # which the main thread raises
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
     # A daemon: where a peer dies, nothing waits for the rest of the work.
-    threading.Thread(target=_fulfil, args=(future, work), daemon=True, name="first works").start()
+    threading.Thread(target=fulfil, daemon=True, name="first works").start()
 
     def state() -> _State[Result]:
         if not future.done():
@@ -61,31 +60,22 @@ def first_works(work: Callable[[], Result], ranks: Ranks) -> Result:
         error = future.exception()
         if error is None:
             return _State(done=True, result=future.result())
-        if isinstance(error, Exception) and is_wrong_input(error):
-            return _State(wrong=told_line(error))
-        return _State(unforeseen=repr(error))
+        wrong = mistake(error)
+        return _State(unforeseen=repr(error)) if wrong is None else _State(wrong=wrong)
 
     try:
-        return _meet(state, ranks)
+        return _meet(state, gather)
     except RuntimeError:
         if future.done():
             future.result()  # with its own traceback
         raise
 
 
-def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
-    try:
-        result = work()
-    except BaseException as error:  # which the main thread raises
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-def _meet(state: Callable[[], _State[Result]], ranks: Ranks) -> Result:
+def _meet(state: Callable[[], _State[Result]], gather: Callable[[object], list]) -> Result:
+    """Meets the other ranks again and again, until the first rank's state says that the work is done."""
     pause, longest = _POLL_SECONDS
     while True:
-        now: _State[Result] = gather_objects(state(), ranks)[0]
+        now: _State[Result] = gather(state())[0]
         if now.wrong is not None:
             raise AgreedError(now.wrong)
         if now.unforeseen is not None:

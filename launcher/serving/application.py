@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.serving.guards import (
     add_headers,
     answer,

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from longstride.kernels.errors import ConfigError, Problem
-from longstride.sparse_model import ModelConfig
-from longstride.sparse_model.generation import is_whole, wrong_settings
+from longstride.kernels import ConfigError, Problem
+from longstride.sparse_model import ModelConfig, wrong_settings
 
 DEFAULT_TEXT_BYTES = 256
 _LARGEST_SEED = 2**63 - 1
@@ -64,7 +63,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     problems += _setting_problems(content)
     fitting = min(max_bytes, config.context - len(prompt))
     count = content.get("bytes", min(fitting, DEFAULT_TEXT_BYTES) if config.embedding.type == "text" else fitting)
-    if not is_whole(count) or not 1 <= count <= fitting:
+    if type(count) is not int or not 1 <= count <= fitting:
         rule = f"must be a whole number from 1 to {fitting}"
         if fitting < max_bytes:
             rule += f": prompt and sample fit in the context of {config.context}"
@@ -140,5 +139,5 @@ def _setting_problems(content: dict[str, Any]) -> list[Problem]:
 def _broken_rules(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
     yield from wrong_settings(content.get("temperature", 1.0), top_k, top_p)
-    if seed is not None and (not is_whole(seed) or not 0 <= seed <= _LARGEST_SEED):
+    if seed is not None and (type(seed) is not int or not 0 <= seed <= _LARGEST_SEED):
         yield "seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
+from longstride.launcher.output import say
 from longstride.launcher.serving.application import Service
 from longstride.launcher.serving.guards import is_loopback
 from longstride.launcher.serving.sampler import Sampler
@@ -40,7 +41,7 @@ async def _serve(service: Service, sampler: Sampler, host: str, port: int, what:
     async with listening(service, sampler, host, port) as url:
         if not is_loopback(host):
             warning = f"--host={host}: whoever reaches this machine can sample; there is no login and no encryption"
-            print(f"longstride: warning: {warning}", file=sys.stderr)
+            say(f"warning: {warning}")
         print(f"{url} serves {what}; Ctrl-C ends it", file=sys.stderr, flush=True)
         return await stop
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 
 from longstride.launcher.serving.request import SampleRequest
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 
 
 class Busy(Exception):  # noqa: N818 - a state, not a mistake

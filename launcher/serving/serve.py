@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.models import Exported, load_model, usable_device
 from longstride.sparse_model import SparseTransformer
 

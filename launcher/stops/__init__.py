@@ -1,19 +1,10 @@
-"""A stop that all ranks agree on: what asks for one, and how a run hears it.
+"""Stopping a run: signals, time limits, stop files and a dead launcher ask for it, and all ranks stop together.
 
-Imports neither torch nor deepspeed, so that a run listens before the seconds that those take.
+Imports neither torch nor deepspeed nor numpy: a rank listens for signals before it imports them, which takes seconds.
 """
 
-from longstride.launcher.stops.ancestors import LauncherGone
-from longstride.launcher.stops.signals import SignalPipe
-from longstride.launcher.stops.stopping import (
-    LEAVE_AT_ONCE,
-    SIGNALS,
-    StopAskedError,
-    StopFile,
-    StopFlag,
-    TimeIsUp,
-    stopped_at_once,
-)
+from longstride.launcher.stops.reasons import LEAVE_AT_ONCE, LauncherGone, StopFile, TimeIsUp
+from longstride.launcher.stops.stop_flag import SIGNALS, SignalPipe, StopAskedError, StopFlag, stopped_at_once
 
 __all__ = [
     "LEAVE_AT_ONCE",

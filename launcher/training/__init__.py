@@ -1,18 +1,16 @@
-"""The training loop, where it begins, and what its guards do."""
+"""The training loop, where a run starts, what its guards do, and the replay of a step. Imports deepspeed."""
 
 from longstride.launcher.training.guards import Guards, GuardStopError
-from longstride.launcher.training.loop import Training
+from longstride.launcher.training.loop import Trainer
 from longstride.launcher.training.replay import replay_step
-from longstride.launcher.training.resume import Asked, begin, choose_start, prepare_folder, restore
+from longstride.launcher.training.resume import begin, choose_start, prepare_folder
 
 __all__ = [
-    "Asked",
     "GuardStopError",
     "Guards",
-    "Training",
+    "Trainer",
     "begin",
     "choose_start",
     "prepare_folder",
     "replay_step",
-    "restore",
 ]

@@ -1,20 +1,27 @@
-"""What the figures of a training step say: go on, drop the batch, rewind or stop.
+"""What the figures of a training step say: go on, drop the batch, rewind or stop; and the record of each such step.
 
-Nothing here computes or communicates: the figures are those of all ranks together, so every rank comes to the same.
+Guards neither compute nor communicate: the figures are those of all ranks together, so every rank decides the same. A
+run writes an incident, `<run>/guards/step-00000123.json`, with everything that a replay needs. Numbers that are not
+finite are the texts "nan", "inf" and "-inf", which JSON has no numbers for.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from longstride.launcher.config import GuardPolicy, GuardsConfig
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import write_json
+from longstride.launcher.config import GuardPolicy, GuardsConfig, load_json_object
 from longstride.launcher.engine import Overflow
-from longstride.sparse_model.strict import StrictModel
+from longstride.launcher.output import file_names
+from longstride.sparse_model import StrictModel
 
 _KEYS = {
     "non_finite": "train.guards.non_finite",
@@ -22,11 +29,13 @@ _KEYS = {
     "spike": "train.guards.spike.policy",
     "overflows": "train.guards.max_skips_in_a_row",
 }
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.json")
+Number = float | str
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a step that a guard does not let pass."""
+    """What becomes of a step that a guard refuses."""
 
     guard: str  # a key of _KEYS
     outcome: GuardPolicy
@@ -36,7 +45,7 @@ class Verdict:
         return f"{self.outcome}: {self.reason}"
 
     def stopping(self, why: str) -> Verdict:
-        """The same, where its outcome cannot be had."""
+        """The same guard's stop, where its own outcome is impossible."""
         return replace(self, outcome="stop", reason=f"{self.reason}; {why}")
 
 
@@ -63,14 +72,14 @@ class Guards:
     def __init__(self, settings: GuardsConfig, memory: dict[str, Any] | None = None) -> None:
         self._settings = settings
         self._memory = GuardMemory.model_validate(memory or {})
-        self.verdict: Verdict | None = None  # on the last step that was judged; None: it passed
+        self.verdict: Verdict | None = None  # on the last step; None: it passed
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint has to keep, as JSON values."""
+        """What a checkpoint keeps of the guards, as JSON values."""
         return self._memory.model_dump(mode="json")
 
     def judge_loss(self, loss: float) -> Verdict | None:
-        """Whether the step of this loss (nats a byte, of all ranks) is to be taken; None: as far as the loss tells."""
+        """The verdict on a step's loss, in nats a byte of all ranks; None: it passes."""
         spike = self._settings.spike
         self.verdict = None
         if not math.isfinite(loss):
@@ -82,7 +91,7 @@ class Guards:
         return self.verdict
 
     def judge_gradients(self, step: int, loss: float, overflow: Overflow | None, scale: float) -> Verdict | None:
-        """Whether what became of the step may stand; its loss had passed. ``scale``: of the loss, fp16 alone."""
+        """The verdict on a step whose loss has passed, by its overflow and fp16's loss scale; None: it passes."""
         settings, self.verdict = self._settings, None
         if overflow is Overflow.GRADIENT:
             reason = "the loss is finite, and its gradients are not"
@@ -90,7 +99,7 @@ class Guards:
         elif overflow is Overflow.FLOOR:
             reason = f"gradients overflow at the lowest loss scale, {scale:g}"
             self.verdict = self._decide("loss_scale_floor", settings.loss_scale_floor, reason)
-        elif overflow is Overflow.FIXED:  # DeepSpeed skips such a step, which is told only once it goes on and on
+        elif overflow is Overflow.FIXED:  # DeepSpeed skips such a step; only many in a row are refused
             verdict = self._decide("overflows", "skip", f"gradients overflow at the fixed loss scale {scale:g}")
             self.verdict = verdict if verdict.outcome == "stop" else None
         if overflow in (None, Overflow.SCALE):
@@ -98,14 +107,14 @@ class Guards:
         return self.verdict
 
     def rewound(self, step: int, memory: dict[str, Any] | None) -> None:
-        """Takes over what a checkpoint remembers, after a step has been rewound from to it."""
+        """Takes over what a checkpoint remembers, after the run was rewound to it from ``step``."""
         before = self._memory
         self._memory = GuardMemory.model_validate(memory or {}).model_copy(
             update={"rewinds": before.rewinds + 1, "place": max(before.place, step)}
         )
 
     def _accept(self, step: int, loss: float, *, taken: bool) -> None:
-        """Remembers a step that passed; one whose loss scale was too high says nothing of skipping for ever."""
+        """Remembers a step that passed. Only a step that was taken ends a row of skips."""
         spike, memory = self._settings.spike, self._memory
         changes: dict[str, Any] = {"losses": [*memory.losses, loss][-spike.window :] if spike else []}
         if taken:
@@ -115,7 +124,7 @@ class Guards:
         self._memory = memory.model_copy(update=changes)
 
     def _decide(self, guard: str, policy: GuardPolicy, reason: str) -> Verdict:
-        """The outcome of a policy, which is to stop where it has been tried often enough."""
+        """The verdict by a policy, which becomes a stop where the policy has been tried often enough."""
         verdict, memory, settings = Verdict(guard, policy, reason), self._memory, self._settings
         if policy == "skip":
             number = memory.skips_in_a_row + 1
@@ -132,9 +141,9 @@ class Guards:
 
 
 def spike_reason(loss: float, losses: Sequence[float], deviations: float, window: int) -> str | None:
-    """What is wrong with a loss after the last ones, in words: above mean + deviations × standard deviation.
+    """Why a loss is a spike, in words: it is above mean + deviations × standard deviation of the last ones.
 
-    None while there are fewer than ``window`` of them. Sums are exact, so that every machine decides the same.
+    None where it is not, or while there are fewer than ``window``. Sums are exact: every machine decides the same.
     """
     last = list(losses)[-window:]
     if len(last) < window:
@@ -147,7 +156,7 @@ def spike_reason(loss: float, losses: Sequence[float], deviations: float, window
 
 
 def _advice(step: int, verdict: Verdict) -> str:
-    """What a person can do after a stop."""
+    """What the user can do after a stop."""
     if verdict.guard == "overflows":
         return "lower deepspeed.fp16.loss_scale, or set it to 0, which lets it move, and --resume auto"
     if verdict.guard == "loss_scale_floor":
@@ -155,3 +164,69 @@ def _advice(step: int, verdict: Verdict) -> str:
     else:
         way = f"--replay {step} shows the batch"
     return f"{way}; --resume auto {_KEYS[verdict.guard]}=skip goes on without it, =rewind from the last checkpoint"
+
+
+class Origin(StrictModel):
+    """Where the steps before an incident started: at the beginning, a resume or a rewind."""
+
+    step: int = Field(ge=0)  # of the checkpoint; 0: none
+    stream: dict[str, Any]  # StreamState: the first batch after it
+
+
+class Incident(StrictModel):
+    """One step that a guard refused."""
+
+    step: int = Field(gt=0)
+    guard: str
+    outcome: GuardPolicy
+    reason: str
+    loss_nats: Number
+    rank_nats: list[Number]  # sums over the bytes of each rank
+    tokens: int  # bytes of all ranks
+    grad_norm: Number | None  # None: no finite number, or not computed
+    loss_scale: float
+    learning_rate: float
+    world_size: int = Field(gt=0)
+    origin: Origin
+    stream: dict[str, Any]  # before the batch
+    stream_after: dict[str, Any]
+    rewound_to: int | None = None  # the checkpoint's step
+    sample_ids: list[int]  # of the whole global batch, in order
+    sample_ids_crc32: int
+
+
+def write_incident(run: Path, incident: Incident) -> Path:
+    """Writes an incident beside earlier ones of the same step; returns the path."""
+    folder = run / file_names.GUARDS
+    folder.mkdir(exist_ok=True)
+    stem = f"step-{incident.step:08d}"
+    path, number = folder / f"{stem}.json", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}-{number}.json"
+    write_json(path, incident.model_dump(mode="json"))
+    return path
+
+
+def read_incidents(run: Path) -> dict[Path, Incident]:
+    """The incidents of a run; of each step the newest first.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    files = [
+        (match, path) for path in (run / file_names.GUARDS).glob("*.json") if (match := _NAME.fullmatch(path.name))
+    ]
+    files.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 1)), reverse=True)
+    incidents = {}
+    for _, path in files:
+        try:
+            incidents[path] = Incident.model_validate(load_json_object(path))
+        except ConfigError as error:
+            raise ConfigError(*(f"{path}: {problem}" for problem in error.problems)) from None
+    return incidents
+
+
+def as_number(value: float) -> Number:
+    """A float as JSON can say it; ``float`` takes it back."""
+    return value if math.isfinite(value) else str(value)

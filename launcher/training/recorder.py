@@ -17,7 +17,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
-from longstride.launcher.output import METRICS, cut_metrics
+from longstride.launcher.output import file_names, metrics_file
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _MOST_WAITING = 100_000  # lines of some 500 bytes
@@ -38,7 +38,7 @@ class Recorder:
         self._is_first = is_first
         self._monitors_fail = False
         if is_first:
-            self._lines = LineFile(run / METRICS, self.say)
+            self._lines = LineFile(run / file_names.METRICS, self.say)
             self._progress = make_progress(steps, engine.global_steps, sys.stderr)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -81,9 +81,9 @@ class Recorder:
         if not self._is_first:
             return None
         self._lines.settle()
-        copy = cut_metrics(self._run, step, "rewind", f"{json.dumps(line)}\n")
+        copy = metrics_file.cut_metrics(self._run, step, "rewind", f"{json.dumps(line)}\n")
         self._lines.close()
-        self._lines = LineFile(self._run / METRICS, self.say)
+        self._lines = LineFile(self._run / file_names.METRICS, self.say)
         self._monitor(line)
         return copy
 

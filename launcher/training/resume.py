@@ -1,95 +1,93 @@
-"""Where a run begins: at step 0 in a free folder, or at a whole checkpoint of its own."""
+"""Where a run starts: at step 0 in a free folder, or at a whole checkpoint of its own. And where a guard sends it back.
+
+A full disk must not end a run otherwise than a guard's policy says, nor end one rank alone. What cannot be written is
+reported, and a rewind that cannot bring the files back becomes a stop, which saves.
+"""
 
 from __future__ import annotations
 
 import socket
-import sys
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order import StreamState
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.data_pipelines.order import Batch, StreamState
+from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    check_matches,
-    check_probe,
+    error_line,
     first_whole,
+    go_back_to,
     list_checkpoints,
-    load_checkpoint,
-    load_generators,
-    load_universal,
-    needs_conversion,
     open_checkpoint,
-    point_to,
-    ready_universal,
-    remove_leftovers,
-    seed_generators,
-    set_aside_beyond,
-    told_conversion,
     write_json,
 )
-from longstride.launcher.config import RunConfig
-from longstride.launcher.data import RunData, check_output
+from longstride.launcher.data import GlobalBatch, Run, check_output
 from longstride.launcher.engine import apply_settings
-from longstride.launcher.output import CHECKPOINTS, CONFIG, AgreedError, cut_metrics, tell_passed_over
-from longstride.launcher.ranks import Ranks, barrier, first_works, gather_objects, look_until, seen
+from longstride.launcher.output import AgreedError, file_names, metrics_file, say
+from longstride.launcher.ranks import Ranks, wait_until_visible
+from longstride.launcher.training.guards import (
+    Guards,
+    GuardStopError,
+    Incident,
+    Origin,
+    Verdict,
+    as_number,
+    write_incident,
+)
+from longstride.launcher.training.recorder import Recorder
 
-_MARK = ".start-"  # of the file by which all ranks see that they share the run folder
+_MARK = ".start-"  # of the file by which all ranks check that they share the run folder
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The checkpoints that a run may go on from, best first; none is a beginning."""
+    """The checkpoints that a run may resume from, best first; without any it begins anew."""
 
     candidates: tuple[Checkpoint, ...] = ()
     refused: tuple[str, ...] = ()  # a line for each folder that is no checkpoint
     may_begin: bool = True  # where no candidate is whole
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a person asked of the start."""
-
-    resume: str  # auto, never or a step
-    epochs: float | None = None  # where the steps come of them
-    trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
-
-
-def choose_start(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Start:
+def choose_start(run: Run) -> Start:
     """Reads data and run folder, and writes nothing.
 
     Raises:
         ConfigError: the folder is taken, or what it holds does not fit the run.
         DataError: the data cannot be trained on.
     """
-    data.stream()  # says what is wrong with it
-    if ranks.local_rank == 0:  # once a host
-        data.check()
-    return _look(config, asked, data)
+    run.data.stream()  # raises what is wrong with it
+    if run.ranks.local_rank == 0:  # once a host
+        run.data.check()
+    return _read_start(run)
 
 
-def _look(config: RunConfig, asked: Asked, data: RunData) -> Start:
-    """What the run folder holds now; see ``choose_start``."""
-    settings, run = config.train, Path(config.train.output)
-    check_output(config.train.output, asked.resume)
-    if asked.resume == "never":
+def _read_start(run: Run) -> Start:
+    """What the run folder offers now; see ``choose_start``."""
+    check_output(run.config.train.output, run.resume)
+    if run.resume == "never":
         return Start()
-    if asked.resume == "auto":
-        found, refused = list_checkpoints(run, trusted=asked.trusted)
-        lines = tuple(refusal.line for refusal in refused)
-        start = Start(tuple(found), lines, may_begin=not found and not refused)
+    if run.resume == "auto":
+        checkpoints, refusals = list_checkpoints(run.folder, trusted=run.trusted)
+        lines = tuple(refusal.line for refusal in refusals)
+        start = Start(tuple(checkpoints), lines, may_begin=not checkpoints and not refusals)
     else:
-        start = Start((open_checkpoint(run, int(asked.resume), trusted=asked.trusted),), may_begin=False)
+        start = Start((open_checkpoint(run.folder, int(run.resume), trusted=run.trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
-        check_matches(checkpoint, config, data.stream().fingerprint)
-        if checkpoint.manifest.step > settings.last_step:
-            raise _beyond(checkpoint, settings.last_step, asked.epochs)
+        checkpoint.check_matches(run.config, run.data.stream().fingerprint)
+        last_step = run.config.train.last_step
+        if checkpoint.manifest.step > last_step:  # in the words in which the user gave the length
+            rule = f"the checkpoint {checkpoint.folder} is already beyond it"
+            if run.epochs is None:
+                raise ConfigError.at("train.steps", last_step, rule)
+            raise ConfigError.at("train.epochs", run.epochs, f"comes to step {last_step}, and {rule}")
         try:
-            data.stream(StreamState.from_json(checkpoint.manifest.stream))
+            run.data.stream(StreamState.from_json(checkpoint.manifest.stream))
         except DataError as error:
             raise ConfigError(f"{checkpoint.folder}: {error}") from None
     if not start.candidates and start.refused:
@@ -97,33 +95,25 @@ def _look(config: RunConfig, asked: Asked, data: RunData) -> Start:
     return start
 
 
-def _beyond(checkpoint: Checkpoint, last_step: int, epochs: float | None) -> ConfigError:
-    """What is wrong with a length that a checkpoint has behind it, in the words in which it was given."""
-    told = f"the checkpoint {checkpoint.folder} is already beyond it"
-    if epochs is None:
-        return ConfigError.at("train.steps", last_step, told)
-    return ConfigError.at("train.epochs", epochs, f"comes to step {last_step}, and {told}")
+def begin(run: Run) -> Checkpoint | None:
+    """Verifies the checkpoints to resume from; returns the first whole one, None to begin anew. All ranks must call.
 
-
-def begin(config: RunConfig, asked: Asked, data: RunData, ranks: Ranks) -> Checkpoint | None:
-    """Verifies the checkpoints that may be gone on from; returns the first whole one. All ranks must call.
-
-    The folder is looked at again, as since ``choose_start`` the run that held its lock may have saved; what the first
-    rank sees there counts for all.
+    The folder is read again: since ``choose_start`` the run that held its lock may have saved. What the first rank
+    finds there counts for all.
 
     Raises:
         AgreedError: on every rank, when they share no run folder, it is taken or holds no whole candidate, or one that
             does not fit or would have to be trusted.
     """
-    run = Path(config.train.output)
-    _check_shared(run, ranks)
-    start = first_works(lambda: _look(config, asked, data), ranks)
-    chosen, damaged = first_whole(run, start.candidates, ranks, trusted=asked.trusted)
+    _check_shared(run.folder, run.ranks)
+    start = run.ranks.first_works(lambda: _read_start(run))
+    chosen, damaged = first_whole(run.folder, start.candidates, run.ranks)
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
-    if ranks.is_first:
-        tell_passed_over(damaged)
+    if run.ranks.is_first:
+        for line in damaged:
+            say(f"passed over: {line}")
     return chosen
 
 
@@ -131,19 +121,19 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
     """Whether all ranks see what the first one writes to a run folder. All ranks must call.
 
     Raises:
-        AgreedError: on every rank, where one does not.
+        AgreedError: on every rank, where one does not see it.
     """
     if ranks.world_size == 1:
         return
-    # A name that no host has looked up before: what it remembers of the folder is of no matter.
-    name = gather_objects(f"{_MARK}{uuid.uuid4().hex}", ranks)[0]
+    # A fresh name defeats cached listings.
+    name = ranks.gather_objects(f"{_MARK}{uuid.uuid4().hex}")[0]
     if ranks.is_first:
-        for left in run.glob(f"{_MARK}*"):  # of a process that was killed
-            left.unlink()
+        for leftover in run.glob(f"{_MARK}*"):  # of a process that was killed
+            leftover.unlink()
         (run / name).touch()
-    barrier(ranks)
-    is_seen = seen(lambda: (run / name).exists() or None, look_until())
-    blind = [host for host in gather_objects(None if is_seen else socket.gethostname(), ranks) if host]
+    ranks.barrier()
+    is_visible = wait_until_visible(lambda: (run / name).exists() or None, time.monotonic())
+    blind = [host for host in ranks.gather_objects(None if is_visible else socket.gethostname()) if host]
     if ranks.is_first:
         (run / name).unlink()
     if blind:
@@ -151,50 +141,120 @@ def _check_shared(run: Path, ranks: Ranks) -> None:
         raise AgreedError(str(Problem("train.output", rule, str(run))))
 
 
-def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ranks: Ranks) -> StreamState:
-    """Brings a fresh engine to a verified checkpoint's state, whatever saved it; returns the next batch.
+def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
+    """Writes config.json, and moves aside whatever lies beyond the step that the run starts from.
 
-    All ranks must call. Nothing of the run's is changed yet; only the universal form may be new beside the checkpoint.
+    All that was there stays, under another name. All ranks must call.
+    """
+    if run.ranks.is_first:
+        step = chosen.manifest.step if chosen else 0
+        (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        moved = [metrics_file.cut_metrics(run.folder, step), *go_back_to(run.folder, step)]
+        write_json(run.folder / file_names.CONFIG, run.config.to_json())
+        if chosen:
+            say(f"going on from {chosen.folder}")
+        for path in filter(None, moved):
+            say(f"kept what lay beyond as {path}")
+    run.ranks.barrier()
+
+
+class GuardResponse:
+    """What follows on a guard's verdict, for a run that starts at ``state``: it is recorded, and the run goes back."""
+
+    def __init__(
+        self, run: Run, engine: DeepSpeedEngine, guards: Guards, recorder: Recorder, state: StreamState
+    ) -> None:
+        self._run, self._engine, self._guards, self._recorder = run, engine, guards, recorder
+        self._origin = Origin(step=engine.global_steps, stream=state.to_json())
+
+    def act(self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState) -> bool:
+        """Reports and records what a guard found in a step; returns whether the run was rewound. All ranks must call.
+
+        ``line``: of the step, for metrics.jsonl. ``before``: the stream before the step's batch.
+
+        Raises:
+            GuardStopError: the run is to stop here.
+        """
+        run, step, checkpoint = self._run, line["step"], None
+        moved: list[Path] = []
+        if verdict.outcome == "rewind":
+            checkpoint = last_whole_checkpoint(run, step)
+            if checkpoint is None:
+                verdict = verdict.stopping("there is no whole checkpoint to rewind to")
+            else:
+                moved, failure = self._move_back(checkpoint.manifest.step, line)
+                if failure is not None:
+                    checkpoint, verdict = None, verdict.stopping(f"the run folder could not be rewound: {failure}")
+        line["guard"] = str(verdict)  # as the incident has it
+        if checkpoint is None:
+            self._recorder.write(line)
+        after = batch.part.state
+        if run.ranks.is_first:
+            names = ("step", "rank_nats", "tokens", "grad_norm", "loss_scale", "learning_rate", "sample_ids_crc32")
+            incident = Incident(
+                guard=verdict.guard,
+                outcome=verdict.outcome,
+                reason=verdict.reason,
+                loss_nats=as_number(sum(map(float, line["rank_nats"])) / line["tokens"]),
+                world_size=run.ranks.world_size,
+                origin=self._origin,
+                stream=before.to_json(),
+                stream_after=after.to_json(),
+                rewound_to=checkpoint.manifest.step if checkpoint else None,
+                sample_ids=list(batch.sample_ids),
+                **{name: line[name] for name in names},
+            )
+            try:
+                where = f"written to {write_incident(run.folder, incident)}"
+            except OSError as error:
+                where = f"not written down: {error_line(error, run.folder / file_names.GUARDS)}"
+            self._recorder.say(f"step {step}: {verdict}; {where}")
+            for path in moved:
+                self._recorder.say(f"kept what lay beyond as {path}")
+        if verdict.outcome == "stop":
+            raise GuardStopError(step, verdict)
+        if checkpoint is None:
+            return False
+        checkpoint.load(self._engine, run.ranks)
+        apply_settings(self._engine, run.config.train)
+        back = checkpoint.manifest.step
+        self._guards.rewound(step, checkpoint.manifest.guards)
+        self._origin = Origin(step=back, stream=after.to_json())
+        self._recorder.advance(back, f"rewound from step {step}")
+        self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
+        return True
+
+    def _move_back(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
+        """Brings the run folder back to a step; returns where the rest now lies, and what failed. All ranks must call.
+
+        It comes before anything is loaded, and the lines are moved last, in one rename: where it fails, the run is
+        where it was.
+        """
+        moved: list[Path] = []
+        failure, folder = None, self._run.folder
+        if self._run.ranks.is_first:
+            try:
+                moved += go_back_to(folder, step)
+                copy = self._recorder.rewind(step, line)
+                moved = [copy, *moved] if copy else moved
+            except OSError as error:
+                failure = error_line(error, folder)
+        return moved, self._run.ranks.gather_objects(failure)[0]
+
+
+def last_whole_checkpoint(run: Run, before: int) -> Checkpoint | None:
+    """The newest checkpoint of a run that is whole, of a step before this, and fits it; None if there is none.
+
+    The same on every rank. All ranks must call.
 
     Raises:
-        AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
+        AgreedError: on every rank, where one does not see what the first does, or it would have to be trusted.
     """
-    manifest, converted = checkpoint.manifest, None
-    if needs_conversion(checkpoint, config, ranks.world_size):
-        form, seconds = ready_universal(checkpoint, ranks)
-        load_universal(engine, form)
-        took = f"{seconds:.0f} s" if seconds else "converted before"
-        converted = f"{told_conversion(checkpoint, config, ranks.world_size)} ({took})"
-        if ranks.world_size == manifest.world_size:
-            load_generators(checkpoint, ranks, engine.device)
-        else:
-            seed_generators(config.train.seed, manifest.step, ranks)
-        state = StreamState.from_json(manifest.stream)
-    else:
-        state = load_checkpoint(engine, checkpoint, ranks)
-    apply_settings(engine, config.train)
-    check_probe(engine, checkpoint, config, ranks)
-    if converted and ranks.is_first:
-        print(f"longstride: {converted}", file=sys.stderr, flush=True)
-    return state
-
-
-def prepare_folder(config: RunConfig, chosen: Checkpoint | None, ranks: Ranks) -> None:
-    """Makes the run folder ready for what comes: all that was there stays, by another name. All ranks must call."""
-    if ranks.is_first:
-        _prepare_folder(Path(config.train.output), config, chosen)
-    barrier(ranks)
-
-
-def _prepare_folder(run: Path, config: RunConfig, chosen: Checkpoint | None) -> None:
-    """Writes config.json, and moves aside whatever lies beyond the step that the run goes on from."""
-    step = chosen.manifest.step if chosen else 0
-    (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    remove_leftovers(run)
-    moved = [cut_metrics(run, step), *set_aside_beyond(run, step)]
-    write_json(run / CONFIG, config.to_json())
-    if chosen:
-        point_to(run, step)
-        print(f"longstride: going on from {chosen.folder}", file=sys.stderr)
-    for path in filter(None, moved):
-        print(f"longstride: kept what lay beyond as {path}", file=sys.stderr)
+    listed = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
+    earlier = [each for each in listed if each.manifest.step < before]
+    fitting = [each for each in earlier if not each.needs_conversion(run.config, run.ranks.world_size)]
+    checkpoint, damaged = first_whole(run.folder, fitting, run.ranks)
+    if run.ranks.is_first:
+        for line in damaged:
+            say(f"passed over: {line}")
+    return checkpoint

@@ -1,10 +1,13 @@
-"""The README says what the result files say."""
+"""README and docs/kernels.md say what the result files say."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.readme_table import README, SHOWN_CONTEXT, tables_of, with_tables
+import pytest
+
+from benchmarks.readme_table import BEGIN, DETAILS, END, README, RESULTS, SHOWN_CONTEXT, tables_of, with_tables
 
 
 def timing(context: int = SHOWN_CONTEXT, head_width: int = 64, dtype: str = "float32") -> dict[str, Any]:
@@ -18,14 +21,21 @@ def results(*timings: dict[str, Any], plans: tuple[dict[str, Any], ...] = ()) ->
     return {**about, "timings": list(timings), "plans": list(plans)}
 
 
-def test_the_readme_agrees_with_the_measurements() -> None:
-    assert with_tables(README.read_text()) == README.read_text(), "run python benchmarks/readme_table.py"
+@pytest.mark.parametrize("page", [README, DETAILS], ids=lambda page: page.name)
+def test_a_page_agrees_with_the_measurements(page: Path) -> None:
+    assert with_tables(page) == page.read_text(), "run python benchmarks/readme_table.py"
+
+
+def test_the_readme_has_one_table_a_device() -> None:
+    tables = README.read_text().split(BEGIN)[1].split(END)[0]
+    assert tables.count("| pattern |") == len(list(RESULTS.glob("attention-*.json")))
 
 
 def test_each_head_width_and_dtype_has_its_own_table() -> None:
     found = tables_of(results(timing(), timing(head_width=128), timing(dtype="bfloat16"), timing(context=64)))
     assert [sum(line.startswith("| local") for line in one.splitlines()) for one in found] == [1, 1, 1]
-    assert ["of 64, float32" in found[0], "of 128, float32" in found[1], "of 64, bfloat16" in found[2]] == [True] * 3
+    wanted = ("width 64, float32", "width 128, float32", "width 64, bfloat16")
+    assert all(words in one for words, one in zip(wanted, found, strict=True))
 
 
 def test_a_file_without_the_shown_context_has_no_table() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention
+from benchmarks.attention import attention
 from benchmarks.report import cell, write_json
 
 

@@ -1,4 +1,4 @@
-"""Two hosts, SLURM on them, and a run's data, each made once a session; everything ends with the test process."""
+"""Two hosts, SLURM on them, and data for runs, each made once a session; all end with the tests' process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Slurm:
 
 @pytest.fixture
 def person(hosts: list[Host], data: Path, tmp_path: Path) -> Person:
-    """Wants eight steps at a constant rate, so that four of them are the first half."""
+    """A user whose run.json asks for eight steps at a constant rate, so that four of them are its first half."""
     content = configuration(data, tmp_path / "run")
     content["train"]["schedule"] = "constant"
     made = Person(hosts, tmp_path)
@@ -52,7 +52,7 @@ def person(hosts: list[Host], data: Path, tmp_path: Path) -> Person:
 
 @pytest.fixture(scope="session")
 def on_one_host(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    """A function (processes, steps) -> the lines of the same steps, undisturbed and on one host."""
+    """A function (processes, steps) -> the lines of metrics of an undisturbed run on one host."""
 
     @functools.cache
     def get(world_size: int, steps: int = 8) -> list[dict]:

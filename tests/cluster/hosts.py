@@ -1,8 +1,8 @@
-"""Separate hosts on one machine, made of Linux namespaces: what a launcher meets on a cluster, without one.
+"""Separate hosts on one machine, made of Linux namespaces: a cluster for launchers, without the machines.
 
 A host has a network, a host name, processes, mounts and shared memory of its own, and an sshd with a key of its own;
-the file system is shared, as a cluster's is. Nothing of it has a name outside: two sessions cannot clash, and when the
-test's process ends, in whatever way, the kernel takes everything down with the host's first process.
+the file system is shared, as on a cluster. Nothing of it has a name outside, so two test runs cannot clash. When the
+tests end, in whatever way, the kernel takes each host down with its first process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Host:
     address: str
     interface: str
     process: subprocess.Popen[str]
-    pid: int  # of its first process, as this machine counts
+    pid: int  # of its first process, in this machine's namespace
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(
@@ -91,8 +91,8 @@ class Host:
             running.wait()
 
     def ranks(self) -> list[int]:
-        """The processes that train here, as this machine counts."""
-        found = []
+        """The pids of the ranks here, in this machine's namespace."""
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -100,11 +100,11 @@ class Host:
             except OSError:
                 continue  # it has just ended
             if here and words[1:2] == [b"-u"] and words[2].endswith(b"launcher/train.py"):
-                found.append(int(folder.name))
-        return sorted(found)
+                pids.append(int(folder.name))
+        return sorted(pids)
 
     def processes(self) -> list[str]:
-        """The command lines of everything that runs here, beside what keeps the host up."""
+        """The command lines of all processes here but those that keep the host up."""
         listed = subprocess.run(
             ["nsenter", "-t", str(self.pid), "-p", "-m", "--", "ps", "-e", "-o", "pid=,stat=,args="],
             check=True,
@@ -134,24 +134,24 @@ class Host:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
-        for process in self.started:  # ended with the host; what is left is to be told so
+        for process in self.started:  # they ended with the host, and are reaped here
             process.wait()
 
 
 def make_hosts(folder: Path, count: int = 2) -> list[Host]:
-    """So many hosts joined by a bridge of their own, which reach each other by name and by ssh.
+    """Hosts joined by a bridge, which reach each other by name and by ssh.
 
-    The bridge is on the first host. Its interface is named otherwise than those of the others, as on real clusters.
+    The bridge is on the first host. Its interface has another name than those of the others, as on real clusters.
     """
     folder.mkdir(parents=True)
     names = [f"node{number}" for number in range(1, count + 1)]
     addresses = [f"10.73.0.{number}" for number in range(1, count + 1)]
-    for own in names:
-        (folder / own).mkdir()
+    for host_name in names:
+        (folder / host_name).mkdir()
         # As on Debian: its own name means loopback to a host, and an address to the others.
-        lines = ["127.0.0.1 localhost", f"127.0.1.1 {own}"]
-        lines += [f"{address} {name}" for name, address in zip(names, addresses, strict=True) if name != own]
-        (folder / own / "hosts").write_text("".join(f"{line}\n" for line in lines))
+        lines = ["127.0.0.1 localhost", f"127.0.1.1 {host_name}"]
+        lines += [f"{address} {name}" for name, address in zip(names, addresses, strict=True) if name != host_name]
+        (folder / host_name / "hosts").write_text("".join(f"{line}\n" for line in lines))
     _make_keys(folder, names, addresses)
     hosts: list[Host] = []
     try:

@@ -1,4 +1,4 @@
-"""Someone at the first of two hosts, who starts runs there."""
+"""A user at the first of two hosts, who starts runs there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ Lines = Callable[..., list[dict]]  # of the fixture on_one_host
 
 @dataclass
 class Person:
-    """Logged in on the first host, in a folder that all hosts share and that holds run.json.
+    """A user logged in on the first host, in a folder that all hosts share and that holds run.json.
 
-    Has activated the virtual environment and wants a thread a rank. What is started writes to ``log``, the run to
-    ``run``.
+    The virtual environment is active; a rank has one thread. Commands write to ``log``, the run to ``run``.
     """
 
     hosts: list[Host]
@@ -47,7 +46,7 @@ class Person:
         return self.hosts[0].start(command, self.environment, self.folder, self.log)
 
     def ends(self, command: list[str]) -> int:
-        """The exit code of a command."""
+        """Runs a command to its end; returns its exit code."""
         return self.hosts[0].run(command, self.environment, self.folder, self.log, SECONDS)
 
     def said(self) -> str:
@@ -55,15 +54,15 @@ class Person:
         return self.log.read_text()
 
     def lines(self) -> list[dict]:
-        """What the run has recorded and another one would record alike."""
+        """The run's lines of metrics, without what differs between equal runs."""
         return metrics(self.run)
 
     def wait_for_steps(self, count: int, log: Path | None = None) -> None:
-        """Waits until the run has written so many lines; what it says goes to a log, by default its own."""
+        """Waits until the run has written so many lines of metrics; a failure shows the log."""
         self._wait(lambda: (self.run / "metrics.jsonl").read_text().count("\n") >= count, log or self.log)
 
     def wait_for_text(self, text: str) -> None:
-        """Waits until the run has said something."""
+        """Waits until the log holds a text."""
         self._wait(lambda: text in self.said(), self.log)
 
     def _wait(self, condition: Callable[[], bool], log: Path) -> None:

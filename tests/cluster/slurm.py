@@ -17,7 +17,7 @@ ClusterName=longstride
 # The controller's own name means loopback to itself.
 SlurmctldHost={controller.name}({controller.address})
 AuthType=auth/munge
-# A job that is queued again waits for so many seconds.
+# A requeued job waits for so many seconds.
 AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 SlurmUser=root
@@ -54,12 +54,12 @@ class Slurm:
     environment: dict[str, str]
 
     @property
-    def told(self) -> dict[str, str]:
-        """What a person's environment must say of it."""
+    def variables(self) -> dict[str, str]:
+        """What a user's environment needs to reach it."""
         return {"SLURM_CONF": self.environment["SLURM_CONF"]}
 
     def command(self, *words: str, log: Path | None = None, folder: Path | None = None, timeout: float = 120) -> str:
-        """What a command of a user prints; it must succeed."""
+        """Runs a command as a user; returns what it prints. It must succeed."""
         out = self.folder / f"command-{secrets.token_hex(4)}.log"
         code = self.hosts[0].run(words, self.environment, folder or self.folder, log or out, timeout)
         text = (log or out).read_text()
@@ -77,21 +77,21 @@ class Slurm:
         """Waits until a job is in one of the states, after so many restarts."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            known = self.job(number)
-            if known["JobState"] in states and int(known["Restarts"]) >= restarts:
-                return known
+            job = self.job(number)
+            if job["JobState"] in states and int(job["Restarts"]) >= restarts:
+                return job
             if time.monotonic() > deadline:
                 written = log.read_text() if log.exists() else ""
-                raise AssertionError(f"job {number} is {known['JobState']}, not {states}:\n{written}")
+                raise AssertionError(f"job {number} is {job['JobState']}, not {states}:\n{written}")
             time.sleep(0.5)
 
 
 def start_slurm(hosts: Sequence[Host], folder: Path) -> Slurm:
-    """Starts all daemons in the foreground of their hosts, which take them down when they end."""
+    """Starts all daemons in the foreground of their hosts; they end with the hosts."""
     folder.mkdir()
     (folder / "state").mkdir()
     cores = os.cpu_count() or 1
-    # Cores are shared out to tests by SLURM's count alone: each host may promise more than this machine has.
+    # SLURM only counts cores, so each host may promise more than this machine has.
     nodes = "".join(
         f"NodeName={host.name} NodeAddr={host.address} CPUs={max(4, cores)} State=UNKNOWN\n" for host in hosts
     )

@@ -1,4 +1,4 @@
-"""Two hosts under `longstride train` and pdsh: stopped, killed and cut off from each other, and what becomes of it."""
+"""Two hosts under `longstride train` and pdsh: runs that are stopped, killed, or cut off from a host."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.cluster.hosts import Host
 from tests.cluster.person import ENDLESS, SECONDS, Lines, Person
 
 STEPS = 40
-# A signal reaches the other host by ssh, and a step here takes hundredths of a second: enough that the run goes on.
+# Enough that a run still trains when ssh has brought a signal to the other host: a step takes hundredths of a second.
 STOPPED_STEPS = 240
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_GONE_SECONDS = 60.0
+_END_SECONDS = 60.0
 
 
 def start_run(person: Person, *more: str, steps: int = STEPS) -> subprocess.Popen[bytes]:
-    """A run of one rank a host, with loader workers, that goes on from what there is."""
+    """A run of one rank a host, with loader workers; it resumes from the newest checkpoint."""
     return person.start(person.train(1, "--resume", "auto", f"train.steps={steps}", "data.workers=1", *more))
 
 
-def parent_of_all(host: Host) -> int:
-    """The process of `longstride train` on a host, as this machine counts."""
+def supervisor_on(host: Host) -> int:
+    """The pid of `longstride train` on a host, in this machine's namespace."""
     return running_module(host, b"longstride.launcher.cli")
 
 
 def running_module(host: Host, module: bytes) -> int:
-    """The process that runs a module on a host, as this machine counts."""
+    """The pid of the process that runs a module on a host, in this machine's namespace."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -45,7 +45,7 @@ def running_module(host: Host, module: bytes) -> int:
     raise AssertionError("it has ended")
 
 
-def wait_until_gone(hosts: list[Host], seconds: float = _GONE_SECONDS) -> None:
+def wait_until_ended(hosts: list[Host], seconds: float = _END_SECONDS) -> None:
     """Waits until no process of a run is left on any host."""
     deadline = time.monotonic() + seconds
     while left := [line for host in hosts for line in host.processes() if "sshd" not in line]:
@@ -54,9 +54,9 @@ def wait_until_gone(hosts: list[Host], seconds: float = _GONE_SECONDS) -> None:
 
 
 def moments() -> list[object]:
-    """Signals and how many steps go before them; the first of the campaign's is in the sample."""
-    drawn = random.Random("pdsh")
-    cases = [(_SIGNALS[number % 3], 0 if number == 1 else drawn.randrange(32)) for number in range(20)]
+    """Signals and how many steps go before them; only the first is not left to the campaign."""
+    random_numbers = random.Random("pdsh")
+    cases = [(_SIGNALS[number % 3], 0 if number == 1 else random_numbers.randrange(32)) for number in range(20)]
     return [
         pytest.param(
             which, steps, id=f"{number}-{which.name}-{steps}", marks=() if number == 0 else pytest.mark.campaign
@@ -81,9 +81,9 @@ def test_stop_over_two_hosts_loses_nothing(
             assert running.poll() is None and time.monotonic() < deadline, person.said()
             time.sleep(0.1)
     time.sleep(random.Random(steps).uniform(0, 0.2))
-    os.kill(parent_of_all(person.hosts[0]), number)
+    os.kill(supervisor_on(person.hosts[0]), number)
     assert running.wait(SECONDS) == exit_codes.REQUEUE, person.said()
-    wait_until_gone(person.hosts)
+    wait_until_ended(person.hosts)
     assert start_run(person, steps=STOPPED_STEPS).wait(SECONDS) == 0, person.said()
     assert not list(person.run.glob("metrics.before-resume*"))
     assert person.lines() == on_one_host(2, STOPPED_STEPS)
@@ -103,17 +103,18 @@ def test_killed_rank_on_a_host_is_started_again(
     os.kill(person.hosts[which].ranks()[0], signal.SIGKILL)
     assert running.wait(SECONDS) == 0, person.said()
     assert "with 2 processes on the same hosts" in person.said()
-    wait_until_gone(person.hosts)
+    wait_until_ended(person.hosts)
     assert person.lines() == on_one_host(2, STEPS)
 
 
 def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines) -> None:
-    """Both sides end by the time-out, ssh notices by itself, and the run goes on in a smaller layout."""
+    """Both sides end by their time-out, ssh notices the loss, and the run goes on with one process."""
     timeout = 10.0
     options = ["--max-restarts", "1", f"train.timeout_seconds={timeout}"]
     running = start_run(person, *options)
     person.wait_for_steps(12)
-    own, _ = person.lines(), set_link(person.hosts[1], "down")
+    before = person.lines()
+    set_link(person.hosts[1], "down")
     try:
         began = time.monotonic()
         while person.hosts[1].ranks():
@@ -130,7 +131,7 @@ def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines
     assert "was saved by 2 processes in ZeRO 0, fp32; converted for 1 process" in log
     assert len(list((person.run / "stacks").glob("*-rank-*.txt"))) >= 2
     whole = on_one_host(2, STEPS)
-    assert own == whole[: len(own)]
+    assert before == whole[: len(before)]
     names = ("step", "split", "sample_ids_crc32")
     ended = person.lines()
     assert [[line.get(name) for name in names] for line in ended] == [
@@ -140,7 +141,7 @@ def test_host_that_is_cut_off_is_done_without(person: Person, on_one_host: Lines
 
 @pytest.mark.campaign
 def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(person: Person, on_one_host: Lines) -> None:
-    """The first rank holds the run folder, and neither sees that its launcher is gone nor heeds a stop."""
+    """Rank 0 holds the run folder. It is stuck: it does not notice the loss of its launcher, and obeys no stop."""
     options = ["--max-restarts", "1", "train.timeout_seconds=10"]
     running = start_run(person, *options)
     person.wait_for_steps(9)
@@ -148,13 +149,13 @@ def test_stuck_rank_of_a_lost_launcher_is_ended_before_the_next_attempt(person: 
     os.kill(running_module(person.hosts[0], b"longstride.launcher.cluster.deepspeed_runner"), signal.SIGKILL)
     assert running.wait(SECONDS) == 0, person.said()
     assert "the launcher was killed; going on from" in person.said()
-    wait_until_gone(person.hosts)
+    wait_until_ended(person.hosts)
     assert person.lines() == on_one_host(2, STEPS)
 
 
 @pytest.mark.campaign
 def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(person: Person) -> None:
-    """The ranks elsewhere train on meanwhile: they are asked to stop, and lose nothing."""
+    """The ranks elsewhere train on meanwhile. Then they are asked to stop, and lose nothing."""
     running = start_run(person, "--include=node2", "--max-restarts", "5", *ENDLESS)
     person.wait_for_steps(9)
     rank = person.hosts[1].ranks()[0]  # and its loader workers
@@ -168,9 +169,9 @@ def test_launching_host_that_is_cut_off_for_a_while_goes_on_with_the_run(person:
     while rank in (ranks := person.hosts[1].ranks()) or not ranks:
         assert running.poll() is None, person.said()
         time.sleep(0.2)
-    os.kill(parent_of_all(person.hosts[0]), signal.SIGTERM)
+    os.kill(supervisor_on(person.hosts[0]), signal.SIGTERM)
     assert running.wait(SECONDS) == exit_codes.REQUEUE, person.said()
-    wait_until_gone(person.hosts)
+    wait_until_ended(person.hosts)
     assert not list(person.run.glob("metrics.before-resume*"))
     recorded = [line["step"] for line in person.lines() if line["split"] == "train"]
     assert recorded == list(range(1, len(recorded) + 1))

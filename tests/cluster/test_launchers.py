@@ -1,4 +1,4 @@
-"""Every launcher on two hosts with one and two processes each: trains, saves, goes on, as one host would have."""
+"""Every launcher on two hosts with one and two processes each: trains, saves and resumes as one host does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.person import ENDLESS, LONGSTRIDE, SECONDS, Lines, Person
 from tests.cluster.slurm import Slurm
 from tests.harness.runs import ROOT
 
-# Of root, as which the hosts' programs run.
+# The hosts' programs run as root.
 ARGUMENTS = {"pdsh": [], "openmpi": ["--launcher-args=--allow-run-as-root"], "mpich": [], "slurm": []}
 
 
@@ -23,7 +23,7 @@ def launcher(person: Person, request: pytest.FixtureRequest) -> str:
     """The name of a launcher that the person can use."""
     name: str = request.param
     if name == "slurm":
-        person.environment |= request.getfixturevalue("slurm").told
+        person.environment |= request.getfixturevalue("slurm").variables
     return name
 
 
@@ -34,15 +34,15 @@ def test_run_on_two_hosts_is_that_of_one_and_goes_on(
     command = person.train(processes, "--launcher", launcher, *ARGUMENTS[launcher], "--resume", "auto")
     for steps in (4, 8):
         assert person.ends([*command, f"train.steps={steps}"]) == 0, person.said()
-    # As many ranks add the same numbers in the same order, wherever they are: every digit is the same.
+    # The same number of ranks adds the same numbers in the same order on any hosts: every digit is the same.
     assert person.lines() == on_one_host(2 * processes)
     assert sorted(path.name for path in person.run.glob("hosts-*.env")) == ["hosts-1.env", "hosts-2.env"]
-    if launcher != "slurm":  # whose daemons wind up steps
+    if launcher != "slurm":  # SLURM's daemons wind up steps later
         assert [host.processes() for host in person.hosts] == [[], []]
 
 
 def test_exit_code_of_the_ranks_comes_through(launcher: str, person: Person) -> None:
-    """Of a run that one rank is told to save, and of a start that the ranks alone can refuse."""
+    """The code of a run after one rank got a signal, and of a start that only the ranks can refuse."""
     command = [*person.train(1, "--launcher", launcher, *ARGUMENTS[launcher]), *ENDLESS]
     running = person.start(command)
     person.wait_for_steps(2)
@@ -56,11 +56,11 @@ def test_exit_code_of_the_ranks_comes_through(launcher: str, person: Person) -> 
 
 
 def test_deepspeed_itself_starts_the_same_run(launcher: str, person: Person, on_one_host: Lines) -> None:
-    """As docs/clusters.md says that it must be called."""
-    told = {name: person.environment[name] for name in ("PATH", "OMP_NUM_THREADS")}
+    """The command is the one in docs/clusters.md."""
+    variables = {name: person.environment[name] for name in ("PATH", "OMP_NUM_THREADS")}
     words = []
     if launcher == "openmpi":
-        told |= {"MASTER_ADDR": person.hosts[0].address, "MASTER_PORT": "20011"}
+        variables |= {"MASTER_ADDR": person.hosts[0].address, "MASTER_PORT": "20011"}
         words = ["--launcher_args=--allow-run-as-root"]
     if launcher == "mpich":  # it takes the first mpirun on PATH, and the virtual environment holds Open MPI's
         programs = person.folder / "bin"
@@ -70,7 +70,7 @@ def test_deepspeed_itself_starts_the_same_run(launcher: str, person: Person, on_
         person.environment["PATH"] = f"{programs}:{person.environment['PATH']}"
     if launcher == "slurm":
         words = ["--launcher_args=--ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60"]
-    (person.folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in told.items()))
+    (person.folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
     command = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(person.hostfile(1))]
     command += ["--launcher", launcher, *words, str(ROOT / "launcher" / "train.py"), "--config", str(person.config)]
     assert person.ends(command) == 0, person.said()
@@ -78,7 +78,7 @@ def test_deepspeed_itself_starts_the_same_run(launcher: str, person: Person, on_
 
 
 def test_srun_alone_starts_the_same_run(slurm: Slurm, person: Person, on_one_host: Lines) -> None:
-    person.environment |= slurm.told
+    person.environment |= slurm.variables
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-u", str(ROOT / "launcher" / "train.py")]
     assert person.ends([*command, "--config", str(person.config)]) == 0, person.said()
     assert person.lines() == on_one_host(2)

@@ -1,4 +1,4 @@
-"""`longstride slurm` on a real SLURM: submitted, told to stop, queued again by itself, finished."""
+"""`longstride slurm` on a real SLURM: the job is submitted, stopped, requeued by its script, and finished."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.cluster.slurm import Slurm
 def submit(slurm: Slurm, person: Person, processes: int, *overrides: str) -> tuple[str, Path]:
     """Writes the script and hands it to sbatch, as a person would; returns the job's number, and where it writes."""
     words = ["slurm", "--config", str(person.config), "--nodes=2", f"--processes-per-node={processes}"]
-    person.environment |= slurm.told
+    person.environment |= slurm.variables
     code = person.ends([*LONGSTRIDE, *words, "--time=1:00:00", "--job-name=run", "--submit", *overrides])
     assert code == 0, person.said()
-    found = re.search(r"Submitted batch job (\d+)", person.said())
-    assert found is not None, person.said()
-    return found[1], person.run / f"slurm-{found[1]}.log"
+    match = re.search(r"Submitted batch job (\d+)", person.said())
+    assert match is not None, person.said()
+    return match[1], person.run / f"slurm-{match[1]}.log"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_job_that_is_told_to_stop_is_queued_again_and_finishes(
+def test_job_that_is_stopped_is_requeued_and_finishes(
     processes: int, slurm: Slurm, person: Person, on_one_host: Lines
 ) -> None:
     steps = ["train.steps=200", "train.checkpoint_every=0", "train.evaluate_every=0"]
@@ -59,7 +59,7 @@ def test_job_that_is_cancelled_is_saved_and_stays_cancelled(slurm: Slurm, person
 
 @pytest.mark.campaign
 def test_time_limit_of_slurm_saves_and_queues_again(slurm: Slurm, person: Person) -> None:
-    """Two minutes, of which SLURM takes what is left when it looks at the clock: each of its rounds is a minute."""
+    """The limit is two minutes: SLURM looks at the clock once a minute."""
     number, log = submit(slurm, person, 1, *ENDLESS, "--time=2", "--stop-seconds=30")
     assert slurm.wait_for(number, ["RUNNING"], SECONDS, log, restarts=1)["Restarts"] == "1"
     text = log.read_text()

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of
-from longstride.kernels.backends.triton.decode_kernel import decode_kernel, merge_kernel
+from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of, decode_kernel, merge_kernel
 from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, cubin_usage, target_of
 
 KERNELS = {"decode": decode_kernel, "split": decode_kernel, "merge": merge_kernel}

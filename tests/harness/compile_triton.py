@@ -22,8 +22,7 @@ from triton.compiler import ASTSource
 
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates
-from longstride.kernels.backends.triton.delta_kernel import delta_kernel
-from longstride.kernels.backends.triton.dkdv_kernel import dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.attention import head_patterns, sparse_attention
-from longstride.kernels.autograd import accumulator_dtype
+from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from longstride.data_pipelines.modalities.audio import mulaw_encode
+from longstride.launcher.exports.for_hubs import hub_fields, hub_files
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 RATE = 8000  # Hz, of the sounds
@@ -79,3 +80,11 @@ def tiny_export(folder: Path, modality: str, steps: int = 0, seed: int = 0, **da
     content = {"format": 1, "model": config.model_dump(mode="json"), "data": described}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
+
+
+def add_hub_files(folder: Path) -> None:
+    """All that transformers needs of an export."""
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | hub_fields() | {"dtype": "float32"}))
+    for name, text in hub_files(ModelConfig.model_validate(content["model"])).items():
+        (folder / name).write_text(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -11,17 +10,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import sparse_attention
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.memory import empty_like_rows
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.patterns import Fixed, Pattern, Strided
+from tests.harness.backends import DEVICES, on
 from tests.harness.oracles import Shape, make_inputs
 
-WITHOUT_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = [
-    pytest.param("cpu", "cpu"),
-    pytest.param("triton", DEVICE, marks=WITHOUT_TRITON),
-]
+BACKENDS = [on(name, DEVICES[name]) for name in ("cpu", "triton")]
 
 
 def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Tensor]:

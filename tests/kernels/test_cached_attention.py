@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstride.kernels import CachedAttention, ConfigError, attend_one, reads, sparse_attention
-from longstride.kernels.backends.cpu import cached_rows
+from longstride.kernels import CachedAttention, ConfigError, attend_one, plan, sparse_attention
 from longstride.kernels.backends.cpu import decode as cpu_decode
 from longstride.kernels.patterns import Dense, Fixed, Pattern, Strided, Summary
+from tests.harness.backends import DEVICES, WITH_TRITON
 from tests.harness.oracles import Inputs, Shape, example_patterns, make_inputs
-from tests.kernels.test_decoding import DEVICES, HAS_TRITON, LISTS, small_tiles
-
-__all__ = ["small_tiles"]
+from tests.kernels.test_decoding import LISTS
 
 
 def written_rows(inputs: Inputs, backend: str, by_position: bool) -> tuple[Tensor, Tensor]:
@@ -25,7 +23,7 @@ def written_rows(inputs: Inputs, backend: str, by_position: bool) -> tuple[Tenso
     for x in (inputs.k, inputs.v):
         batch, heads, context, width = x.shape
         order = (context, batch, heads, width) if by_position else x.shape
-        rows = torch.full(order, float("nan"), dtype=x.dtype, device=DEVICES.get(backend, "cpu"))
+        rows = torch.full(order, float("nan"), dtype=x.dtype, device=DEVICES[backend])
         made.append(rows.permute(1, 2, 0, 3) if by_position else rows)
     return made[0], made[1]
 
@@ -66,9 +64,9 @@ def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], backend: st
 @pytest.mark.parametrize("most_gathered", [5, 4096])
 @pytest.mark.parametrize("most_alone", [0, 1 << 16])
 def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_rows, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(cpu_decode, "MOST_GATHERED", most_gathered)
     monkeypatch.setattr(cpu_decode, "MOST_ALONE", most_alone)
-    cached_rows.wanted_by.cache_clear()
+    cpu_decode.query_reads.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     inputs = make_inputs(Shape(2, 2, 72, 8, 12), torch.float64)
@@ -79,7 +77,7 @@ def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, mo
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     finally:
         torch.set_num_threads(before)
-        cached_rows.wanted_by.cache_clear()
+        cpu_decode.query_reads.cache_clear()
 
 
 def test_a_default_device_is_none_of_a_caches_business() -> None:
@@ -93,7 +91,7 @@ def test_a_default_device_is_none_of_a_caches_business() -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@WITH_TRITON
 @pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2)], ids=str)
 def test_a_cache_of_the_kernels_is_written_row_by_row(pattern: Pattern) -> None:
     inputs = make_inputs(Shape(1, 2, 24, 16, 16), torch.float32)
@@ -117,14 +115,16 @@ def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a summary takes of each block is read at all later positions, from the copy."""
     inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
     attend = CachedAttention(*written_rows(inputs, "cpu", True), Summary(8, 3))
-    taken: list[reads.Run] = []
-    rows_of = reads.Run.rows_of
-    monkeypatch.setattr(reads.Run, "rows_of", lambda self, x: taken.append(self) or rows_of(self, x))
+    taken: list[plan.RegularPositions] = []
+    rows_of = plan.RegularPositions.rows_of
+    monkeypatch.setattr(plan.RegularPositions, "rows_of", lambda self, x: taken.append(self) or rows_of(self, x))
     walk(attend, inputs, 0)
     # A block that has begun, and the only one that is whole, are read in place.
-    copied = [run for run in taken if run.step == 8 and run != reads.Run(5, 3, 1, 8)]
-    first = reads.Run(5, 3, 2, 8)  # of two blocks at once, then one by one
-    assert copied == [first] * 2 + [reads.Run(8 * block + 5, 3, 1, 8) for block in range(2, 9) for _ in range(2)]
+    copied = [run for run in taken if run.step == 8 and run != plan.RegularPositions(5, 3, 1, 8)]
+    first = plan.RegularPositions(5, 3, 2, 8)  # of two blocks at once, then one by one
+    assert copied == [first] * 2 + [
+        plan.RegularPositions(8 * block + 5, 3, 1, 8) for block in range(2, 9) for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])

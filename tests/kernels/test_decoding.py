@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_read, reads, sparse_attention
+from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_read, plan, sparse_attention
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from tests.harness.backends import DEVICES, DTYPES, MIXES, WITH_TRITON, on
 from tests.harness.oracles import (
     Inputs,
     Shape,
@@ -31,32 +31,13 @@ from tests.harness.oracles import (
     make_inputs,
 )
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}  # a backend's; the CPU where none is named
-BACKENDS = ["cpu", "reference", *(["triton"] if HAS_TRITON else [])]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BACKENDS = [on(name) for name in ("cpu", "reference", "triton")]
 LISTS = [
-    [Local(20), Column(3), Fixed(8, 2)],
-    [Summary(8, 2, num_summaries=3), Dense(), Summary(8, 2, num_summaries=3)],
+    *MIXES[:2],
     [Fixed(8, 2, num_summaries=2), Fixed(8, 2, num_summaries=2), Strided(8), Fixed(8, 2, num_summaries=2)],
     [Strided(8), Local(5), Local(5), Strided(8), Strided(8)],
 ]
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that small contexts have several tiles and several splits, some of them without a key."""
-    if HAS_TRITON and "tiles_of_a_card" not in request.fixturenames:
-        from longstride.kernels.backends.triton import decode
-
-        monkeypatch.setattr(decode, "LONGEST_TILE", 16)
-        monkeypatch.setattr(decode, "KEYS_A_SPLIT", 16)
-
-
-@pytest.fixture
-def tiles_of_a_card() -> None:
-    """For tests that want no small tiles."""
 
 
 def some_positions(context: int) -> list[int]:
@@ -68,7 +49,7 @@ def one_by_one(
     backend: str, inputs: Inputs, pattern: Pattern | Sequence[Pattern], positions: list[int], scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rows of output (B, H, P, Dv) and logsumexp (B, H, P); whatever a head must not read is NaN."""
-    device = DEVICES.get(backend, "cpu")
+    device = DEVICES[backend]
     mask = pattern_mask(head_patterns(pattern, inputs.q.shape[1]), inputs.q.shape[2], torch.device("cpu"))
     rows = []
     for position in positions:
@@ -89,8 +70,6 @@ def check(
     positions: list[int] | None = None,
 ) -> None:
     """Assert that rows are within the precision of their dtype."""
-    if backend == "triton" and dtype == torch.float64 and DEVICES["triton"] == "cuda":
-        pytest.skip("fp64 runs in the interpreter alone")
     inputs = make_inputs(shape, dtype, seed=shape.context)
     positions = some_positions(shape.context) if positions is None else positions
     factor = shape.width**-0.5 if scale is None else scale
@@ -105,9 +84,10 @@ def check(
 
 
 @pytest.mark.parametrize("context", [50, 72])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend, dtype", [on(name, dtype) for name in ("cpu", "reference", "triton") for dtype in DTYPES], ids=str
+)
 def test_a_row_is_within_precision(backend: str, pattern: Pattern, dtype: torch.dtype, context: int) -> None:
     check(backend, pattern, dtype, Shape(1 if backend == "triton" else 2, 3, context, 24, 16))
 
@@ -144,7 +124,7 @@ def test_any_scale(backend: str, scale: float) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_caches_may_lie_head_by_head_or_position_by_position(backend: str) -> None:
-    q, k, v = (x.to(DEVICES.get(backend, "cpu")) for x in make_inputs(Shape(2, 3, 40, 16, 16), torch.float32)[:3])
+    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(2, 3, 40, 16, 16), torch.float32)[:3])
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
     for pattern in (Fixed(8, 2), Strided(8)):
         found = attend_one(q[:, :, 30], *turned, pattern, 30, backend=backend)
@@ -153,14 +133,14 @@ def test_caches_may_lie_head_by_head_or_position_by_position(backend: str) -> No
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_is_empty(backend: str) -> None:
-    q, k = (torch.empty(shape, device=DEVICES.get(backend, "cpu")) for shape in ((0, 2, 16), (0, 2, 8, 16)))
+    q, k = (torch.empty(shape, device=DEVICES[backend]) for shape in ((0, 2, 16), (0, 2, 8, 16)))
     out, lse = attend_one(q, k, k, Strided(4), 5, backend=backend, return_lse=True)
     assert out.shape == (0, 2, 16) and lse.shape == (0, 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_query_without_keys_is_zero(backend: str) -> None:
-    q, k = (torch.ones(shape, device=DEVICES.get(backend, "cpu")) for shape in ((1, 1, 16), (1, 1, 16, 16)))
+    q, k = (torch.ones(shape, device=DEVICES[backend]) for shape in ((1, 1, 16), (1, 1, 16, 16)))
     out, lse = attend_one(q, k, k, Summary(8, 2), 5, backend=backend, return_lse=True)
     assert bool((out == 0).all()) and bool((lse == float("-inf")).all())
 
@@ -168,7 +148,7 @@ def test_a_query_without_keys_is_zero(backend: str) -> None:
 @pytest.mark.parametrize("pattern", [Dense(), Strided(8), Column(7)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_runs_give_the_same_bits(backend: str, pattern: Pattern) -> None:
-    q, k, v = (x.to(DEVICES.get(backend, "cpu")) for x in make_inputs(Shape(2, 2, 72, 16, 16), torch.float32)[:3])
+    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(2, 2, 72, 16, 16), torch.float32)[:3])
     runs = [attend_one(q[:, :, 70], k, v, pattern, 70, backend=backend, return_lse=True) for _ in range(2)]
     assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
 
@@ -193,7 +173,7 @@ def test_the_keys_are_those_of_the_mask(pattern: Pattern, context: int) -> None:
         mask = own.mask(position[:, None], position[None, :])
         counts = [num_keys_read(own, i, context) for i in range(context)]
         assert counts == mask.sum(1).tolist()
-        assert all(count <= reads.most_reads(own, context) for count in counts)
+        assert all(count <= plan.most_reads(own, context) for count in counts)
         for i in range(context):
             assert torch.equal(allowed_keys(own, i, context), mask[i].nonzero().squeeze(1))
 
@@ -240,7 +220,7 @@ class Elements(TorchDispatchMode):
         return out
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@WITH_TRITON
 @pytest.mark.usefixtures("tiles_of_a_card")
 def test_splits_follow_from_pattern_and_context() -> None:
     from longstride.kernels.backends.triton.decode import KEYS_A_SPLIT, MOST_SPLITS, layout
@@ -324,7 +304,7 @@ def test_inputs_that_ask_for_a_gradient_are_refused() -> None:
 # The kernels on cards that need not be there
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@WITH_TRITON
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "gfx942"])
 def test_the_kernels_compile_without_spilling_and_once_for_all_positions(architecture: str) -> None:
     from triton.backends import backends
@@ -356,8 +336,8 @@ def test_the_kernels_compile_without_spilling_and_once_for_all_positions(archite
         assert found["spilled_bytes"] == 0 and not found["by_position"], found
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_context_in_which_no_query_has_a_key_gives_zeros(backend: str) -> None:
-    k = torch.randn(1, 2, 3, 16, device=DEVICES.get(backend, "cpu"))
+    k = torch.randn(1, 2, 3, 16, device=DEVICES[backend])
     out, lse = attend_one(k[:, :, 2], k, k, Summary(8, 2), 2, backend=backend, return_lse=True)
     assert not out.any() and bool((lse == -math.inf).all())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
+from longstride.kernels.forms import Bounds, Fold, intervals_of, positions_of
 from longstride.kernels.patterns import (
     PATTERNS,
     Block,
@@ -17,7 +18,6 @@ from longstride.kernels.patterns import (
     pattern_from_json,
     pattern_to_json,
 )
-from longstride.kernels.patterns.forms import Bounds, Fold, intervals_of, positions_of
 from tests.harness.oracles import example_patterns
 
 CONTEXTS = (1, 2, 24, 50)
@@ -250,14 +250,15 @@ def test_json_round_trips(pattern: Pattern) -> None:
         ("dense", "type: a pattern is an object with a type: dense, local, column, strided, block, summary, fixed"),
         ({"stride": 4}, "type: missing; one of dense, local, column, strided, block, summary, fixed"),
         ({"typ": "local", "window": 4}, "typ: unknown key; nearest type"),
-        ({"type": None}, "type=null: must be one of dense, local, column, strided, block, summary, fixed"),
-        ({"type": ["fixed"]}, "type=[\"fixed\"]: must be one of dense, local, column, strided, block, summary, fixed"),
-        ({"type": {}}, "type={}: must be one of dense, local, column, strided, block, summary, fixed"),
+        ({"type": None}, "type=null: must be a pattern's name; "
+         "known: dense, local, column, strided, block, summary, fixed"),
+        ({"type": ["fixed"]}, "type=[\"fixed\"]: must be a pattern's name; nearest fixed"),
+        ({"type": {}}, "type={}: must be a pattern's name; "
+         "known: dense, local, column, strided, block, summary, fixed"),
         ({1: "fixed"}, "type: missing; one of dense, local, column, strided, block, summary, fixed"),
-        ({"type": "local", "window": 4, 7: 4}, "7: unknown key for local"),
-        ({"type": "local", "window": 4, None: 4}, "None: unknown key for local"),
-        ({"type": "fixd"}, "type=\"fixd\": must be one of dense, local, column, strided, block, summary, fixed; "
-         "nearest fixed"),
+        ({"type": "local", "window": 4, 7: 4}, "7: unknown key for local; known: window, type"),
+        ({"type": "local", "window": 4, None: 4}, "None: unknown key for local; known: window, type"),
+        ({"type": "fixd"}, "type=\"fixd\": must be a pattern's name; nearest fixed"),
         ({"type": "local"}, "window: missing; local needs it"),
         ({"type": "local", "window": 4, "windw": 4}, "windw: unknown key for local; nearest window"),
         ({"type": "local", "window": 0}, "window=0: must be an integer of at least 1"),

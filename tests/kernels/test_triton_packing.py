@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longstride.kernels.backends.triton.choice import chosen, num_slices
-from longstride.kernels.backends.triton.configurations import Configuration
+from longstride.kernels.backends.triton.configurations import Configuration, chosen, num_slices
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     SOURCE_FIELDS,

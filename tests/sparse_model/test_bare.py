@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longstride.sparse_model.bare import bare
+from longstride.sparse_model.session import bare
 from tests.sparse_model.test_transformer import awake
 
 TOKENS = torch.arange(40).view(1, 40)

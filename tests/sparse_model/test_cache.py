@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError, num_keys_read
-from longstride.kernels.backends.cpu.cached_rows import Rows
+from longstride.kernels.backends.cpu.decode import CachedRows
 from longstride.kernels.patterns import pattern_from_json
-from longstride.kernels.reads import Listed, Run
+from longstride.kernels.plan import ListedPositions, RegularPositions
 from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.cache import KeyValues, allocate, even_length
-from longstride.sparse_model.session import Session
+from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.session import Session, allocate, even_length
 from tests.harness.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake
 
@@ -218,6 +218,6 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return wrapper
 
-    for kind, name in ((Run, "rows_of"), (Listed, "rows_of"), (Rows, "_gathered")):
+    for kind, name in ((RegularPositions, "rows_of"), (ListedPositions, "rows_of"), (CachedRows, "_gathered")):
         monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
     return taken

@@ -1,11 +1,14 @@
 """The model's configuration: what it accepts, refuses and derives."""
 
+import typing
 from typing import Any
 
 import pytest
 
+from longstride.kernels import ConfigError
+from longstride.kernels.attention import BACKENDS
 from longstride.kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
-from longstride.sparse_model import ConfigError, ModelConfig
+from longstride.sparse_model import ModelConfig
 from tests.harness.configs import ATTENTIONS, model_json, small
 
 
@@ -121,3 +124,7 @@ def test_the_schema_lists_every_pattern() -> None:
     assert choices[-1]["type"] == "array"
     assert not any("index" in c["properties"] for c in choices[:-1])
     assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()
+
+
+def test_every_backend_may_be_named() -> None:
+    assert set(typing.get_args(ModelConfig.model_fields["backend"].annotation)) == {"auto", *BACKENDS}

@@ -132,7 +132,7 @@ def zeros(*shape: int) -> Tensor:
     [
         (fill, lambda s: s.logits, "41 tokens: the session has room for 40"),
         (fill, lambda s: s.append(zeros(1)), "41 tokens: the session has room for 40"),
-        (begin, lambda s: s.prefill(zeros(1, 2)), r"1 tokens are known already: reset\(\) begins anew"),
+        (begin, lambda s: s.prefill(zeros(1, 2)), r"has 1 tokens already: reset\(\) empties it"),
         (None, lambda s: s.prefill(zeros(1, 41)), "41 tokens: the session has room for 40"),
         (None, lambda s: s.prefill(zeros(2, 3)), r"tokens \(2, 3\) must be \(1, n\), a row for each context"),
         (None, lambda s: s.append(zeros(1, 1)), r"tokens \(1, 1\) must be \(1,\), one for each context"),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from longstride.kernels.errors import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model.strict import StrictModel
 
 

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.initialization import num_parameters
 from tests.harness.configs import ATTENTIONS, small
 
 CIFAR10 = {
@@ -37,7 +36,7 @@ def awake(**changes: Any) -> SparseTransformer:
 
 @pytest.mark.parametrize("config, parameters", [(CIFAR10, 59196928), (ENWIK8, 94949888), (IMAGENET64, 151645184)])
 def test_the_published_models_have_exactly_their_parameters(config: dict[str, Any], parameters: int) -> None:
-    assert num_parameters(small(**config)) == parameters
+    assert SparseTransformer.num_parameters(small(**config)) == parameters
 
 
 TEXT = {"embedding": {"type": "text", "row_width": 8}}

@@ -1,1 +1,6 @@
-"""Sparse attention on a CPU: dense products over gathered tiles."""
+"""Sparse attention on a CPU: dense products over gathered tiles, and a softmax over rows of a cache."""
+
+from longstride.kernels.backends.cpu.attention import backward, forward, why_not
+from longstride.kernels.backends.cpu.decode import prepare
+
+__all__ = ["backward", "forward", "prepare", "why_not"]

@@ -17,15 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.backends.cpu.chunks import Batch, Chunks, chunked
-from longstride.kernels.memory import empty_like_rows
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Fold
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks, chunked
+from longstride.kernels.forms import Fold
+from longstride.kernels.patterns import Pattern, PatternPart
 
-SCORES_IN_WORK = 1 << 19  # scores at once: enough to amortise a call, few enough to stay in the cache
-VALUES_IN_WORK = 1 << 20  # of q (or v) at once, likewise
-VALUES_IN_COPIES = 1 << 25  # of all heads' q (or v) in fp32 at once, above which heads take turns
+SCORES_IN_WORK = 1 << 19  # scores of a slab: enough to amortise a call, few enough to stay in the cache
+VALUES_IN_WORK = 1 << 20  # of q (or v) in work at once, likewise
+VALUES_IN_COPIES = 1 << 25  # of q (or v) of all heads copied to fp32; above that, heads take turns
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -42,8 +41,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
         q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
         merged: tuple[Tensor, Tensor] | None = None
         for part in pattern.parts():
-            found = _part_forward(q_rows, k_rows, v_rows, part, scale)
-            merged = found if merged is None else _merge(merged, found)
+            result = _part_forward(q_rows, k_rows, v_rows, part, scale)
+            merged = result if merged is None else _merge(merged, result)
         assert merged is not None
         for whole, piece in zip((out, lse), merged, strict=True):
             whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
@@ -61,7 +60,7 @@ def backward(
     patterns: tuple[Pattern, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern: they serve each of its parts."""
+    """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
     wide = accumulator_dtype(q.dtype)
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
     for pattern, heads in _heads(patterns, q, v):
@@ -71,14 +70,14 @@ def backward(
         minus_delta = -(grad_rows * _rows(out, heads, wide)).sum(-1, keepdim=True)
         if grad_lse is not None:
             minus_delta += _rows(grad_lse[..., None], heads, wide)
-        # Where a row reads no key, weights exp(score - inf) are 0 in every chunk it shares with others.
+        # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
         blind = lse_rows == -math.inf
         minus_lse = (-lse_rows).masked_fill_(blind, -math.inf)
         minus_delta.masked_fill_(blind, 0.0)
         totals: tuple[Tensor, ...] | None = None
         for part in pattern.parts():
-            found = _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
-            totals = found if totals is None else tuple(a.add_(b) for a, b in zip(totals, found, strict=True))
+            part_grads = _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
+            totals = part_grads if totals is None else tuple(a.add_(b) for a, b in zip(totals, part_grads, strict=True))
         assert totals is not None
         for whole, piece in zip(grads, totals, strict=True):
             whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
@@ -86,15 +85,15 @@ def backward(
 
 
 def _heads(patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> Iterator[tuple[Pattern, slice | list[int]]]:
-    """Each distinct pattern with its heads: all, or as many as copies may be made of, and every thread has one."""
-    a_head = q.shape[0] * q.shape[2] * max(q.shape[3], v.shape[3], 1)
-    at_once = max(1, -(-torch.get_num_threads() // max(1, q.shape[0])), VALUES_IN_COPIES // max(1, a_head))
+    """Each distinct pattern with its heads, in groups small enough to copy, yet with work for every thread."""
+    values_a_head = q.shape[0] * q.shape[2] * max(q.shape[3], v.shape[3], 1)
+    at_once = max(1, -(-torch.get_num_threads() // max(1, q.shape[0])), VALUES_IN_COPIES // max(1, values_a_head))
     for pattern in dict.fromkeys(patterns):
         heads = [head for head, other in enumerate(patterns) if other == pattern]
         for first in range(0, len(heads), at_once):
-            some = heads[first : first + at_once]
-            neighbours = some[-1] - some[0] == len(some) - 1  # a slice is quicker than a list
-            yield pattern, slice(some[0], some[-1] + 1) if neighbours else some
+            group = heads[first : first + at_once]
+            neighbours = group[-1] - group[0] == len(group) - 1  # a slice is quicker than a list
+            yield pattern, slice(group[0], group[-1] + 1) if neighbours else group
 
 
 def _rows(x: Tensor, heads: slice | list[int], dtype: torch.dtype) -> Tensor:
@@ -103,13 +102,13 @@ def _rows(x: Tensor, heads: slice | list[int], dtype: torch.dtype) -> Tensor:
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The softmax over both of two disjoint sets of keys: outputs (G, N, E), logsumexps (G, N, 1)."""
+    """The softmax over the union of two disjoint sets of keys, from the outputs (G, N, E) and logsumexps (G, N, 1)."""
     share = torch.sigmoid(second[1] - first[1])  # of the second
     share.masked_fill_((first[1] == -math.inf) & (second[1] == -math.inf), 0.0)
     return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
 
 
-def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float) -> tuple[Tensor, Tensor]:
     """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
     chunks = chunked(part, q.shape[1])
     out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
@@ -120,17 +119,15 @@ def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float) -> 
             rows = scratch.ordered("q", q[piece], chunks.query_order)
             keys = scratch.ordered("k", k[piece], chunks.key_order)
             values = scratch.ordered("v", v[piece], chunks.key_order)
-            found = [
-                scratch.target(name, x[piece], x.shape[1], chunks.query_order)
-                for name, x in (("out", out), ("lse", lse))
-            ]
+            ordered_out = scratch.target("out", out[piece], out.shape[1], chunks.query_order)
+            ordered_lse = scratch.target("lse", lse[piece], lse.shape[1], chunks.query_order)
             if not chunks.has_all_rows:
-                found[0].zero_()
-                found[1].fill_(-math.inf)
+                ordered_out.zero_()
+                ordered_lse.fill_(-math.inf)
             for slab in _slabs(chunks, len(rows)):
-                _slab_forward(slab, scratch, rows, keys, values, found[0], found[1], scale)
-            for whole, x in zip((out, lse), found, strict=True):
-                _put_rows(whole[piece], x, chunks)
+                _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale)
+            _put_rows(out[piece], ordered_out, chunks)
+            _put_rows(lse[piece], ordered_lse, chunks)
 
     _shared(work, len(q))
     return out, lse
@@ -151,8 +148,8 @@ def _slab_forward(
     slab.write_rows(lse, peak.add_(total.log()))  # log 0 is the -inf of a row without keys
     if batch.has_blind_rows:
         total.masked_fill_(total == 0, 1.0)
-    found = torch.bmm(weights, slab.keys_of(v), out=scratch.take("slab", len(weights), batch.rows, v.shape[2]))
-    slab.write_rows(out, found.div_(total))
+    products = torch.bmm(weights, slab.keys_of(v), out=scratch.take("slab", len(weights), batch.rows, v.shape[2]))
+    slab.write_rows(out, products.div_(total))
 
 
 def _part_backward(
@@ -162,7 +159,7 @@ def _part_backward(
     v: Tensor,
     minus_lse: Tensor,
     minus_delta: Tensor,
-    part: Part,
+    part: PatternPart,
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
@@ -212,32 +209,32 @@ def _slab_backward(
     weights = scratch.take("scores", *shape)
     _scores(weights, q, k, batch, scale, minus_lse)
     weights.exp_()
-    found = torch.bmm(weights.transpose(1, 2), grad_out, out=scratch.take("slab", b, batch.width, v.shape[2]))
-    slab.add_keys(grads[2], found, chunks.has_all_keys_once)
+    grad_v = torch.bmm(weights.transpose(1, 2), grad_out, out=scratch.take("slab", b, batch.width, v.shape[2]))
+    slab.add_keys(grads[2], grad_v, chunks.has_all_keys_once)
     grad_scores = scratch.take("grad_scores", *shape).copy_(minus_delta.expand(shape))
     grad_scores.baddbmm_(grad_out, v.transpose(1, 2)).mul_(weights)
-    found = scratch.take("slab", b, batch.rows, q.shape[2])
-    slab.write_rows(grads[0], found.baddbmm_(grad_scores, k, beta=0, alpha=scale))
-    found = scratch.take("slab", b, batch.width, q.shape[2])
-    found.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
-    slab.add_keys(grads[1], found, chunks.has_all_keys_once)
+    grad_q = scratch.take("slab", b, batch.rows, q.shape[2])
+    slab.write_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
+    grad_k = scratch.take("slab", b, batch.width, q.shape[2])
+    grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
+    slab.add_keys(grads[1], grad_k, chunks.has_all_keys_once)
 
 
-def _put_rows(whole: Tensor, found: Tensor, chunks: Chunks) -> None:
-    """(G, N, D) in the order of a part's queries to the natural one; nothing to do where it is that already."""
+def _put_rows(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
+    """Bring (G, N, D) from the order of a part's queries into the natural one, unless it is that already."""
     if chunks.query_inverse is not None:
-        torch.index_select(found, 1, chunks.query_inverse, out=whole)
+        torch.index_select(ordered, 1, chunks.query_inverse, out=whole)
 
 
-def _put_keys(whole: Tensor, found: Tensor, chunks: Chunks) -> None:
-    """(G, M, D) in the order of a part's keys to (G, N, D); keys that the part does not read get 0."""
+def _put_keys(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
+    """Bring (G, M, D) from the order of a part's keys into (G, N, D); keys that the part does not read get 0."""
     if chunks.key_order is not None and chunks.key_order is chunks.query_order:
-        _put_rows(whole, found, chunks)  # a permutation, whose inverse is known
+        _put_rows(whole, ordered, chunks)  # a permutation, whose inverse is known
     elif chunks.key_order is not None:
-        whole.zero_().index_copy_(1, chunks.key_order, found)
+        whole.zero_().index_copy_(1, chunks.key_order, ordered)
 
 
-def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, shift: Tensor | None) -> None:
+def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> None:
     """Fill (b, R, W) with q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1)."""
     edges = batch.edges
     # What is added first costs nothing more: the product accumulates onto it.
@@ -254,35 +251,35 @@ def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: Batch, scale: float, sh
 
 
 class Scratch:
-    """Buffers that are used again from slab to slab, so that they stay in the cache and are paid for once."""
+    """Buffers that slabs reuse, so that they stay in the cache and are allocated once."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
         self.buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised tensor of this shape, over what the name held before."""
+        """An uninitialised tensor of this shape, in the memory of the last one of that name."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = self.like.new_empty(size)
         return self.buffers[name][:size].view(shape)
 
     def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
-        """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself in the natural one."""
+        """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
         if order is None:
             return x
         return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2]))
 
     def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
-        """Where to put what will be brought from this order into ``x``: ``x`` itself in the natural one."""
+        """Where results in this order are computed before they go to ``x``: ``x`` itself for the natural order."""
         return x if order is None else self.take(name, len(x), rows, x.shape[2])
 
 
 class Slab(NamedTuple):
-    """The chunks of a batch that are in work at once: ``chunks`` from the first, of ``groups`` from the first."""
+    """Some equal chunks in work at once: ``chunks`` from ``first_chunk`` on, of ``groups`` from ``first_group`` on."""
 
-    batch: Batch
-    columns: Fold | None  # the order of rows and keys, where x is in the natural one all the same
+    batch: EqualChunks
+    columns: Fold | None  # the order of rows and keys, where tensors stay in the natural order: see ``Chunks``
     first_group: int
     groups: int
     first_chunk: int
@@ -300,21 +297,21 @@ class Slab(NamedTuple):
         """The keys' rows of (G, M, D): (b, W, D), a view where they lie regularly."""
         return self._view(x, self.batch.key, self.batch.key_step, self.batch.width).flatten(0, 1)
 
-    def write_rows(self, x: Tensor, found: Tensor) -> None:
+    def write_rows(self, x: Tensor, rows: Tensor) -> None:
         """Put (b, R, D) into the queries' rows of (G, N, D)."""
         target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
-        target.copy_(found.view(target.shape))
+        target.copy_(rows.view(target.shape))
 
-    def add_keys(self, x: Tensor, found: Tensor, once: bool) -> None:
-        """Add (b, W, D) to the keys' rows of (G, M, D), or put it there where every key comes once."""
+    def add_keys(self, x: Tensor, rows: Tensor, once: bool) -> None:
+        """Add (b, W, D) to the keys' rows of (G, M, D); copy it there where every key comes once."""
         width, step = self.batch.width, self.batch.key_step
-        parts = found.view(self.groups, self.chunks, width, -1)
+        parts = rows.view(self.groups, self.chunks, width, -1)
         if once:
             self._view(x, self.batch.key, step, width).copy_(parts)
             return
         if step == 0:  # all chunks read the same keys
             parts, step = parts.sum(1, keepdim=True), width
-        # Neighbours overlap: the columns are added in turns no wider than a step, in which no key comes twice.
+        # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
         for column in range(0, width, step if parts.shape[1] > 1 else width):
             piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
             target = self._view(x, self.batch.key + column, self.batch.key_step, piece.shape[2])
@@ -323,24 +320,24 @@ class Slab(NamedTuple):
     def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
         """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
         _, rows, width = x.shape
-        apart = 1  # positions from one row of a chunk to the next
+        spacing = 1  # positions from one row of a chunk to the next
         first += self.first_chunk * step
         if self.columns is not None:
-            first, step, apart = self.columns(first), step // self.columns.period, self.columns.stride
+            first, step, spacing = self.columns(first), step // self.columns.period, self.columns.stride
         offset = self.first_group * rows + first
-        strides = (rows * width, step * width, apart * width, 1)
+        strides = (rows * width, step * width, spacing * width, 1)
         return x.as_strided((self.groups, self.chunks, length, width), strides, x.storage_offset() + offset * width)
 
 
 def _pieces(groups: range, q: Tensor, v: Tensor) -> Iterator[slice]:
-    """The groups, so many at once that their rows are about VALUES_IN_WORK: what is brought into order is used soon."""
+    """The groups in slices of about VALUES_IN_WORK values, so that what is brought into order is used while cached."""
     size = max(1, VALUES_IN_WORK // (q.shape[1] * max(q.shape[2], v.shape[2])))
     for start in range(groups.start, groups.stop, size):
         yield slice(start, min(start + size, groups.stop))
 
 
 def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
-    """The batches in pieces of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
+    """The chunks in slabs of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
     for batch in chunks.batches:
         size = batch.rows * batch.width
         groups_at_once = max(1, SCORES_IN_WORK // (size * batch.count))
@@ -352,10 +349,10 @@ def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
 
 
 def _shared(work: Callable[[range], None], groups: int) -> None:
-    """Do the work of all groups, on as many threads as torch has where there are groups enough.
+    """Do the work of all groups: on as many threads as torch has, where there is a group for each.
 
-    A slab is many short operations. Torch's own threads meet after each of them, which costs as much again, and waits
-    for the slowest where others want the processor too; threads of our own meet once.
+    A slab is many short operations. Torch's own threads wait for each other after each of them, which doubles the cost;
+    the threads started here wait for each other once.
     """
     threads = torch.get_num_threads()
     if groups < threads or threads == 1:
@@ -363,13 +360,13 @@ def _shared(work: Callable[[range], None], groups: int) -> None:
         return
     bounds = [groups * i // threads for i in range(threads + 1)]
     started = threading.Barrier(threads + 1)
-    inference = torch.is_inference_mode_enabled()  # which a new thread does not know, and its writes must
+    inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it, and its writes need it
 
     def alone(groups: range) -> None:
         try:
             torch.set_num_threads(1)  # of this thread
         except BaseException:
-            started.abort()  # or the others would wait for it for ever
+            started.abort()  # or the others would wait for ever
             raise
         started.wait()
         with torch.inference_mode(inference), torch.no_grad():
@@ -384,7 +381,7 @@ def _shared(work: Callable[[range], None], groups: int) -> None:
             started.abort()
             raise
         finally:
-            torch.set_num_threads(threads)  # of threads that begin later, which take the number set last
+            torch.set_num_threads(threads)  # threads that start later take the number set last
     errors = [error for job in jobs if (error := job.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error  # one of the work's own before those of the threads that were let go
+        raise error  # an error of the work itself before those of threads that were released

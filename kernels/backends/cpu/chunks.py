@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Part
-from longstride.kernels.patterns.forms import Fold
+from longstride.kernels.forms import Fold
+from longstride.kernels.patterns import PatternPart
 from longstride.kernels.plan import View, view
 
-# The cost of a chunk in pairs of a query and a key, as measured: reading a row of keys and adding to its gradient costs
-# about as much as KEY_COST more queries would, and starting a batch of chunks as much as BATCH_COST pairs of one head.
+# The measured cost of a chunk, in pairs of a query and a key: reading a row of keys and adding to its gradient costs
+# about as much as KEY_COST more queries, starting a set of equal chunks as much as BATCH_COST pairs of one head.
 KEY_COST = 18
 CHUNK_COST = 100
 BATCH_COST = 6_000
@@ -36,7 +36,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Batch:
+class EqualChunks:
     """``count`` chunks of R x W: chunk i has rows ``row + i * row_step`` … and keys ``key + i * key_step`` …"""
 
     count: int
@@ -58,23 +58,23 @@ class Batch:
 class Chunks:
     """A part's orders and the batches that cover its pairs, each pair once."""
 
-    columns: Fold | None  # both orders, where chunks can be read and written in place: see ``_in_place``
-    query_order: Tensor | None  # (N,) int64; None is natural, or in place
+    columns: Fold | None  # both orders, where chunks are read and written in place: see ``_in_place``
+    query_order: Tensor | None  # (N,) int64; None: natural, or in place
     query_inverse: Tensor | None  # (N,) int64, the row of each original position
     key_order: Tensor | None  # (M,) int64
     num_keys: int
-    batches: tuple[Batch, ...]
+    batches: tuple[EqualChunks, ...]
     has_all_rows: bool  # every row is in a batch
     has_all_keys_once: bool  # every key is in exactly one chunk
 
     def num_pairs(self) -> int:
-        """Scores computed, masked ones included: what the work grows with."""
+        """Scores computed, masked ones included."""
         return sum(batch.num_pairs() for batch in self.batches)
 
 
 @lru_cache(maxsize=64)
-def chunked(part: Part, context: int) -> Chunks:
-    """The chunks of a part for N = ``context`` positions, of the size that is estimated to be fastest; cached."""
+def chunked(part: PatternPart, context: int) -> Chunks:
+    """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached."""
     o = view(part, context, "queries")
     start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
     start, stop = _trimmed(o, start, stop)
@@ -97,8 +97,8 @@ def chunked(part: Part, context: int) -> Chunks:
     )
 
 
-def _in_place(o: View, order: Fold, batches: tuple[Batch, ...]) -> bool:
-    """Whether all chunks lie each in one column, and at equal steps there: then they are views of what is unordered."""
+def _in_place(o: View, order: Fold, batches: tuple[EqualChunks, ...]) -> bool:
+    """Whether each chunk lies in one column, at equal steps: then chunks are views of tensors in the natural order."""
     rows = order.period
     return (
         o.column_order is order
@@ -117,7 +117,7 @@ def _in_place(o: View, order: Fold, batches: tuple[Batch, ...]) -> bool:
 def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Ways to cut the rows: (start, stop) of each chunk. Empty intervals are left in."""
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
-    # Where a row shares no key with any before it, a chunk that begins there wastes nothing on them.
+    # A chunk that begins at a row which shares no key with earlier rows wastes nothing on them.
     restart = np.flatnonzero((low[1:] >= high[:-1]) & (low[1:] > low[:-1])) + 1
     begin = np.concatenate([[0], restart])
     end = np.append(restart, o.num_rows)
@@ -130,7 +130,7 @@ def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each run [begin, end) in pieces of ``size`` and a rest, or of equal size where there are several runs."""
+    """One run [begin, end) in pieces of ``size`` and a rest; several runs each in equal pieces of at most ``size``."""
     length = end - begin
     count = -(-length // size)
     step = -(-length // count) if len(begin) > 1 else np.full_like(length, size)
@@ -152,7 +152,7 @@ def _cost(o: View, start: np.ndarray, stop: np.ndarray) -> float:
 
 
 def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks without rows at either end that read no key; those of such rows alone are left out."""
+    """The chunks without the rows at either end that read no key; chunks of such rows alone are dropped."""
     reads = (o.intervals.low < o.intervals.high).numpy()
     before = np.concatenate([[0], np.cumsum(reads)])  # rows that read, before each row
     reading = np.flatnonzero(reads)
@@ -161,8 +161,8 @@ def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, 
     return reading[before[start]], reading[before[stop] - 1] + 1
 
 
-def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
-    """Chunks of the same relative intervals whose rows and keys lie at equal steps, together."""
+def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[EqualChunks]:
+    """Put chunks together that have the same relative intervals and lie at equal steps."""
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     alike: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
@@ -175,7 +175,7 @@ def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[Batch]:
         edges = tuple(_edges(inside_low, inside_high, biases))
         blind = bool((inside_low >= inside_high).any())
         for count, (row, key), (row_step, key_step) in _progressions(places):
-            yield Batch(count, rows, int(inside_high[-1]), row, row_step, key, key_step, edges, blind)
+            yield EqualChunks(count, rows, int(inside_high[-1]), row, row_step, key, key_step, edges, blind)
 
 
 def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
@@ -197,7 +197,7 @@ def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[in
 
 
 def _edges(low: np.ndarray, high: np.ndarray, biases: dict[tuple[int, int, bytes], Tensor]) -> Iterator[Edge]:
-    """The columns that not every row reads: a left and a right run, or all at once where those are most."""
+    """The columns that not every row reads: a left and a right run, or all columns where those are most of them."""
     width = int(high[-1])
     left, right = min(int(low.max()), width), int(high.min())
     if left + width - right > width // 2:

@@ -1,9 +1,8 @@
 """Block-sparse attention in Triton: one family of kernels over plans, which knows no pattern.
 
-``packing`` turns the plans of all heads into a table of integers, ``choice`` picks tiles, ``tile`` is what kernels do
-to one. ``forward_kernel``, ``delta_kernel``, ``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel`` are the kernels;
-``launch_forward``, ``launch_backward`` and ``call`` launch them. ``decode_kernel`` and ``decode`` serve one query at a
-time. triton is imported only by a call that can run.
+``packing`` turns the plans of all heads into a table of integers, ``configurations`` picks tiles, and ``tile`` has what
+all kernels do to one. The kernels are ``forward_kernel``, ``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel``;
+``launch`` and ``call`` launch them. ``decode`` serves one query at a time. Only a call that can run imports triton.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 
 WIDEST = 256  # head width
 OLDEST_CAPABILITY = (8, 0)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """None where the kernels can run on these tensors, else the one reason they cannot."""
+    """None where the kernels can run on these tensors, else a reason why they cannot."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if max(q.shape[-1], v.shape[-1]) > WIDEST:
@@ -44,7 +43,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
-    from longstride.kernels.backends.triton.launch_forward import forward
+    from longstride.kernels.backends.triton.launch import forward
 
     return forward(q, k, v, patterns, scale)
 
@@ -61,7 +60,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
-    from longstride.kernels.backends.triton.launch_backward import backward
+    from longstride.kernels.backends.triton.launch import backward
 
     return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
 
@@ -69,9 +68,9 @@ def backward(
 def prepare(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What computes one query after another from these caches, as (q, position, return_lse): each time the same bits.
+    """Attention of one query after another from these caches, as (q, position, return_lse): each time the same bits.
 
-    Nothing is kept, and the logsumexp is written whether it is asked for or not.
+    Nothing is kept between queries, and the logsumexp is always computed.
     """
     from longstride.kernels.backends.triton.decode import attend_one
 

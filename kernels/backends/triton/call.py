@@ -1,30 +1,58 @@
 """The host side of a launch: sizes, dtypes and device of one call, and what surrounds a kernel.
 
 Letters: B batch, H heads, N positions, D width of q and k, Dv width of v.
+
+The tensor memory accelerator of some cards copies tiles of keys (or queries) by itself, given a descriptor. A
+descriptor sees (B, H, N, D) as (B, H, outer, inner, D): position = outer index * inner + inner index. A tile of the
+natural order is a run of the outer index (inner 1); of a column, a run of the outer index at one inner index; of the
+summary keys, the same few inner indices of a run of blocks. Nothing is moved or gathered, and a kernel is spared the
+addresses. What does not fit this form is read by addresses, as on all other cards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longstride.kernels.autograd import accumulator_dtype
-from longstride.kernels.backends.triton.choice import Choice, chosen, num_slices
-from longstride.kernels.backends.triton.configurations import Configuration, Kernel, candidates
-from longstride.kernels.backends.triton.described import ADDRESSES, SEGMENTS, Shape, boxes, describable, described
+from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.backends.triton.configurations import (
+    Choice,
+    Configuration,
+    Kernel,
+    candidates,
+    chosen,
+    num_slices,
+)
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Parts, Pass, packed
-from longstride.kernels.patterns.base import Pattern
-from longstride.kernels.plan import Side
+from longstride.kernels.backends.triton.packing import Parts, Pass, Shape, groups, packed, row_edge
+from longstride.kernels.forms import Bounds
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Side, View
 
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
+ALIGNMENT = 16  # bytes, of addresses and strides
+SEGMENTS = 2  # segments with descriptors: a kernel has parameters for no more
+
+
+class Box(NamedTuple):
+    """How a descriptor sees positions: their outer and inner size, and the inner size of a tile."""
+
+    shape: Shape
+    outer: int
+    inner: int
+    tile_inner: int
+
+
+ADDRESSES = Box(Shape.ADDRESSES, 0, 0, 0)
 
 
 def interpreter_trouble() -> str | None:
@@ -40,7 +68,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores with a positive scale, which the kernels need to take the maximum before scaling."""
+    """q and scale with the same scores and a positive scale: the kernels take the maximum before scaling."""
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
@@ -55,7 +83,7 @@ class Call:
         self.dtype = q.dtype
         self.device = q.device
         self.wide = accumulator_dtype(q.dtype)
-        # numpy has no bf16: the interpreter computes in fp32 and rounds where a card would have rounded.
+        # numpy has no bf16: the interpreter computes in fp32 and rounds where a card would round.
         self.round_bf16 = INTERPRETED and q.dtype == torch.bfloat16
         self.widths = {
             "WIDTH": width,
@@ -85,32 +113,31 @@ class Call:
 
     def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """A pass on this device."""
-        tile_rows = choice.configuration.block_q if rows == "queries" else choice.configuration.block_k
-        return packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.apart, self.device)
+        tile_rows, _ = choice.configuration.tile_sizes(rows)
+        return packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
 
     def forms(self, one: Pass) -> dict[str, object]:
-        """How kernels over tiles of queries read a pass."""
+        """The constants by which kernels over tiles of queries read a pass."""
         columns, bounds = (tuple(int(form) for form in forms) for forms in (one.columns, one.bounds))
         return {"SEGMENTS": len(columns), "ROWS": int(one.rows), "COLUMNS": columns, "BOUNDS": bounds}
 
     def descriptors(
         self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
     ) -> tuple[list[Any], tuple[int, ...]]:
-        """Of a pass, descriptors of two tensors for each segment a kernel has parameters for, and the tiles' shapes.
+        """Descriptors of two tensors for each segment that a kernel has parameters for, and the shapes of the tiles.
 
-        Where there is no descriptor, the tensors themselves fill the parameter, which the kernel then does not read.
+        Where there is no descriptor, the tensors themselves fill the parameter; the kernel does not read it.
         """
-        tiles = choice.configuration
-        sizes = (tiles.block_q, tiles.block_k) if rows == "queries" else (tiles.block_k, tiles.block_q)
-        found = boxes(self.patterns, self.context, rows, parts, number, *sizes, choice.apart)
-        if not tiles.described or not describable(one, other):
-            found = (ADDRESSES,) * len(found)
+        sizes = choice.configuration.tile_sizes(rows)
+        by_segment = boxes(self.patterns, self.context, rows, parts, number, *sizes, choice.aligned)
+        if not choice.configuration.described or not describable(one, other):
+            by_segment = (ADDRESSES,) * len(by_segment)
         arguments: list[Any] = []
-        for box in (*found, ADDRESSES)[:SEGMENTS]:
+        for box in (*by_segment, ADDRESSES)[:SEGMENTS]:
             for tensor, width in ((one, self.widths["W"]), (other, self.widths["WV"])):
                 plain = box.shape == Shape.ADDRESSES
-                arguments.append(tensor if plain else described(tensor, box, sizes[1], width))
-        return arguments, tuple(int(box.shape) for box in found)
+                arguments.append(tensor if plain else descriptor_of(tensor, box, sizes[1], width))
+        return arguments, tuple(int(box.shape) for box in by_segment)
 
     def num_slices(self, one: Pass, choice: Choice) -> int:
         """Into how many slices of queries to split a pass over keys."""
@@ -127,7 +154,7 @@ class Call:
         tiles: Configuration | None,
         **constants: object,
     ) -> None:
-        """A kernel over all heads, with so many programs a head."""
+        """Launch a kernel over all heads, with ``programs`` programs a head."""
         if programs * self.batch * self.heads == 0:
             return
         strides = [stride for tensor in strided for stride in tensor.stride()[:3]]
@@ -142,18 +169,18 @@ class Call:
 
     @contextlib.contextmanager
     def _ready(self) -> Any:
-        """On the tensors' own card; in the interpreter, as silent about inf and nan as a card is."""
+        """On the tensors' card; in the interpreter, without warnings about inf and nan."""
         if not INTERPRETED:
             with torch.cuda.device(self.device):
                 yield
             return
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the interpreter's own, from numpy
+            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, by the interpreter
             yield
 
 
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors that programs are spread over."""
+    """Multiprocessors of the device."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -165,3 +192,64 @@ def architecture(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def box_of(view: View, context: int, edge: int, block: int) -> Box:
+    """How a descriptor sees tiles of ``block`` columns, where tiles of rows take ``edge`` rows."""
+    order, bounds = view.column_order, view.bounds
+    if view.num_columns == 0 or isinstance(order, Tensor):
+        return ADDRESSES
+    if order is None:
+        return Box(Shape.NATURAL, context, 1, 1)
+    if not isinstance(bounds, Bounds):
+        return ADDRESSES
+    if order.step == 1 and order.stride > 1:
+        period = view.closed_period()  # the columns that a tile of rows visits must not cross into another column
+        if period is None or period != order.period or period % edge:
+            return ADDRESSES
+        return Box(Shape.COLUMN, order.period, order.stride, 1)
+    # A few positions of every block, read from the first block on.
+    from_the_first = bounds.low.step == 0 and bounds.low.least == bounds.low.most == 0
+    power_of_two = order.period & (order.period - 1) == 0
+    if not from_the_first or not power_of_two or block % order.period or context % order.step:
+        return ADDRESSES
+    return Box(Shape.BLOCKS, context // order.step, order.step, order.period)
+
+
+@lru_cache(maxsize=256)
+def boxes(
+    patterns: tuple[Pattern, ...],
+    context: int,
+    rows: Side,
+    parts: Parts,
+    number: int,
+    tile_rows: int,
+    tile_columns: int,
+    aligned: bool,
+) -> tuple[Box, ...]:
+    """How a descriptor sees the columns of each segment of a pass; by addresses where heads differ."""
+    group = groups(patterns, context, rows, parts)[number]
+    by_segment = []
+    for segment in range(len(group[0])):
+        distinct = {box_of(head[segment], context, row_edge(head, tile_rows, aligned), tile_columns) for head in group}
+        by_segment.append(distinct.pop() if len(distinct) == 1 else ADDRESSES)
+    return tuple(by_segment) if len(by_segment) <= SEGMENTS else (ADDRESSES,) * len(by_segment)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether addresses and strides have the alignment that descriptors need."""
+    return all(
+        t.data_ptr() % ALIGNMENT == 0
+        and t.stride(-1) == 1
+        and all(stride * t.itemsize % ALIGNMENT == 0 for stride in t.stride()[:3])
+        for t in tensors
+    )
+
+
+def descriptor_of(tensor: Tensor, box: Box, block: int, width: int) -> TensorDescriptor:
+    """The descriptor of (B, H, N, D) for tiles of ``block`` positions and ``width`` padded columns."""
+    batch, heads, _, columns = tensor.shape
+    stride_b, stride_h, stride_n, _ = tensor.stride()
+    shape = [batch, heads, box.outer, box.inner, columns]
+    strides = [stride_b, stride_h, box.inner * stride_n, stride_n, 1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, block // box.tile_inner, box.tile_inner, width])

@@ -1,11 +1,10 @@
-"""Backward of runs that stand alone: dQ, dK and dV of a whole block, or a whole column, by one program.
+"""Backward of independent runs: dQ, dK and dV of a whole block, or of a whole column, by one program.
 
 Letters: BLOCK rows of a run or of several, queries and keys alike, W padded width of q and k, WV padded width of v,
 N positions, H heads.
-A part is *closed* where runs of rows read the same positions and nothing else (``patterns.forms.Bounds``). Then
-nothing of a run is needed twice: five products instead of seven, and q, k, v, out and dOut are read once, which is what
-such heads cost. ``dkdv_kernel`` has the equations, and says how the sums of other parts reach the last pass, which this
-one is.
+A part is *closed* where each run of rows reads exactly its own positions (``forms.Bounds``). Then a run needs nothing
+twice: five products instead of seven, and q, k, v, out and dOut are read once, which is what bounds such heads.
+``dkdv_kernel`` has the equations, and says how the sums of other parts reach the last pass, which this one is.
 """
 
 from __future__ import annotations

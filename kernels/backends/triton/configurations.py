@@ -1,14 +1,23 @@
-"""Tile edges, warps and pipeline stages: one table an architecture. ``benchmarks/tune.py`` measures them.
+"""Tile edges, warps and pipeline stages: one table an architecture, from ``benchmarks/attention/tune.py``.
 
-A row serves every case that is no wider than its key; rows go from narrow to wide. Of each kernel it has one or more
-candidates, and a plan takes the one for which the pairs that it computes, divided by the candidate's rate, are fewest:
-large tiles where runs are long, small ones where they would be mostly masked. fp32 has no tensor cores at full
-precision, so its tiles are as small as its products, which are kept in registers, demand.
+An entry of a table serves every case that is no wider than its key; entries go from narrow to wide. It has one or more
+candidates for each kernel. A plan takes the candidate with the fewest computed pairs divided by its rate: large tiles
+where runs are long, small ones where large tiles would be mostly masked. fp32 has no tensor cores at full precision, so
+its tiles are small enough for its products to stay in registers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Side, View, edge_of, tiles, view
+
+WAVES = 2  # programs that a card's multiprocessors should have each, at least
+SHORTEST_SLICE = 4  # tiles of queries: less would not pay for another program
 
 Kernel = Literal["forward", "dkdv", "dq", "closed"]
 
@@ -21,47 +30,53 @@ class Configuration(NamedTuple):
     num_warps: int
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
-    described: bool = False  # let the tensor memory accelerator copy tiles where their order allows it
+    described: bool = False  # the tensor memory accelerator copies tiles where their order allows it
+
+    def tile_sizes(self, rows: Side) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        return (self.block_q, self.block_k) if rows == "queries" else (self.block_k, self.block_q)
 
 
 class Widest(NamedTuple):
-    """The widest case that a row of a table serves."""
+    """The widest case that an entry of a table serves."""
 
     bytes_an_element: int  # 2 or 4; 8 in the interpreter
     width: int  # padded, the larger of q's and v's
 
 
-class Row(NamedTuple):
-    """The candidates of each kernel."""
+class Candidates(NamedTuple):
+    """The configurations among which a plan chooses, for each kernel."""
 
     forward: tuple[Configuration, ...]
     dkdv: tuple[Configuration, ...]
     dq: tuple[Configuration, ...]
-    closed: tuple[Configuration, ...] = ()  # square tiles; none: closed runs are served by the other kernels
+    closed: tuple[Configuration, ...] = ()  # square tiles; where empty, the other kernels serve closed runs
 
 
-Table = dict[Widest, Row]
+Table = dict[Widest, Candidates]
 Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
 Closed = tuple[Configuration, ...]
 
 
-def row(forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = ()) -> Row:
-    """One large configuration a kernel, small ones for all, and those of closed runs."""
-    return Row((Configuration(*forward), *small), (Configuration(*dkdv), *small), (Configuration(*dq), *small), closed)
+def one_each(forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = ()) -> Candidates:
+    """One large configuration for each kernel, small ones for all of them, and those of closed runs."""
+    return Candidates(
+        (Configuration(*forward), *small), (Configuration(*dkdv), *small), (Configuration(*dq), *small), closed
+    )
 
 
 def same_for_all(
     block_q: int, block_k: int, num_warps: int, num_stages: int, *small: Configuration, closed: Closed = ()
-) -> Row:
+) -> Candidates:
     """One large configuration for the three kernels."""
-    one = (block_q, block_k, num_warps, num_stages)
-    return row(one, one, one, *small, closed=closed)
+    large = (block_q, block_k, num_warps, num_stages)
+    return one_each(large, large, large, *small, closed=closed)
 
 
-def described(row: Row) -> Row:
-    """The same, with descriptors."""
-    forward, dkdv, dq = (tuple(one._replace(described=True) for one in kernel) for kernel in row[:3])
-    return Row(forward, dkdv, dq, row.closed)
+def described(entry: Candidates) -> Candidates:
+    """The same candidates, with descriptors."""
+    forward, dkdv, dq = (tuple(candidate._replace(described=True) for candidate in kernel) for kernel in entry[:3])
+    return Candidates(forward, dkdv, dq, entry.closed)
 
 
 def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
@@ -69,31 +84,31 @@ def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
     return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_warps_rate)
 
 
-# For runs shorter than a large tile. Rates are estimates until a card has been measured.
+# For runs shorter than a large tile. The rates are estimates until a card has been measured.
 SMALL = (Configuration(32, 32, 4, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
-# For runs of a few tiles, which wait for memory: several programs fit a multiprocessor.
+# For runs of a few tiles, which are bound by memory: several programs fit a multiprocessor.
 MIDDLE = Configuration(64, 64, 4, 2, 0.85)
 FP32: Table = {
-    Widest(4, 64): row((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
-    Widest(4, 256): row((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    Widest(4, 64): one_each((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+    Widest(4, 256): one_each((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): row((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0))),
-    Widest(2, 128): row((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
-    Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
+    Widest(2, 64): one_each((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0))),
+    Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+    Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
     **FP32,
 }
 SM_80: Table = {
-    Widest(2, 64): row(
+    Widest(2, 64): one_each(
         (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6))
     ),
-    Widest(2, 128): row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0))),
-    Widest(2, 256): row((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    Widest(2, 128): one_each((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0))),
+    Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
     **FP32,
 }
 SM_90: Table = {
-    Widest(2, 64): row(
+    Widest(2, 64): one_each(
         (128, 64, 8, 3),
         (64, 128, 8, 2),
         (128, 64, 8, 2),
@@ -101,14 +116,16 @@ SM_90: Table = {
         *SMALL,
         closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
     ),
-    Widest(2, 128): row((128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), closed=squares((64, 8, 1.0), (32, 4, 0.6))),
-    Widest(2, 256): row((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    Widest(2, 128): one_each(
+        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), closed=squares((64, 8, 1.0), (32, 4, 0.6))
+    ),
+    Widest(2, 256): one_each((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
     **FP32,
 }
 GFX942: Table = {
-    Widest(2, 64): row((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
-    Widest(2, 128): row((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
-    Widest(2, 256): row((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+    Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
+    Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
+    Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): same_for_all(16, 16, 4, 1),
 }
 INTERPRETER: Table = {
@@ -118,7 +135,69 @@ ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gf
 
 
 def candidates(kernel: Kernel, architecture: str, bytes_an_element: int, width: int) -> tuple[Configuration, ...]:
-    """Of the first wide enough row; gfx942's for every AMD card, SAFE for every other without a table of its own."""
+    """Those of the first entry that is wide enough; unknown AMD cards take gfx942's table, all others SAFE."""
     table = ARCHITECTURES.get(architecture, GFX942 if architecture.startswith("gfx") else SAFE)
-    found = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
-    return getattr(found, kernel)
+    entry = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
+    return getattr(entry, kernel)
+
+
+class Choice(NamedTuple):
+    """What a pass is launched with."""
+
+    configuration: Configuration
+    longest: int  # column tiles of the row tile that visits most
+    pairs: int  # computed by all heads, masked ones included
+    aligned: bool  # tiles end where closed runs of rows end: see ``longstride.kernels.plan.edge_of``
+
+
+@lru_cache(maxsize=256)
+def chosen(
+    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
+) -> tuple[Choice, ...]:
+    """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals."""
+    choices = []
+    for group in groups(patterns, context, rows, parts):
+        heads = Counter(group)
+        priced = (_priced(candidate, heads, rows, aligned) for candidate in candidates for aligned in (True, False))
+        choices.append(min(priced, key=lambda pair: pair[0])[1])
+    return tuple(choices)
+
+
+def _priced(
+    candidate: Configuration, heads: Counter[tuple[View, ...]], rows: Side, aligned: bool
+) -> tuple[float, Choice]:
+    """The candidate's pairs over its rate, and the choice that it would be."""
+    tile_rows, tile_columns = candidate.tile_sizes(rows)
+    pairs, longest = 0, 0
+    for segments, count in heads.items():
+        edge = row_edge(segments, tile_rows, aligned)
+        for segment in segments:
+            visited = tiles(segment, tile_rows, tile_columns, edge)
+            pairs += count * visited.num_pairs()
+            longest = max(longest, int(visited.count.max(initial=0)))
+    return pairs / candidate.rate, Choice(candidate, longest, pairs, aligned)
+
+
+@lru_cache(maxsize=256)
+def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
+    """The candidate with the fewest computed pairs for its rate, among those whose tiles hold all heads' closed runs.
+
+    None where no candidate does, or a head has no closed runs.
+    """
+    parts = [closed_part(pattern, context) for pattern in patterns]
+    views = [view(part, context, "keys") for part in parts if part is not None]
+    if len(views) < len(patterns):
+        return None
+    longest = max(v.closed_period() or 0 for v in views)
+    choices = []
+    for candidate in candidates:
+        if candidate.block_k >= longest:
+            num_tiles = sum(-(-context // edge_of(v, candidate.block_k)) for v in views)
+            choices.append(Choice(candidate, 1, num_tiles * candidate.block_k**2, True))
+    return min(choices, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
+
+
+def num_slices(num_programs: int, longest: int, num_processors: int) -> int:
+    """Into how many slices of queries to split a pass over keys: several where its programs would not fill the card."""
+    wanted = WAVES * num_processors // max(num_programs, 1)
+    return max(1, min(wanted, longest // SHORTEST_SLICE))

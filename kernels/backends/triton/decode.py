@@ -1,6 +1,10 @@
-"""Host side of one query at a time: packs what positions read, launches the splits and their merge.
+"""One query against a cache: programs that share out its keys, the merge of what they found, and their launch.
 
-Letters: B batch, H heads, S segments (the parts of a pattern), N positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads, S segments (the parts of a pattern), N positions, D width of q and k, Dv width of v; in
+kernels BLOCK_K keys, W padded width of q and k, WV padded width of v, SPLITS programs a head.
+Scores are in units of log2, as in ``forward_kernel``. There is one row of them: products and sums, no matrix units.
+A split takes every SPLITS-th tile of the keys, counted through all segments, and leaves its own maximum m, sum of
+weights and unnormalised output; the merge adds these up in a fixed order.
 """
 
 from __future__ import annotations
@@ -11,26 +15,38 @@ from functools import lru_cache
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from longstride.kernels.backends.triton.call import Call
-from longstride.kernels.backends.triton.decode_kernel import decode_kernel, merge_kernel
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
-    Data,
     Form,
+    Vectors,
     form_of,
     form_of_bounds,
     int32_table,
     no_columns,
     view_fields,
 )
-from longstride.kernels.patterns.base import Pattern
-from longstride.kernels.patterns.forms import Fold
-from longstride.kernels.plan import View
-from longstride.kernels.reads import most_reads, query_views
+from longstride.kernels.backends.triton.tile import (
+    COLUMN_FOLD,
+    COLUMN_LIST,
+    LN2,
+    LOG2E,
+    NUM_FIELDS,
+    ROW_FOLD,
+    ROW_LIST,
+    intervals,
+    load_fold,
+    load_rows,
+    original_positions,
+)
+from longstride.kernels.forms import Fold
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import View, most_reads, query_views
 
-ELEMENTS_A_TILE = 4096  # of keys, and of values: 32 registers a thread each, in fp32
+ELEMENTS_A_TILE = 4096  # of keys, and of values: 32 fp32 registers a thread for each
 LONGEST_TILE = 128  # keys
 KEYS_A_SPLIT = 256
 MOST_SPLITS = 32
@@ -39,11 +55,11 @@ NUM_WARPS = 4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What the kernel reads of all heads, on the device; the same for all positions."""
+    """What the kernel reads about all heads, on the device; the same for all positions."""
 
     table: Tensor  # (H, S, FIELDS) int32
     data: Tensor  # int32
-    rows: tuple[Form, ...]  # of each segment: how the row of a position is found
+    rows: tuple[Form, ...]  # for each segment, how the row of a position is found
     columns: tuple[Form, ...]
     bounds: tuple[Form, ...]
     splits: int  # programs a head, a power of two
@@ -58,7 +74,7 @@ def attend_one(
     one = layout(patterns, call.context, KEYS_A_SPLIT, q.device)
     out = v.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=call.wide)
-    partial, partial_stats = out, lse  # not looked at where nothing is split
+    partial, partial_stats = out, lse  # unread where nothing is split
     if one.splits > 1:
         partial = q.new_empty(*q.shape[:2], one.splits, v.shape[-1], dtype=call.wide)
         partial_stats = q.new_empty(2, *q.shape[:2], one.splits, dtype=call.wide)
@@ -91,13 +107,13 @@ def block_of(width: int) -> int:
 
 
 def num_splits(most_keys: int, keys_a_split: int) -> int:
-    """Programs a head where no position reads more keys than this."""
+    """Programs a head, where no position reads more than ``most_keys`` keys."""
     return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-most_keys // keys_a_split))))
 
 
 @lru_cache(maxsize=64)
 def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, device: torch.device) -> Layout:
-    """What heads of these patterns read at this context, whatever the position; cached."""
+    """What heads of these patterns read at this context, for all positions; cached."""
     heads = {pattern: query_views(pattern, context) for pattern in patterns}
     num_segments = max(len(views) for views in heads.values())
     nothing = no_columns(context, "queries")
@@ -106,7 +122,7 @@ def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, devic
     rows = tuple(max(form_of(one.row_order) for one in segment) for segment in segments)
     columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
     bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
-    data = Data()
+    data = Vectors()
     table = [
         view_fields(one, 0, data, *forms)
         for views in padded
@@ -123,8 +139,121 @@ def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, devic
 
 
 def _by_position(one: View) -> View:
-    """The view with the inverse of its rows' order: what a position's row is, not what a row's position is."""
+    """The view with the inverse of its rows' order: from positions to rows."""
     if one.row_order is None:
         return one
     inverse = one.row_order.inverse() if isinstance(one.row_order, Fold) else one.row_of_position
     return dataclasses.replace(one, row_order=inverse)
+
+
+@triton.jit(do_not_specialize=["position"])  # one program for all positions, the multiples of 16 too
+def decode_kernel(
+    q,  # (B, H, WIDTH) contiguous
+    k,
+    v,
+    out,  # (B, H, VALUE_WIDTH) contiguous, and (B, H): where SPLITS is 1
+    lse,
+    partial,  # (B, H, SPLITS, VALUE_WIDTH), and (2, B, H, SPLITS) maxima and sums: where there are more
+    partial_stats,
+    table,
+    data,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    num_heads,
+    context,
+    position,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    split = tl.program_id(0) % SPLITS
+    lead = (tl.program_id(0) // SPLITS).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    fields = table + head * (SEGMENTS * NUM_FIELDS)
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    channel = tl.arange(0, W)
+    query = tl.load(q + lead * WIDTH + channel, mask=channel < WIDTH, other=0.0).to(ACCUMULATOR)  # (W,)
+
+    acc = tl.zeros((WV,), ACCUMULATOR)
+    m = tl.full((), float("-inf"), ACCUMULATOR)
+    total = tl.zeros((), ACCUMULATOR)
+    first_tile = split  # of this program, in the segment at hand
+    for segment in tl.static_range(SEGMENTS):
+        own = fields + segment * NUM_FIELDS
+        # The order of the queries is packed as its inverse: from positions to rows.
+        row_fold = load_fold(own + ROW_FOLD, ROWS[segment])
+        row = original_positions(position, True, row_fold, data + tl.load(own + ROW_LIST), ROWS[segment], False)
+        low, high = intervals(row.to(tl.int32), True, own, data, BOUNDS[segment])
+        key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
+        key_list = data + tl.load(own + COLUMN_LIST)
+        num_tiles = (high - low + BLOCK_K - 1) // BLOCK_K
+        for tile in range(first_tile, num_tiles, SPLITS):
+            column = low + tile * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = column < high
+            key = original_positions(column, inside, key_fold, key_list, COLUMNS[segment], True)  # (BLOCK_K,)
+            k_tile = load_rows(k, key, stride_kn, inside, WIDTH, W, True).to(ACCUMULATOR)  # (BLOCK_K, W)
+            s = tl.sum(k_tile * query[None, :], 1) * (SCALE * LOG2E)  # (BLOCK_K,)
+            s = tl.where(inside, s, float("-inf"))
+            new_m = tl.maximum(m, tl.max(s, 0))
+            p = tl.where(inside, tl.exp2(s - new_m), 0.0)
+            fade = tl.where(m == new_m, 1.0, tl.exp2(m - new_m))
+            v_tile = load_rows(v, key, stride_vn, inside, VALUE_WIDTH, WV, True).to(ACCUMULATOR)  # (BLOCK_K, WV)
+            acc = acc * fade + tl.sum(v_tile * p[:, None], 0)
+            total = total * fade + tl.sum(p, 0)
+            m = new_m
+        first_tile = (first_tile - num_tiles % SPLITS + SPLITS) % SPLITS
+
+    channel = tl.arange(0, WV)
+    if SPLITS == 1:
+        total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp
+        found = (acc / total).to(out.dtype.element_ty)
+        tl.store(out + lead * VALUE_WIDTH + channel, found, mask=channel < VALUE_WIDTH)
+        tl.store(lse + lead, (m + tl.log2(total)) * LN2)
+    else:
+        number = lead * SPLITS + split
+        tl.store(partial + number * VALUE_WIDTH + channel, acc, mask=channel < VALUE_WIDTH)
+        tl.store(partial_stats + number, m)
+        tl.store(partial_stats + tl.num_programs(0) + number, total)
+
+
+@triton.jit
+def merge_kernel(
+    partial,
+    partial_stats,
+    out,
+    lse,
+    num_heads,
+    context,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    """The softmax over all splits of a head; one program a head."""
+    lead = tl.program_id(0).to(tl.int64)
+    split = lead * SPLITS + tl.arange(0, SPLITS)
+    channel = tl.arange(0, WV)
+    stats = tl.load(partial_stats + split)  # (SPLITS,)
+    m = tl.max(stats, 0)
+    share = tl.where(stats == m, 1.0, tl.exp2(stats - m)).to(ACCUMULATOR)
+    total = tl.sum(tl.load(partial_stats + tl.num_programs(0) * SPLITS + split) * share, 0)
+    address = partial + split[:, None] * VALUE_WIDTH + channel[None, :]
+    acc = tl.load(address, mask=(channel < VALUE_WIDTH)[None, :], other=0.0)  # (SPLITS, WV)
+    total = tl.where(total == 0.0, 1.0, total)
+    found = (tl.sum(acc * share[:, None], 0) / total).to(out.dtype.element_ty)
+    tl.store(out + lead * VALUE_WIDTH + channel, found, mask=channel < VALUE_WIDTH)
+    tl.store(lse + lead, (m + tl.log2(total)) * LN2)

@@ -1,13 +1,15 @@
-"""Backward without atomics, second of three: dK and dV by tiles of keys.
+"""Backward without atomics, first and second of three: delta, then dK and dV by tiles of keys.
 
-Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
-With P the weights, recomputed from lse (the merged one, whatever part this pass holds):
+Letters: BLOCK queries of delta, BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v,
+N positions, H heads.
+With P the weights, recomputed from lse (that of the whole pattern, whatever parts this pass holds):
 
+    delta = sum(out * dOut) - dLse
     dV = P^T dOut        dP = dOut V^T        dS = scale * P * (dP - delta)        dK = dS^T Q        dQ = dS K
 
 The scale goes into dS before it is rounded to 16 bits, so that gradients under a loss scale neither overflow nor vanish
-there. A pass writes what it finds into rows of a workspace of its own, one for each slice of queries that it is split
-into; the last pass adds them up in a fixed order as it finishes each key. Where that does not hold every key, or is
+there. Each pass writes its sums into its rows of a workspace, one set for each slice of queries that it is split into.
+The last pass adds them up in a fixed order as it finishes each key. Where the last pass does not hold every key, or is
 split itself, it writes to the workspace too and ``gather_kernel`` adds up.
 """
 
@@ -16,7 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.described import load_tile
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -30,12 +31,52 @@ from longstride.kernels.backends.triton.tile import (
     intervals,
     load_fold,
     load_rows,
+    load_tile,
     narrow,
     original_positions,
     source_rows,
     store_rows,
     visited_tiles,
 )
+
+
+@triton.jit
+def delta_kernel(
+    out,
+    grad_out,
+    lse,  # (B, H, N)
+    grad_lse,  # (B, H, N), where GRAD_LSE
+    delta,  # (B, H, N)
+    stride_ob,
+    stride_oh,
+    stride_on,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    num_heads,
+    context,
+    num_blocks,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    position = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < context
+    first_row = lead * context
+    out += batch * stride_ob + head * stride_oh
+    grad_out += batch * stride_gb + head * stride_gh
+    out_tile = load_rows(out, position, stride_on, inside, VALUE_WIDTH, WV, True)
+    grad_tile = load_rows(grad_out, position, stride_gn, inside, VALUE_WIDTH, WV, True)
+    result = tl.sum(out_tile.to(ACCUMULATOR) * grad_tile.to(ACCUMULATOR), 1)  # (BLOCK,)
+    if GRAD_LSE:
+        result -= tl.load(grad_lse + first_row + position, mask=inside, other=0.0).to(ACCUMULATOR)
+    # A query without keys has no gradient, whatever gradient a caller that merges by lse gives its -inf.
+    blind = tl.load(lse + first_row + position, mask=inside, other=0.0) == float("-inf")
+    tl.store(delta + first_row + position, tl.where(blind, 0.0, result), mask=inside)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Backward without atomics, third of three: dQ by tiles of queries.
 
 Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
-``dkdv_kernel`` has the equations. Passes after the first add to the last one's result.
+``dkdv_kernel`` has the equations. Each pass after the first adds to the result of the one before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.described import load_tile
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -22,6 +21,7 @@ from longstride.kernels.backends.triton.tile import (
     intervals,
     load_fold,
     load_rows,
+    load_tile,
     narrow,
     original_positions,
     store_rows,
@@ -59,7 +59,7 @@ def _add_to_dq(
     PARTIAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
-    """Add what one tile of keys gives."""
+    """Add the gradient through one tile of keys."""
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
     position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)

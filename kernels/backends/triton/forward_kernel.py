@@ -1,9 +1,9 @@
-"""Forward: one program a tile of queries, online softmax over the tiles of keys that their intervals name.
+"""Forward: one program a tile of queries, with an online softmax over the tiles of keys in their intervals.
 
 Letters: BLOCK_Q queries, BLOCK_K keys, W padded width of q and k, WV padded width of v, N positions, H heads.
 Scores are in units of log2: s is the bare product, s * scale * log2(e) its exponent of 2; m, the largest exponent so
 far, comes from the bare products (the scale is positive), so that the exponent is one fused multiply-add.
-A pass after the first takes up the softmax where the last one left it: its output with weight 1 at its logsumexp.
+A pass after the first continues the softmax of the last one: its output with weight 1 at its logsumexp.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.described import load_tile
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
@@ -25,6 +24,7 @@ from longstride.kernels.backends.triton.tile import (
     intervals,
     load_fold,
     load_rows,
+    load_tile,
     narrow,
     original_positions,
     store_rows,
@@ -61,7 +61,7 @@ def _attend_tile(
     PARTIAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
-    """Take one tile of keys into the running output, maximum and sum."""
+    """Add one tile of keys to the running output, maximum and sum."""
     column = first + tl.arange(0, BLOCK_K)
     inside = column < end
     position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)

@@ -1,13 +1,14 @@
-"""What a launch reads of the plans of all heads: a small table of integers, and vectors where no closed form exists.
+"""The plans of all heads as a launch reads them: a small table of integers, and vectors where no closed form exists.
 
 Letters: H heads, S segments.
 
-A *pass* is one launch of a kernel. It takes, of every head, parts whose rows are in the same order (its *segments*: the
-block and the summary keys of a fixed pattern, whose queries are both in the natural order). Parts of another row order
-are another pass. Heads of fewer passes join in at the end; one without a part in a pass has rows there, but no columns.
+A *pass* is one launch of a kernel. From every head it takes the parts whose rows are in the same order, its *segments*:
+for example the block and the summary keys of a fixed pattern, whose queries are both in the natural order. Parts of
+another row order are another pass. Heads with fewer passes take part in the last ones; a head without a part in a pass
+has rows there, but no columns.
 
-The table holds one row a head and segment, in the fields below. Divisions by a period are multiplications: r // period
-is the upper half of 2r * magic, shifted right by ``bits``, for every r below 2^31.
+The table has one row for each head and segment, with the fields below. Divisions by a period are multiplications:
+r // period is the upper half of 2r * magic, shifted right by ``bits``, for every r below 2^31.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Part, Pattern
-from longstride.kernels.patterns.forms import Bound, Bounds, Fold, Order, constant, whole
+from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
+from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import Side, View, edge_of, view
 
 FOLD = ("period", "magic", "bits", "step", "stride", "shift")
@@ -45,14 +46,23 @@ UNREACHED = 1 << 30  # a period, or a width, beyond every position
 
 
 class Form(IntEnum):
-    """How a kernel comes by positions or intervals."""
+    """How a kernel reads positions or intervals."""
 
     NATURAL = 0  # positions are row numbers
     FOLDED = 1  # closed form
     LISTED = 2  # vectors
 
 
-# Of a pattern: everything, its one part whose runs of rows stand alone, or what is left without that.
+class Shape(IntEnum):
+    """How a tile lies in the (outer, inner) axes of a descriptor: see ``call``."""
+
+    ADDRESSES = 0  # no descriptor
+    NATURAL = 1
+    COLUMN = 2
+    BLOCKS = 3
+
+
+# Which parts of a pattern: all, the one whose runs of rows are independent ("closed"), or all others ("open").
 Parts = Literal["all", "closed", "open"]
 Group = tuple[tuple[View, ...], ...]  # the segments of every head, (H, S): one pass
 
@@ -63,7 +73,7 @@ class Pass:
 
     table: Tensor  # (H, S, FIELDS) int32
     data: Tensor  # int32
-    num_row_tiles: int  # the most of any head
+    num_row_tiles: int  # of the head that has most
     num_rows: int  # likewise
     rows: Form
     columns: tuple[Form, ...]  # of each segment
@@ -76,50 +86,50 @@ class Pass:
 
 @lru_cache(maxsize=128)
 def groups(patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts) -> tuple[Group, ...]:
-    """The passes of heads with these patterns; the last one holds the views that cover the most rows."""
-    own = {pattern: _groups_of(pattern, context, rows, parts) for pattern in dict.fromkeys(patterns)}
-    count = max(len(found) for found in own.values())
+    """The passes of heads with these patterns; the last one has the views that cover the most rows."""
+    by_pattern = {pattern: _groups_of(pattern, context, rows, parts) for pattern in dict.fromkeys(patterns)}
+    count = max(map(len, by_pattern.values()))
     nothing = no_columns(context, rows)
-    aligned = {pattern: ((nothing,),) * (count - len(found)) + found for pattern, found in own.items()}
+    aligned = {pattern: ((nothing,),) * (count - len(views)) + views for pattern, views in by_pattern.items()}
     passes = []
     for number in range(count):
         segments = max(len(aligned[pattern][number]) for pattern in patterns)
-        padded = {p: found[number] + (nothing,) * (segments - len(found[number])) for p, found in aligned.items()}
+        padded = {p: views[number] + (nothing,) * (segments - len(views[number])) for p, views in aligned.items()}
         passes.append(tuple(padded[pattern] for pattern in patterns))
     return tuple(passes)
 
 
 def _groups_of(pattern: Pattern, context: int, rows: Side, parts: Parts) -> tuple[tuple[View, ...], ...]:
-    """One pattern's views by the order of their rows: few rows first, and a closed part last."""
+    """The views of one pattern, grouped by the order of their rows: few rows first, a closed part last."""
     closed = closed_part(pattern, context)
     wanted = {"all": pattern.parts(), "closed": (closed,), "open": (p for p in pattern.parts() if p != closed)}[parts]
-    found: list[list[View]] = []
+    by_order: list[list[View]] = []
     for one in (view(part, context, rows) for part in wanted if part is not None):
-        same = (group for group in found if rows == "queries" and one.row_order is None and group[0].row_order is None)
-        group = next(same, None)
+        natural = rows == "queries" and one.row_order is None
+        group = next((group for group in by_order if natural and group[0].row_order is None), None)
         if group is None:
-            found.append([one])
+            by_order.append([one])
         else:
             group.append(one)
-    found.sort(key=lambda group: (group[0].num_rows, any(one.closed_period() is not None for one in group)))
-    return tuple(tuple(group) for group in found)
+    by_order.sort(key=lambda group: (group[0].num_rows, any(one.closed_period() is not None for one in group)))
+    return tuple(map(tuple, by_order))
 
 
-def closed_part(pattern: Pattern, context: int) -> Part | None:
-    """The first part of a pattern whose runs of rows stand alone, if there is one."""
+def closed_part(pattern: Pattern, context: int) -> PatternPart | None:
+    """The first part of a pattern whose runs of rows are independent, if there is one."""
     return next((part for part in pattern.parts() if view(part, context, "keys").closed_period() is not None), None)
 
 
 def no_columns(context: int, rows: Side) -> View:
-    """Rows without columns; of keys not even rows."""
+    """A view that reads nothing: all queries without a key, or no keys at all."""
     num_rows = context if rows == "queries" else 0
     return View(None, None, num_rows, 0, Bounds(num_rows, whole(context), constant(0), constant(0)))
 
 
-def row_edge(segments: tuple[View, ...], tile_rows: int, apart: bool) -> int:
-    """How many rows a tile takes that serves all segments: all, or what keeps the closed runs of one of them apart."""
+def row_edge(segments: tuple[View, ...], tile_rows: int, aligned: bool) -> int:
+    """How many rows a tile takes that serves all segments: all, or fewer, so that tiles end where closed runs end."""
     closed = next((one for one in segments if one.closed_period() is not None), None)
-    return edge_of(closed, tile_rows) if apart and closed is not None else tile_rows
+    return edge_of(closed, tile_rows) if aligned and closed is not None else tile_rows
 
 
 @lru_cache(maxsize=64)
@@ -130,18 +140,18 @@ def packed(
     parts: Parts,
     number: int,
     tile_rows: int,
-    apart: bool,
+    aligned: bool,
     device: torch.device,
 ) -> Pass:
-    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows that keep closed runs apart or not; cached."""
+    """Pass ``number`` of these heads in tiles of ``tile_rows`` rows, ``aligned`` to closed runs or not; cached."""
     group = groups(patterns, context, rows, parts)[number]
     segments = list(zip(*group, strict=True))
     row_form = max(form_of(one.row_order) for head in group for one in head)
     columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
     bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
-    data, table, num_row_tiles = Data(), [], 0
+    data, table, num_row_tiles = Vectors(), [], 0
     for head in group:
-        edge = row_edge(head, tile_rows, apart)
+        edge = row_edge(head, tile_rows, aligned)
         num_row_tiles = max(num_row_tiles, -(-head[0].num_rows // edge))
         for one, column_form, bound_form in zip(head, columns, bounds, strict=True):
             table.append(view_fields(one, edge, data, row_form, column_form, bound_form))
@@ -156,7 +166,7 @@ def packed(
     )
 
 
-def view_fields(one: View, edge: int, data: Data, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
+def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
     """One row of the table."""
     lists = [0, 0, 0, 0]
     if row_form == Form.LISTED:
@@ -182,13 +192,13 @@ def view_fields(one: View, edge: int, data: Data, row_form: Form, column_form: F
 def sources(
     patterns: tuple[Pattern, ...], context: int, parts: Parts, slices: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Form]:
-    """Where the sums of the first passes over keys lie in a workspace, for those who add them up by position.
+    """Where the sums of the first passes over keys lie in a workspace, for kernels that add them up by position.
 
     Args:
         patterns: one a head.
         context: N.
-        parts: of which parts of a pattern.
-        slices: of each of the first passes, into how many slices of queries it was split.
+        parts: which parts of a pattern the passes serve.
+        slices: for each of the first passes, into how many slices of queries it was split.
         device: of the result.
 
     Returns:
@@ -197,7 +207,7 @@ def sources(
     passes = groups(patterns, context, "keys", parts)[: len(slices)]
     form = max((form_of(head[0].row_order) for group in passes for head in group), default=Form.FOLDED)
     form = max(form, Form.FOLDED)
-    data, table = Data(), []
+    data, table = Vectors(), []
     for head in range(len(patterns)):
         base = 0
         for group, count in zip(passes, slices, strict=True):
@@ -214,10 +224,10 @@ def sources(
 
 def _inverse(one: View, context: int) -> Tensor:
     """The row of every position, -1 where it has none: (N,)."""
-    found = torch.full((context,), -1, dtype=torch.int64)
+    rows = torch.full((context,), -1, dtype=torch.int64)
     position = torch.arange(one.num_rows) if one.row_positions is None else one.row_positions
-    found[position] = torch.arange(one.num_rows)
-    return found
+    rows[position] = torch.arange(one.num_rows)
+    return rows
 
 
 @lru_cache(maxsize=8)
@@ -235,6 +245,7 @@ def form_of(order: Order) -> Form:
 
 
 def form_of_bounds(one: View) -> Form:
+    """The cheapest way to read the intervals of a view."""
     return Form.FOLDED if isinstance(one.bounds, Bounds) else Form.LISTED
 
 
@@ -245,7 +256,7 @@ def divisor(period: int) -> tuple[int, int, int]:
 
 
 def fold_fields(order: Order) -> list[int]:
-    """The integers of a fold; of the natural order where that is what is given, or a vector."""
+    """The integers of a fold; for any other order those of the natural one."""
     if not isinstance(order, Fold):
         return [*divisor(UNREACHED), 0, 1, 0]
     return [*divisor(order.period), order.step, order.stride, order.shift]
@@ -262,8 +273,8 @@ def int32_table(rows: list[list[int]], device: torch.device) -> Tensor:
     return torch.from_numpy(wide.astype(np.uint32).view(np.int32)).to(device)
 
 
-class Data:
-    """Vectors laid end to end; the same tensor twice is stored once."""
+class Vectors:
+    """Vectors laid end to end; a tensor that is added twice is stored once."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = [torch.zeros(1, dtype=torch.int32)]  # never empty
@@ -271,7 +282,7 @@ class Data:
         self._length = 1
 
     def add(self, vector: Tensor) -> int:
-        """Where the vector begins."""
+        """Add a vector, and return where it begins."""
         if id(vector) not in self._sources:
             self._sources[id(vector)] = (vector, self._length)
             self._tensors.append(vector.int())

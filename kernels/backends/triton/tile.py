@@ -1,7 +1,7 @@
 """What all kernels do to a tile: find rows and their intervals, load and store rows, round to 16 bits.
 
-Orders and intervals are read in one of three forms (``packing.Form``): none at all, a closed form of a few integers, or
-a vector. A closed form travels through a kernel as the tuple of its integers.
+Orders and intervals come in one of three forms (``packing.Form``): natural, a closed form of a few integers, or a
+vector. A closed form travels through a kernel as the tuple of its integers.
 
 Tiles carry their shape as (BLOCK_R, W): BLOCK_R rows or columns of the plan, W a padded head width.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form
+from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Form, Shape
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -19,6 +19,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
 LISTED = tl.constexpr(int(Form.LISTED))
+
+NATURAL_SHAPE = tl.constexpr(int(Shape.NATURAL))
+COLUMN_SHAPE = tl.constexpr(int(Shape.COLUMN))
 
 NUM_FIELDS = tl.constexpr(len(FIELDS))
 NUM_ROWS = tl.constexpr(FIELDS.index("num_rows"))
@@ -49,7 +52,7 @@ def load_divisor(fields):
 
 @triton.jit
 def load_fold(fields, FORM: tl.constexpr):
-    """A fold from six fields; nothing is read where the form is another."""
+    """A fold from six fields; nothing is read for another form."""
     if FORM == FOLDED:
         fold = (
             tl.load(fields),
@@ -80,7 +83,7 @@ def folded(row, fold):
 
 @triton.jit
 def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: tl.constexpr):
-    """(BLOCK_R,) int64 original positions of reordered rows; anything beyond the end where that is checked."""
+    """(BLOCK_R,) int64 original positions of reordered rows; beyond the end any number, where CHECKED."""
     if FORM == NATURAL:
         position = row
     elif FORM == FOLDED:
@@ -94,7 +97,7 @@ def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: t
 
 @triton.jit
 def intervals(row, inside, fields, data, FORM: tl.constexpr):
-    """The columns low <= column < high of each row, int32; of one row where ``row`` is a number."""
+    """The columns low <= column < high of each row, int32; of a single row where ``row`` is a number."""
     if FORM == LISTED:
         low = tl.load(data + tl.load(fields + LOW_LIST) + row, mask=inside, other=0)
         high = tl.load(data + tl.load(fields + HIGH_LIST) + row, mask=inside, other=0)
@@ -125,7 +128,7 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
 
 @triton.jit
 def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constexpr, CHECKED: tl.constexpr):
-    """(BLOCK_R, W) rows of a matrix whose columns are adjacent; 0 beyond its width, and beyond the end if checked."""
+    """(BLOCK_R, W) rows of a matrix whose columns are adjacent; 0 beyond its width, and beyond the end if CHECKED."""
     column = tl.arange(0, W)
     address = base + position[:, None] * stride + column[None, :]
     if CHECKED and WIDTH == W:
@@ -140,6 +143,45 @@ def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constex
 
 
 @triton.jit
+def place(first, fold, SHAPE: tl.constexpr):
+    """(outer, inner) of a tile's first column."""
+    period, magic, bits, _step, _stride, shift = fold
+    if SHAPE == NATURAL_SHAPE:
+        outer, inner = first, 0
+    elif SHAPE == COLUMN_SHAPE:
+        inner = divided(first, magic, bits)
+        outer = first - inner * period
+    else:
+        outer, inner = divided(first, magic, bits), shift
+    return outer, inner
+
+
+@triton.jit
+def load_tile(
+    base,  # a pointer, or a descriptor
+    batch,
+    head,
+    first,
+    position,
+    stride,
+    inside,
+    fold,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """(BLOCK, W) rows of a tile that begins at column ``first``; beyond the end, 0 or the rows of other positions."""
+    if SHAPE == 0:
+        tile = load_rows(base, position, stride, inside, WIDTH, W, CHECKED)
+    else:
+        outer, inner = place(first, fold, SHAPE)
+        tile = base.load([batch, head, outer, inner, 0]).reshape(BLOCK, W)
+    return tile
+
+
+@triton.jit
 def store_rows(base, position, stride, inside, tile, WIDTH: tl.constexpr, W: tl.constexpr):
     """Store (BLOCK_R, W) rows within the width and before the end, in the matrix's dtype."""
     column = tl.arange(0, W)
@@ -149,7 +191,7 @@ def store_rows(base, position, stride, inside, tile, WIDTH: tl.constexpr, W: tl.
 
 @triton.jit
 def source_rows(position, inside, fields, data, FORM: tl.constexpr):
-    """The rows of a source that hold the sums of these positions: (BLOCK_R,) int64 rows, and which there are."""
+    """The rows of a source with the sums of these positions: (BLOCK_R,) int64 rows, and which of them exist."""
     if FORM == LISTED:
         row = tl.load(data + tl.load(fields + SOURCE_LIST) + position, mask=inside, other=-1)
         found = row >= 0
@@ -165,7 +207,7 @@ def source_rows(position, inside, fields, data, FORM: tl.constexpr):
 
 @triton.jit
 def narrow(tile, dtype: tl.constexpr, ROUND_BF16: tl.constexpr):
-    """Cast an operand of a product; with ROUND_BF16 to the nearest bf16 held in fp32, for want of bf16 in numpy."""
+    """Cast an operand of a product; with ROUND_BF16 to the nearest bf16 held in fp32, as numpy has no bf16."""
     if ROUND_BF16:
         bits = tile.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16  # ties to even

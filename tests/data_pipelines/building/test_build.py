@@ -17,12 +17,12 @@ import pytest
 import webdataset as wds
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.documents.documents import FileDocument
-from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES, pack
-from longstride.data_pipelines.errors import DataError, os_errors_told
+from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, pack
+from longstride.data_pipelines.documents import FileDocument
+from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of, write_files
 
 UNFINISHED = ".data.unfinished"
@@ -62,7 +62,7 @@ def test_build_is_read_by_plain_webdataset(corpus):
 
 
 def check_index(folder: Path, shard, ends: list[int]) -> None:
-    """Hold an index against the tar file as the standard library reads it."""
+    """Compares an index with the tar file as the standard library reads it."""
     index = shard.load_index(open_store(folder))
     assert index.dtype.itemsize == 25
     assert index["ends"].tolist() == ends
@@ -122,14 +122,14 @@ def test_pack_moves_document_that_does_not_fit_the_rest():
 
 
 def test_pack_moves_document_of_several_pieces_whole():
-    """It fits a shard, so it is not cut by the end of the present one, though its first piece would still fit there."""
+    """A document that fits into a shard is never cut, even if its first piece would still fit into this shard."""
     long = SAMPLE_BYTES + 10
     shards = packed([SAMPLE_BYTES // 2, long], 2 * SAMPLE_BYTES - SAMPLE_BYTES // 2)
     assert shards == [[(0, 0, SAMPLE_BYTES // 2)], [(1, 0, SAMPLE_BYTES), (1, SAMPLE_BYTES, 10)]]
 
 
 def test_pack_cuts_document_longer_than_a_shard():
-    """It begins in the rest of the present shard where a piece of it fits there, and its end shares a shard."""
+    """A longer one begins in this shard if a piece of it fits, and its last shard takes other documents too."""
     shard_bytes = 2 * SAMPLE_BYTES + 100
     long = 4 * SAMPLE_BYTES + 7
     shards = packed([100, long, 50], shard_bytes)
@@ -145,7 +145,7 @@ def test_pack_keeps_documents_whole_that_cannot_be_divided():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pack_keeps_its_rule(seed):
-    """Every byte once and in order; a shard ends only where the next document, or piece, would not have fitted."""
+    """Every byte once and in order. A shard ends only where the next document or piece would not fit."""
     generator = random.Random(seed)
     sizes = [generator.choice((generator.randrange(1, 4000), generator.randrange(1, 4 * 2**20))) for _ in range(60)]
     shard_bytes = 3 * 2**20
@@ -352,7 +352,7 @@ def test_build_that_is_interrupted_keeps_what_is_finished(tmp_path):
 )
 def test_build_reports_file_that_changes(tmp_path, monkeypatch, change: Callable[[Path], object], rule):
     source = write_files(tmp_path / "source", numbered_files(10))
-    module = importlib.import_module("longstride.data_pipelines.documents.planning")
+    module = importlib.import_module("longstride.data_pipelines.building.planning")
     find = module.find_documents
 
     def find_then_change(*arguments):
@@ -379,7 +379,7 @@ def files_limited_to(size: int) -> Iterator[None]:
 
 
 def test_build_that_cannot_write_says_where_and_goes_on(tmp_path):
-    """Also where it is the last of a shard that the disk has no room for: buffers are flushed when a file is closed."""
+    """Also when only the last bytes of a shard do not fit: closing a file flushes its buffer."""
     source = write_files(tmp_path / "source", numbered_files(30))
     build([source], tmp_path / "whole", shard_bytes=1500)
     for limit in (3000, 10239):
@@ -393,7 +393,7 @@ def test_build_that_cannot_write_says_where_and_goes_on(tmp_path):
 
 def test_build_names_the_path_where_the_system_names_none(tmp_path):
     full = pytest.raises(DataError, match=rf"^{tmp_path}/shard: No space left on device$")
-    with full, os_errors_told(tmp_path / "shard"):
+    with full, os_errors_as_data_errors(tmp_path / "shard"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -1,4 +1,4 @@
-"""Builds that are killed, and what the same command makes of what they left."""
+"""Builds that are killed, and how the same command goes on from what they left."""
 
 import errno
 import importlib
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.building.planning import FileSettings
 from longstride.data_pipelines.errors import DataError
 from tests.harness.data.builds import (
     PATIENCE_SECONDS,
@@ -35,7 +36,7 @@ ARGUMENTS = {"validation_fraction": 0.1, "shard_bytes": 1200}
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """An input, and what a build of it makes where nothing goes wrong."""
+    """An input, and its data folder from an undisturbed build."""
 
     source: Path
     folder: Path
@@ -62,7 +63,7 @@ def finished_shards(output: Path) -> dict[str, tuple[int, int]]:
 
 
 def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
-    """Kill at a moment, or when the build has ended before it."""
+    """Kills a build at a moment, unless it has ended before."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and not moment():
         assert time.monotonic() < deadline
@@ -118,7 +119,7 @@ def test_build_goes_on_after_many_kills(undisturbed, tmp_path, seed):
 
 
 def die_everywhere(tmp_path: Path, source: Path, arguments: dict[str, Any]) -> int:
-    """Builds that end at every moment at which they touch a file; how many moments there are."""
+    """Builds that end at every moment at which they touch a file. Returns the number of moments."""
     build([source], tmp_path / "undisturbed" / "data", **arguments)
     (tmp_path / "killed").mkdir()
     words = worker_words(
@@ -149,7 +150,7 @@ class Stop(Exception):  # noqa: N818  not an error: a build that a test ends
 
 
 def begin_build(source: Path, output: Path, **arguments: Any) -> dict[str, bytes]:
-    """A build that ends half way; what it left in its folder."""
+    """A build that ends half way. Returns what it left in its folder."""
 
     def stop(done: int, total: int) -> None:
         if done > total // 2:
@@ -188,7 +189,7 @@ def test_build_of_another_plan_is_refused(tmp_path, change, what):
 
 
 def test_build_that_fails_half_way_tells_what_may_not_change(tmp_path):
-    """Without the broken file it is another build, which needs the folder to be removed: as the message says."""
+    """Without the broken file it is another build: the folder has to be removed, as the message says."""
     source = write_files(tmp_path / "source", numbered_files(60))
 
     def vanish(done: int, total: int) -> None:
@@ -222,7 +223,7 @@ def test_build_goes_on_where_the_input_was_moved(tmp_path):
 
 
 def test_build_with_nothing_finished_begins_anew(tmp_path):
-    """Nothing would be lost, so another plan is welcome."""
+    """No shard is finished, so nothing is lost: another plan may begin."""
     source = write_files(tmp_path / "source", numbered_files(60))
     left = begin_build(source, tmp_path / "data")  # of one shard, which is not finished
     assert not any(name.startswith("records") for name in left)
@@ -269,8 +270,8 @@ def test_build_is_refused_while_another_is_under_way(tmp_path):
 
 
 def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
-    """A build that ends removes its lock; one that had opened the file before holds nothing by it, and tries again."""
-    module = importlib.import_module("longstride.data_pipelines.building.unfinished")
+    """A build that ends removes its lock file. Another build that had opened that file must lock a new one."""
+    module = importlib.import_module("longstride.data_pipelines.building.folders")
     folder = tmp_path / ".data.unfinished"
     flock = module.fcntl.flock
     calls: list[int] = []
@@ -285,19 +286,19 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
     held = module.UnfinishedBuild(tmp_path / "data")
     with pytest.raises(DataError, match="another build into the same output"):
         module.UnfinishedBuild(tmp_path / "data")
-    held.let_go()
+    held.close()
     assert len(calls) == 4
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.ENOTSUP, False), (errno.EACCES, True)])
 def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, refused):
-    """A file system without locks gets a warning, as nobody could build there otherwise; other failures end a build."""
+    """A file system without locks gets a warning, or no build could run there. Other failures end the build."""
     source = write_files(tmp_path / "source", numbered_files(60))
 
     def fail(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(importlib.import_module("longstride.data_pipelines.building.unfinished").fcntl, "flock", fail)
+    monkeypatch.setattr(importlib.import_module("longstride.data_pipelines.building.folders").fcntl, "flock", fail)
     if refused:
         with pytest.raises(DataError, match=r"unfinished/lock: cannot be locked \(Permission denied\)"):
             build([source], tmp_path / "data", **ARGUMENTS)
@@ -307,12 +308,12 @@ def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, 
 
 
 def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
-    """Let another build end while the next one looks for files."""
-    module = importlib.import_module("longstride.data_pipelines.building.build")
-    make_plan = module.make_plan
+    """Makes another build end while the next one looks for files."""
+    module = importlib.import_module("longstride.data_pipelines.building.folders")
+    make_plan = FileSettings.plan
 
     def plan_and_lose(*arguments):
-        monkeypatch.setattr(module, "make_plan", make_plan)
+        monkeypatch.setattr(FileSettings, "plan", make_plan)
         plan = make_plan(*arguments)
         monkeypatch.setattr(module, "is_occupied", second_look)
         return plan
@@ -329,7 +330,7 @@ def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
             return found
         raise AssertionError
 
-    monkeypatch.setattr(module, "make_plan", plan_and_lose)
+    monkeypatch.setattr(FileSettings, "plan", plan_and_lose)
 
 
 def test_build_compares_with_what_a_build_made_meanwhile(tmp_path, monkeypatch):

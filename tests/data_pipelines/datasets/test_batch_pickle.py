@@ -1,4 +1,4 @@
-"""Pickled batches: read in every form that pickles of them have, and nothing else is run."""
+"""Pickled batches: read in every form that Python wrote them in, without running any other code."""
 
 import os
 import pickle
@@ -87,7 +87,7 @@ def test_batch_pickle_that_is_none_is_refused(content):
     ids=["a place to remember", "an array", "a frame", "a text many times"],
 )
 def test_batch_pickle_takes_no_more_than_it_holds(content):
-    """Each says a length, or says again what is long, and would have had gigabytes, or 200 times its own size."""
+    """Each claims a length, or repeats something long, and would have taken gigabytes, or 200 times its own size."""
     tracemalloc.start()
     with pytest.raises(RefusedPickleError):
         batch_rows(content, 3072)
@@ -105,7 +105,7 @@ def short(text: str) -> bytes:
 )
 @pytest.mark.parametrize("attribute", ["__doc__", "_call", "__class__"])
 def test_batch_pickle_changes_nothing_in_this_process(name, attribute):
-    """A state in two parts sets attributes of whatever it is given to."""
+    """A state in two parts sets attributes of the object that gets it."""
     change = b"c" + name.encode() + b"\nN}" + short(attribute) + short("owned") + b"s\x86b"
     with pytest.raises(RefusedPickleError, match="gives a name a state"):
         batch_rows(b"\x80\x02}(" + short("data") + change + b"u.", 3072)

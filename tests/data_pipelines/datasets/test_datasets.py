@@ -1,7 +1,6 @@
 """Published datasets: read in every form in which they are distributed, whoever builds them."""
 
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -16,14 +15,15 @@ import pytest
 from PIL import Image
 
 from longstride.data_pipelines.building.build import build_dataset
+from longstride.data_pipelines.building.planning import DatasetSettings
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.datasets import dataset as dataset_module
+from longstride.data_pipelines.datasets.byte_corpus import ENWIK8
 from longstride.data_pipelines.datasets.cifar10 import CIFAR10
-from longstride.data_pipelines.datasets.enwik8 import ENWIK8
+from longstride.data_pipelines.datasets.dataset import PublishedFile
+from longstride.data_pipelines.datasets.excerpts import Excerpts, Stretch
 from longstride.data_pipelines.datasets.imagenet64 import IMAGENET64
-from longstride.data_pipelines.datasets.parts import Parts, Run
-from longstride.data_pipelines.datasets.published import Known
-from longstride.data_pipelines.documents.documents import Openings
+from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.manifest import DataManifest
@@ -51,7 +51,7 @@ def split(folder: Path, name: str) -> bytes:
 
 
 def made(name: str, given: Path, output: Path, **options) -> DataManifest:
-    """An unpublished build, unless told otherwise."""
+    """A build, by default with ``unpublished``."""
     return build_dataset(name, given, output, **{"unpublished": True, **options})
 
 
@@ -97,10 +97,10 @@ def test_cifar10_splits_are_those_of_the_paper(cifar_built):
 
 def test_cifar10_of_the_published_size_is_cut_as_documented():
     """Without reading any: 50,000 pictures are 48,000 and 2,000."""
-    runs = Parts([Run(None, 0, 10_000, 3072) for _ in range(5)])
-    train, validation = runs[:48_000], runs[48_000:]
-    assert (len(train), len(validation)) == (48_000, 2_000) and len(train.runs) == 5
-    assert (validation.runs[0].first, validation[0].start, validation[-1].start) == (
+    pictures = Excerpts([Stretch(None, 0, 10_000, 3072) for _ in range(5)])
+    train, validation = pictures[:48_000], pictures[48_000:]
+    assert (len(train), len(validation)) == (48_000, 2_000) and len(train.stretches) == 5
+    assert (validation.stretches[0].first, validation[0].start, validation[-1].start) == (
         8000 * 3072,
         8000 * 3072,
         9999 * 3072,
@@ -115,12 +115,12 @@ def test_cifar10_is_the_same_in_every_form(cifar, cifar_built, tmp_path, form):
     assert folder_bytes(tmp_path / "data") == folder_bytes(cifar_built)
 
 
-def known(content: bytes, algorithm: str = "md5") -> Known:
-    return Known(len(content), algorithm, hashlib.new(algorithm, content).hexdigest())
+def known(content: bytes, algorithm: str = "md5") -> PublishedFile:
+    return PublishedFile(len(content), algorithm, hashlib.new(algorithm, content).hexdigest())
 
 
 def test_cifar10_takes_the_published_files_alone(cifar, tmp_path, monkeypatch):
-    """By checksums of the batches, whichever archive they lie in: of a set whose checksums are those of the test."""
+    """Checked by the batches' checksums, whichever archive they lie in; here the checksums of a small set."""
     batches = {f"{name}.bin": known(cifar_binary(batch), "sha1") for name, batch in CIFAR.items()}
     batches |= {name: known(python2_pickle(batch)) for name, batch in CIFAR.items()}
     monkeypatch.setitem(DATASETS, "cifar10", replace(CIFAR10, batches=batches))
@@ -182,7 +182,7 @@ def test_archive_that_is_cut_short_is_refused(cifar, tmp_path, share):
 
 
 def test_unrelated_archives_beside_a_dataset_are_passed_over(cifar, cifar_built, tmp_path, monkeypatch):
-    """One that cannot be read ends nothing, unless it was named or has the published name; whole ones need no look."""
+    """An unreadable archive is ignored, unless it was named or its name is published. Needless ones are not opened."""
     source = tmp_path / "source"
     write_files(source, {"a.tar.gz": b"\x1f\x8bxxxx", "notes.zip": b"PK\3\4xxxx"})
     mine = source / "mine.tar.gz"
@@ -240,7 +240,7 @@ def test_imagenet64_is_the_same_from_its_zips(imagenet_built, tmp_path, deflated
 
 
 def test_imagenet64_lies_in_several_folders(imagenet_built, tmp_path):
-    """As its archives unpack: the nearer of two of one name is taken, and of two as near the unpacked one."""
+    """Of two files of one name the nearer is taken; at the same distance, the unpacked one."""
     source = tmp_path / "source"
     part = IMAGENET_BATCHES[5:8]
     held = {name: npz(batch) for name, batch in IMAGENET.items()}
@@ -355,7 +355,7 @@ def test_batch_is_never_held_whole(tmp_path):
 
 def test_documents_of_a_million_pictures_are_a_few_numbers():
     tracemalloc.start()
-    parts = Parts([Run(("batch", number), 128, 128_117, 12_288) for number in range(10)])
+    parts = Excerpts([Stretch(("batch", number), 128, 128_117, 12_288) for number in range(10)])
     assert len(parts) == 1_281_170 and parts[-1].start == 128 + 128_116 * 12_288
     assert [part.start for part in islice(parts, 128_115, 128_119)][1:3] == [128 + 128_116 * 12_288, 128]
     assert tracemalloc.get_traced_memory()[1] < 2**16
@@ -426,7 +426,7 @@ def test_damage_in_a_deflated_member_is_told_in_one_line(tmp_path, method):
 
 
 def test_names_in_an_archive_reach_no_terminal_as_they_are(tmp_path):
-    """Of line ends, of what a terminal obeys in either set, and of what turns letters around."""
+    """Line ends, control characters of terminals, and marks that reverse the order of letters."""
     given = zipped(tmp_path / "a.zip", {"a\nb\x1b[31m": b"1", "c\x9b31m\u202e": b"2"})
     with pytest.raises(DataError) as caught:
         made("enwik8", given, tmp_path / "data")
@@ -462,33 +462,32 @@ def test_dataset_goes_on_after_a_stop(cifar, cifar_built, tmp_path):
 
 @pytest.mark.parametrize("form", ["binary archive", "python archive"])
 def test_dataset_is_the_same_whoever_makes_which_shard(cifar, cifar_built, tmp_path, form):
-    """Going back in an archive, and over batches that others read, leaves no trace."""
+    """Reading backwards in an archive, or skipping other ranks' batches, changes no byte."""
     made("cifar10", cifar[form], tmp_path / "data", shard_bytes=20_000, crew=OutOfOrder())
     assert folder_bytes(tmp_path / "data") == folder_bytes(cifar_built)
 
 
 def test_archive_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch):
     given = zipped(tmp_path / "enwik8.zip", {"enwik8": TEXT})
-    module = importlib.import_module("longstride.data_pipelines.building.build")
-    make = module.make_dataset_plan
+    make = DatasetSettings.plan
 
     def make_then_change(*arguments):
         plan = make(*arguments)
         os.utime(given, ns=(1, 1))
         return plan
 
-    monkeypatch.setattr(module, "make_dataset_plan", make_then_change)
+    monkeypatch.setattr(DatasetSettings, "plan", make_then_change)
     with pytest.raises(DataError, match=r"enwik8\.zip: changed since the build began"):
         made("enwik8", given, tmp_path / "data")
 
 
-def test_openings_hold_one_thing_at_a_time():
+def test_open_input_holds_one_thing_at_a_time():
     closed = []
-    openings = Openings()
+    open_input = OpenInput()
     for key in ("a", "a", "b", "a"):
-        assert openings.get(key, lambda stack, key=key: stack.callback(closed.append, key) and key) == key
+        assert open_input.get(key, lambda stack, key=key: stack.callback(closed.append, key) and key) == key
     assert closed == ["a", "b"]
-    openings.close()
+    open_input.close()
     assert closed == ["a", "b", "a"]
 
 

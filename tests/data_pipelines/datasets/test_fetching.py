@@ -1,4 +1,4 @@
-"""Datasets that are fetched: whole or not at all, and in one line where they cannot be."""
+"""Datasets that are fetched: whole or not at all. An error is one line."""
 
 import hashlib
 from dataclasses import replace
@@ -9,8 +9,8 @@ import pytest
 
 from longstride.data_pipelines.building.build import build_dataset
 from longstride.data_pipelines.datasets import DATASETS
-from longstride.data_pipelines.datasets.enwik8 import ENWIK8
-from longstride.data_pipelines.datasets.published import Archive, Known
+from longstride.data_pipelines.datasets.byte_corpus import ENWIK8
+from longstride.data_pipelines.datasets.dataset import Archive, PublishedFile
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.stores.cache import lock_file, unlock_file
 from tests.harness.data.builds import folder_bytes
@@ -22,9 +22,9 @@ TEXT = np.random.default_rng(1).integers(0, 256, 300_000, dtype=np.uint8).tobyte
 
 @pytest.fixture
 def served(tmp_path, monkeypatch) -> Path:
-    """The folder of a server, with the archive in it; a person is in another one."""
+    """The folder of a server, with the archive in it. The working directory is another one."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("longstride.data_pipelines.stores.download.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("longstride.data_pipelines.stores.remote.FIRST_WAIT_SECONDS", 0.01)
     (tmp_path / "served").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -33,10 +33,10 @@ def served(tmp_path, monkeypatch) -> Path:
 
 
 def published(monkeypatch, folder: Path, url: str) -> None:
-    """Let enwik8 be what that server has."""
+    """Makes the server's archive the published enwik8."""
     content = (folder / "enwik8.zip").read_bytes()
     archive = Archive(f"{url}/enwik8.zip", len(content), hashlib.sha256(content).hexdigest())
-    known = Known(len(TEXT), "md5", hashlib.md5(TEXT).hexdigest())
+    known = PublishedFile(len(TEXT), "md5", hashlib.md5(TEXT).hexdigest())
     monkeypatch.setitem(DATASETS, "enwik8", replace(ENWIK8, archive=archive, content=known))
 
 
@@ -65,7 +65,7 @@ def test_download_goes_where_the_input_says(served, monkeypatch, given):
 
 
 def test_download_goes_on_where_it_broke_off(served, monkeypatch):
-    """After a process that was killed, and through a server that fails at most requests."""
+    """After a process was killed, and from a server that fails most requests."""
     whole = (served / "enwik8.zip").read_bytes()
     Path("downloads").mkdir()
     Path("downloads/enwik8.zip.partial").write_bytes(whole[:100_000])
@@ -108,7 +108,7 @@ def test_download_without_a_network_is_told(served, monkeypatch):
 
 @pytest.mark.parametrize("given", ["mine", "mine/new/enwik8.zip", "mine/new", "mine/new/deep/enwik8.zip"])
 def test_download_that_fails_leaves_the_folders_as_they_were(served, monkeypatch, given):
-    """An empty one that a person made stays, and what was made for the download goes."""
+    """The user's empty folder stays; folders made for the download go."""
     Path("mine").mkdir()
     with FaultyServer(served, statuses={"enwik8.zip": 404}) as url:
         published(monkeypatch, served, url)
@@ -117,7 +117,7 @@ def test_download_that_fails_leaves_the_folders_as_they_were(served, monkeypatch
 
 
 def test_download_into_a_folder_of_other_things_is_done(served, monkeypatch):
-    """The name tells whether it is there: of the archive or of the file in it, here or one folder further down."""
+    """The dataset counts as present by the name of its archive or file, here or one folder further down."""
     Path("downloads/other").mkdir(parents=True)
     Path("downloads/cifar-10-binary.tar.gz").write_bytes(b"other")
     with FaultyServer(served) as url:

@@ -14,7 +14,7 @@ import torch
 import webdataset as wds
 
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.documents.shard_writer import SAMPLE_BYTES
+from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.modalities.audio import mulaw_decode, mulaw_encode

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
-from longstride.data_pipelines.documents import shard_writer
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.order.lanes import shard_order
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from tests.data_pipelines.conftest import Corpus, write_sources
 from tests.harness.data.streams import open_stream
 

@@ -8,7 +8,7 @@ import torch
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from tests.harness.data.streams import open_stream
 
 CONTEXT, GLOBAL_BATCH = 64, 12

@@ -13,7 +13,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from tests.harness.data.streams import open_stream
 
 VICTIM = "train-00001.tar"

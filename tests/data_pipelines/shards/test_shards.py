@@ -13,7 +13,7 @@ import pytest
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.shards.manifest import INDEX_DTYPE, DataManifest, index_bytes, index_to_bytes
 from longstride.data_pipelines.shards.verify import check_split, verify
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 
 
 @pytest.fixture

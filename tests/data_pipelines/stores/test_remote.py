@@ -18,9 +18,8 @@ import pytest
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores import download
+from longstride.data_pipelines.stores import StoredFile, open_store, remote
 from longstride.data_pipelines.stores.cache import Cache
-from longstride.data_pipelines.stores.stores import StoredFile, open_store
 from tests.harness.data.faulty_server import FAULTS, FaultyServer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,8 +30,8 @@ FINGERPRINT = "0123456789abcdef" * 4
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Short waits, no proxy, and keys for a bucket that asks for none."""
-    monkeypatch.setattr(download, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(download, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-s3")
@@ -40,7 +39,7 @@ def environment(monkeypatch):
 
 
 def make_files(folder: Path, *sizes: int) -> list[StoredFile]:
-    """Random files in a folder, the bucket of S3, as a manifest describes them."""
+    """Random files in a folder, which is also the bucket of S3, as a manifest describes them."""
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_bytes(b"{}")
     files = []
@@ -94,8 +93,8 @@ def location_at(protocol: str, url: str, monkeypatch) -> str:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fetch_survives_each_fault(fault, protocol, bucket, opened, monkeypatch):
     files = make_files(bucket, 0, 1, 200_000, 300_001)
-    monkeypatch.setattr(download, "CHUNK_BYTES", 2**15)
-    monkeypatch.setattr(download, "SMALLEST_CHUNK_BYTES", 2**15)
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 2**15)
+    monkeypatch.setattr(remote, "SMALLEST_CHUNK_BYTES", 2**15)
     with FaultyServer(bucket.parent, 0.4, seed=5, faults=(fault,), stall_seconds=1) as url:
         store = opened(location_at(protocol, url, monkeypatch), attempts=10)
         for file in files:
@@ -106,7 +105,7 @@ def test_fetch_survives_each_fault(fault, protocol, bucket, opened, monkeypatch)
 
 @pytest.mark.parametrize("protocol", ["http", "s3"])
 def test_fetch_survives_all_faults_at_once_in_the_background(protocol, bucket, opened, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "data_pipelines")
+    caplog.set_level(logging.INFO, "longstride.data_pipelines")
     files = make_files(bucket, *[100_000] * 30)
     server = FaultyServer(bucket.parent, 0.2, seed=2, stall_seconds=1)
     with server as url:
@@ -183,7 +182,7 @@ def test_corrupted_remote_file_is_told_from_a_corrupted_transfer(bucket, opened,
         store = opened(url)
         with pytest.raises(DataError, match=r"its SHA-256 is not what it should be: .* belongs to another set"):
             store.local(files[0])
-        assert len(server.requests) == download.ROUNDS
+        assert len(server.requests) == remote.ROUNDS
         server.corrupt = ()
         assert store.local(files[0]).stat().st_size == 50_000
         longer = StoredFile(files[1].name, 49_999, files[1].sha256)
@@ -205,10 +204,10 @@ def test_partial_of_a_corrupted_transfer_is_dropped(bucket, opened, tmp_path):
 
 
 def forked(call) -> int:
-    """Process id of a child that ends with 0 where ``call`` returns and with 1 where it raises."""
+    """Process id of a child that exits with 0 if ``call`` returns and with 1 if it raises."""
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # whatever it waits for
+        signal.alarm(60)  # the child never hangs
         try:
             call()
             os._exit(0)
@@ -245,19 +244,19 @@ def test_processes_fetch_a_file_once(bucket, opened):
 
 @FORK_BESIDE_THREADS
 def test_lock_of_a_killed_parent_does_not_live_on_in_its_child(bucket, tmp_path):
-    """A forked process holds its parent's files open, and with them their locks, until it forgets them."""
+    """A forked process holds its parent's open files, and so their locks, until it closes them."""
     (file,) = make_files(bucket, 10)
     told, tell = os.pipe()
     killed, kill = os.pipe()
 
     def be_killed() -> None:
-        cache = Cache(tmp_path / "cache", 100, FINGERPRINT)
+        cache = Cache(RemoteSettings(cache=str(tmp_path / "cache"), cache_bytes=100), FINGERPRINT)
         assert cache.claim(file, threading.Event()) is not None
 
         def outlive_it() -> None:
             os.write(tell, b"1")
             assert os.read(killed, 1) == b"!"
-            cache.forget()
+            cache.forget_locks()
             assert cache.claim(file, threading.Event()) is not None
             os.write(tell, b"2")
 
@@ -276,7 +275,7 @@ def test_lock_of_a_killed_parent_does_not_live_on_in_its_child(bucket, tmp_path)
 
 EXPECT = """
 import sys, time
-from longstride.data_pipelines.stores.stores import StoredFile, open_store
+from longstride.data_pipelines.stores import StoredFile, open_store
 from longstride.data_pipelines.settings import RemoteSettings
 url, cache, name, size, sha256 = sys.argv[1:]
 store = open_store(url, RemoteSettings(cache=cache, timeout_seconds=60))
@@ -294,7 +293,7 @@ def test_stalled_fetch_does_not_keep_a_process_from_ending(bucket, tmp_path):
 
 
 def test_cache_is_bounded_and_drops_what_was_used_least_recently(bucket, opened, tmp_path, caplog):
-    caplog.set_level(logging.INFO, "data_pipelines")
+    caplog.set_level(logging.INFO, "longstride.data_pipelines")
     files = make_files(bucket, *[1000] * 5)
     with FaultyServer(bucket) as url:
         other = opened(url, fingerprint="f" * 64, cache_bytes=3500)
@@ -360,7 +359,7 @@ def test_cache_tells_data_sets_apart_and_mends_a_wrong_size(bucket, opened, tmp_
         assert store.local(rebuilt).read_bytes() == content
         store.local(rebuilt).write_bytes(b"cut short")
         assert store.local(rebuilt).read_bytes() == content
-        store.local(rebuilt).write_bytes(bytes(1000))  # of the right size, which only its reader can tell
+        store.local(rebuilt).write_bytes(bytes(1000))  # of the right size: only a reader notices
         assert store.discard(rebuilt)
         assert store.local(rebuilt).read_bytes() == content
     assert len(server.requests) == 4
@@ -378,7 +377,7 @@ def test_full_disk_is_named(bucket, opened, tmp_path, monkeypatch):
         "longstride.data_pipelines.stores.cache.lock_file",
         lambda path: os.fdopen(os.open("/dev/full", os.O_RDWR), "r+b", 0),
     )
-    monkeypatch.setattr(download.Download, "_take_up", lambda self: None)
+    monkeypatch.setattr(remote._Download, "_take_up", lambda self: None)
     with FaultyServer(bucket) as url, pytest.raises(DataError, match=r"\.partial: cannot be written \(No space left"):
         opened(url).local(files[0])
 
@@ -412,7 +411,7 @@ def test_store_works_in_forked_and_in_spawned_processes(bucket, opened, tmp_path
 
 
 def test_credentials_are_used_and_never_shown(bucket, opened, caplog):
-    caplog.set_level(logging.INFO, "data_pipelines")
+    caplog.set_level(logging.INFO, "longstride.data_pipelines")
     files = make_files(bucket, 1000, 1000)
     server = FaultyServer(bucket, 0.5, seed=1, faults=("error", "cut"), statuses={files[1].name: 403})
     with server as url:
@@ -435,7 +434,7 @@ def test_credentials_are_used_and_never_shown(bucket, opened, caplog):
 def test_missing_library_is_named_with_what_to_install():
     script = (
         "import sys; sys.modules.update(aiohttp=None, s3fs=None)\n"
-        "from longstride.data_pipelines.stores.stores import open_store\n"
+        "from longstride.data_pipelines.stores import open_store\n"
         "for location in ('https://host/data', 's3://bucket/data'):\n"
         "    try: open_store(location)\n"
         "    except ValueError as error: print(error)"

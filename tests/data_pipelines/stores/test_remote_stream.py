@@ -13,7 +13,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.verify import verify
-from longstride.data_pipelines.stores import download
+from longstride.data_pipelines.stores import remote
 from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.streams import open_stream
 
@@ -23,8 +23,8 @@ FORK_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use o
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    monkeypatch.setattr(download, "FIRST_WAIT_SECONDS", 0.005)
-    monkeypatch.setattr(download, "LONGEST_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.005)
+    monkeypatch.setattr(remote, "LONGEST_WAIT_SECONDS", 0.02)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
@@ -93,7 +93,7 @@ def test_verification_names_what_is_damaged_on_the_server(corpus):
 
 
 def test_folder_that_is_replaced_on_the_server_is_noticed(corpus, settings, tmp_path):
-    """Under a run, the files are no longer the manifest's; another run sees another data set, and not the old cache."""
+    """The running run finds files that differ from its manifest. A new run sees another data set, not the old cache."""
     served = shutil.copytree(corpus.folder, tmp_path / "served")
     with FaultyServer(served) as url:
         stream = open_stream(url, remote=settings, **OPTIONS)

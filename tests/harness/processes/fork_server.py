@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.engine.accelerator import prepare_accelerator  # noqa: E402
+from longstride.launcher.engine.device import prepare_accelerator  # noqa: E402
 
 prepare_accelerator()
 

@@ -6,7 +6,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # with torch's compiler: most
 import torch._dynamo
 
 import longstride.launcher.checkpoints.checkpoint
-import longstride.launcher.data.run_data
+import longstride.launcher.data.run
 import longstride.launcher.engine.build
 import longstride.launcher.train
 import longstride.launcher.training.loop

@@ -1,7 +1,7 @@
-"""A run's processes without a model: parent, runner, launch, ranks and loader workers, as the real ones start and end.
+"""Stand-ins for the processes of a run: parent, runner, launch, ranks and loader workers, but no model.
 
-`python stand_ins.py ROLE FOLDER [what the role's command line is known by]`. What runs in the parent and in the ranks
-is the launcher's own code.
+`python stand_ins.py ROLE FOLDER [words by which the command line is recognised]`. They start and end as the real ones.
+The parent's supervisor and the ranks' stop flag are the launcher's own code.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.cluster.supervisor import Launch, Wish, supervise, supervised_signals  # noqa: E402
+from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise, supervised_signals  # noqa: E402
 from longstride.launcher.output import exit_codes  # noqa: E402  the path comes first
-from longstride.launcher.stops.ancestors import LauncherGone  # noqa: E402
-from longstride.launcher.stops.stopping import StopFile, StopFlag, end_now  # noqa: E402
+from longstride.launcher.stops import LauncherGone, StopFile, StopFlag  # noqa: E402
+from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
 
 
 def command(role: str, folder: Path, *words: str) -> list[str]:
-    """How a role is started."""
+    """The command line that starts a role."""
     return [sys.executable, __file__, role, str(folder), *words]
 
 
@@ -30,55 +30,55 @@ def parent(folder: Path) -> int:
     """As `longstride train`."""
     launch = Launch(command("runner", folder, "deepspeed.launcher.runner"), dict(os.environ), folder / ".stop-token")
     with supervised_signals() as signals:
-        ended = supervise(launch, Wish(signals), 5.0, lambda: (folder / "done").exists())
-    print(ended.told, file=sys.stderr)
+        ended = supervise(launch, StopRequest(signals), 5.0, lambda: (folder / "done").exists())
+    print(ended.description, file=sys.stderr)
     return ended.code
 
 
 def runner(folder: Path) -> int:
-    """As DeepSpeed's: it keeps quiet about a launch that was killed."""
+    """As DeepSpeed's runner: it exits by 0 where launch was killed."""
     return max(0, subprocess.Popen(command("launch", folder, "deepspeed.launcher.launch")).wait())
 
 
 def launch(folder: Path) -> int:
-    """As DeepSpeed's: the first code other than 0 is its own, once the others are killed."""
+    """As DeepSpeed's launch: once a rank fails it kills the others and exits by that rank's code."""
     ranks = [subprocess.Popen(command("rank", folder), env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
     while any(rank.poll() is None for rank in ranks):
-        bad = [rank.returncode for rank in ranks if rank.returncode]
-        if bad:
+        failed = [rank.returncode for rank in ranks if rank.returncode]
+        if failed:
             for rank in ranks:
                 rank.terminate()
             for rank in ranks:
                 rank.wait()
-            return bad[0] % 256
+            return failed[0] % 256
         time.sleep(0.05)
     return max(rank.returncode for rank in ranks) % 256
 
 
 def rank(folder: Path) -> int:
-    """As launcher/train.py: a loop that a stop ends, and a save that takes its time."""
+    """As launcher/train.py: a loop that a stop ends, then a save of SAVE_SECONDS."""
     stop = StopFlag()
     stop.listen()
-    stop.look(LauncherGone(os.environ))
+    stop.add_source(LauncherGone(os.environ))
     if os.environ["RANK"] == "0":
-        stop.look(StopFile(folder / ".stop-token"))
+        stop.add_source(StopFile(folder / ".stop-token"))
     worker = subprocess.Popen(command("worker", folder), stdout=subprocess.PIPE)
     assert worker.stdout is not None
     worker.stdout.read(1)
-    with stop.held():
+    with stop.handled():
         with (folder / "marks").open("a") as marks:
             marks.write(f"rank {os.environ['RANK']}\n")
-        while not stop.asked() and not (folder / "done").exists():
+        while stop.reason is None and not (folder / "done").exists():
             time.sleep(0.02)
         end = time.monotonic() + float(os.environ.get("SAVE_SECONDS", "0"))
-        while time.monotonic() < end:  # many short sleeps: none is to be cut short by a signal
+        while time.monotonic() < end:  # in short sleeps: a signal may cut one short
             time.sleep(0.02)
         (folder / f"saved-{os.environ['RANK']}").write_text(str(stop.reason))
-    end_now(exit_codes.REQUEUE if stop.asked() else exit_codes.DONE)
+    end_now(exit_codes.REQUEUE if stop.reason else exit_codes.DONE)
 
 
 def worker(folder: Path) -> int:
-    """As a loader worker."""
+    """As a loader worker: it ignores the signals that ask for a stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     print("x", flush=True)

@@ -1,4 +1,4 @@
-"""`longstride` for tests: itself, with launched_worker.py for ranks."""
+"""`longstride` for tests: the command itself, with launched_worker.py in place of train.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.stops.stopping import stopped_at_once  # noqa: E402  the path comes first
+from longstride.launcher.stops import stopped_at_once  # noqa: E402  the path comes first
 
 if __name__ == "__main__":
-    with stopped_at_once():  # as the command does before it imports what follows
+    with stopped_at_once():  # as the command does before its heavy imports
         import longstride.launcher.cli as cli
         import longstride.launcher.train as train
 

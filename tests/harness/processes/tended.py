@@ -1,4 +1,4 @@
-"""Runs that tests stop or kill: started by a launcher, followed by their marks, and counted by a token."""
+"""Runs that tests stop or kill: a launcher starts them, they leave marks, and a token finds all their processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,18 +37,18 @@ def deepspeed(arguments: list[str]) -> list[str]:
 
 
 class Tended:
-    """A run under a launcher, in a session of its own; its processes are known by a token in their environment."""
+    """A run under a launcher, in a session of its own; a token in the environment marks its processes."""
 
     def __init__(self, command: list[str], folder: Path, extra: dict[str, str]) -> None:
         self._token = f"TENDED={secrets.token_hex(8)}"
         self._marks = folder / "marks"
         self._output = folder / f"output-{secrets.token_hex(4)}"
         name, _, value = self._token.partition("=")
-        told = {name: value, "MARKS": str(self._marks), "MARK_SECONDS": "0.05", "DS_ACCELERATOR": "cpu"} | extra
+        variables = {name: value, "MARKS": str(self._marks), "MARK_SECONDS": "0.05", "DS_ACCELERATOR": "cpu"}
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
                 command,
-                env=plain_environment() | told,
+                env=plain_environment() | variables | extra,
                 cwd="/",
                 stdout=output,
                 stderr=output,
@@ -58,12 +58,12 @@ class Tended:
 
     @property
     def output(self) -> str:
-        """What the run has said."""
+        """What the run has printed."""
         return self._output.read_text()
 
     def processes(self) -> dict[int, str]:
-        """The command line of every process of the run that lives, by its number."""
-        found = {}
+        """The command line of every living process of the run, by its pid."""
+        lines = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdecimal():
                 continue
@@ -71,14 +71,14 @@ class Tended:
                 environment = (folder / "environ").read_bytes().split(b"\0")
                 if self._token.encode() in environment:
                     line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if line:  # none: it has ended, and waits for its parent
-                        found[int(folder.name)] = line
+                    if line:  # empty for a process that has ended and is not reaped yet
+                        lines[int(folder.name)] = line
             except OSError:
                 continue
-        return found
+        return lines
 
     def named(self, *words: str) -> list[int]:
-        """The processes whose command line holds one of the words before the script of the ranks."""
+        """The processes with one of the words in their command line, before the script of the ranks."""
         lines = {pid: line.partition(str(_WORKER))[0] for pid, line in self.processes().items()}
         return [pid for pid, line in lines.items() if any(word in line for word in words)]
 
@@ -90,31 +90,30 @@ class Tended:
         return [pid for pid in sorted(lines) if _parent(pid) not in lines]
 
     def marks(self) -> list[str]:
-        """What the run has begun so far."""
+        """What the run has begun so far: begin, steps, evaluations, saves."""
         return self._marks.read_text().splitlines() if self._marks.exists() else []
 
     def wait_for(self, number: int) -> bool:
-        """Waits until so many marks are there; whether they came before the run ended."""
+        """Waits until there are so many marks; returns whether the run still lives."""
         return self._until(lambda: len(self.marks()) >= number or self.process.poll() is not None) and (
             self.process.poll() is None
         )
 
     def wait_for_new(self, word: str) -> bool:
-        """Waits until there is one more mark of a kind than now; whether it came before the run ended."""
+        """Waits for one more mark of a kind; returns whether the run still lives."""
         before = self.marks().count(word)
         self._until(lambda: self.marks().count(word) > before or self.process.poll() is not None)
         return self.process.poll() is None
 
     def end(self) -> int:
-        """The exit code, once there is one."""
+        """Waits for the end of the run; returns its exit code."""
         return self.process.wait(_PATIENCE_SECONDS)
 
     def all_ended(self, seconds: float) -> bool:
-        """Whether no process of the run is left after so many seconds at most."""
+        """Whether all processes of the run end within so many seconds."""
         return self._until(lambda: not self.processes(), seconds)
 
-    def _until(self, holds: object, seconds: float = _PATIENCE_SECONDS) -> bool:
-        assert callable(holds)
+    def _until(self, holds: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> bool:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if holds():
@@ -125,7 +124,7 @@ class Tended:
 
 @contextmanager
 def tended(command: list[str], folder: Path, extra: dict[str, str] | None = None) -> Iterator[Tended]:
-    """A run, of which nothing is left behind whatever the test does."""
+    """A run; whatever the test does, none of its processes outlives the block."""
     run = Tended(command, folder, extra or {})
     try:
         yield run

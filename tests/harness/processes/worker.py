@@ -17,7 +17,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 import longstride.launcher.train as entry
-from longstride.launcher.stops.stopping import StopFlag
+from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.stops import StopFlag
 from tests.harness.runs import timeouts
 
 
@@ -172,7 +173,14 @@ def mark_moments(path: Path, seconds: float) -> None:
     marked(loop, "evaluate_split", "evaluation")
     marked(evaluate, "evaluation_line", "evaluated")
     marked(saving.Saver, "save", "save")
-    marked(saving, "gather_objects", "saving")
+    gather_objects = Ranks.gather_objects
+
+    def gather_and_mark(ranks: Ranks, value: object) -> list:
+        if sys._getframe(1).f_globals["__name__"] == saving.__name__:
+            mark("saving")
+        return gather_objects(ranks, value)
+
+    Ranks.gather_objects = gather_and_mark  # type: ignore[method-assign]
 
 
 class _SpoiltGradient(torch.autograd.Function):
@@ -225,9 +233,9 @@ def spoil_after_load() -> None:
     """Lets what is loaded from a universal form be a little off."""
     import torch
 
-    import longstride.launcher.training.resume as resume
+    import longstride.launcher.checkpoints.restoring as restoring
 
-    load = resume.load_universal
+    load = restoring.load_universal
 
     def load_and_spoil(engine: Any, form: Any) -> None:
         load(engine, form)
@@ -235,7 +243,7 @@ def spoil_after_load() -> None:
             for parameter in engine.module.parameters():
                 parameter.mul_(1.001)
 
-    resume.load_universal = load_and_spoil
+    restoring.load_universal = load_and_spoil
 
 
 def convert_and_at(number: int, then: Any) -> None:

@@ -14,25 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from longstride.launcher.checkpoints import checkpoint
 from longstride.launcher.checkpoints.checkpoint import (
     Checkpoint,
     agreed_checkpoints,
     checkpoint_folder,
     first_whole,
     list_checkpoints,
-    verify_together,
 )
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_json, write_manifest
-from longstride.launcher.checkpoints.saving import _Attempt
-from longstride.launcher.config.run_config import load_config
+from longstride.launcher.checkpoints.saving import _Save
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks import waiting
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import resume
-from longstride.launcher.training.resume import Asked, begin, choose_start
-from longstride.launcher.training.rewinding import last_whole_checkpoint
+from longstride.launcher.training.resume import begin, choose_start, last_whole_checkpoint
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 from tests.launcher.checkpoints.test_trust import Touching, poison
 from tests.launcher.data.test_batches import Meeting
@@ -46,10 +44,8 @@ OnRanks = Callable[[Callable[[Ranks], Any]], list[Future[Any]]]
 def on_ranks(monkeypatch: pytest.MonkeyPatch) -> OnRanks:
     """A function of what each of two ranks, which are threads, does -> what came of it; none waits for long."""
     meeting = Meeting(2)
-    for module in (checkpoint, resume, waiting):
-        monkeypatch.setattr(module, "gather_objects", meeting.gather_objects)
-    monkeypatch.setattr(resume, "barrier", lambda ranks: meeting.gather_objects(None, ranks))
-    monkeypatch.setattr(waiting, "_SEEN_SECONDS", 0.1)
+    meeting.replace_collectives(monkeypatch)
+    monkeypatch.setattr(waiting, "_VISIBLE_SECONDS", 0.1)
 
     def run(work: Callable[[Ranks], Any]) -> list[Future[Any]]:
         with ThreadPoolExecutor(2) as pool:
@@ -64,6 +60,11 @@ def run(tmp_path: Path) -> Path:
     for step in (4, 8, 12):
         make_checkpoint(tmp_path / "run", step)
     return tmp_path / "run"
+
+
+def asked(config: RunConfig, **rest: Any) -> Run:
+    """A run of one process."""
+    return Run(config, Ranks(), RunData(config, Ranks()), **rest)
 
 
 def test_first_ranks_list_counts(run: Path, on_ranks: OnRanks) -> None:
@@ -110,7 +111,7 @@ def test_checkpoint_that_one_rank_does_not_see_ends_all(
 def test_checkpoint_that_one_rank_sees_late_is_waited_for(
     run: Path, tmp_path: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "_SEEN_SECONDS", 20.0)
+    monkeypatch.setattr(waiting, "_VISIBLE_SECONDS", 20.0)
     other = tmp_path / "other"
     found, _ = list_checkpoints(run)
     copy = threading.Timer(0.3, shutil.copytree, (run, other))
@@ -129,13 +130,14 @@ def test_code_in_a_checkpoint_is_refused_by_all_before_it_is_read(
     torch.save(Touching(mark), folder / WEIGHTS_FILE, _use_new_zipfile_serialization=as_zip)
     (manifest,) = [each.manifest for each in list_checkpoints(run)[0] if each.folder == folder]
     (folder / "manifest.json").unlink()
-    write_manifest(folder, manifest.model_copy(update={"files": record_files(folder, 0, 1)}))
+    write_manifest(folder, manifest.model_copy(update={"files": record_files(folder)}))
     found, _ = list_checkpoints(run)
     what = "posix.system" if as_zip else "no zip archive"
     for each in on_ranks(lambda ranks: first_whole(run, found, ranks)):
         with pytest.raises(AgreedError, match=rf"{WEIGHTS_FILE}: holds more than tensors and numbers \({what}"):
             each.result()
-    for each in on_ranks(lambda ranks: first_whole(run, found, ranks, trusted=True)):
+    trusted, _ = list_checkpoints(run, trusted=True)
+    for each in on_ranks(lambda ranks: first_whole(run, trusted if ranks.is_first else [], ranks)):
         assert each.result()[0].manifest.step == 16
     assert not mark.exists()
 
@@ -148,8 +150,8 @@ def test_rewind_trusts_what_the_run_was_told_to_trust(
     poison(checkpoint_folder(run, 8), "deepspeed/mp_rank_00_model_states.pt", tmp_path / "made")
     config = load_config(str(config_file), [])
     with pytest.raises(AgreedError, match="holds more than tensors and numbers"):
-        last_whole_checkpoint(config, Ranks(), 12)
-    chosen = last_whole_checkpoint(config, Ranks(), 12, trusted=True)
+        last_whole_checkpoint(asked(config), 12)
+    chosen = last_whole_checkpoint(asked(config, trusted=True), 12)
     assert chosen is not None and chosen.manifest.step == 8 and chosen.trusted
 
 
@@ -175,20 +177,20 @@ def test_begin_goes_on_from_what_was_saved_since_the_start(
 ) -> None:
     """A run that still held the folder's lock has saved meanwhile, or has begun there."""
     config = load_config(str(config_file), [])
-    data, run = RunData(config, Ranks()), tmp_path / "run"
-    choose_start(config, Asked("never"), data, Ranks())
+    run = tmp_path / "run"
+    choose_start(asked(config))
     shutil.copytree(trained("alone", 1), run)
     with pytest.raises(AgreedError, match=r"train\.output=.*holds a run already"):
-        begin(config, Asked("never"), data, Ranks())
+        begin(asked(config))
     checkpoint_folder(run, 8).rename(tmp_path / "later")
-    start = choose_start(config, Asked("auto"), data, Ranks())
+    start = choose_start(asked(config, resume="auto"))
     assert [each.manifest.step for each in start.candidates] == [4]
     (tmp_path / "later").rename(checkpoint_folder(run, 8))
-    chosen = begin(config, Asked("auto"), data, Ranks())
+    chosen = begin(asked(config, resume="auto"))
     assert chosen is not None and chosen.manifest.step == 8
     short = load_config(str(config_file), ["train.steps=6"])
     with pytest.raises(AgreedError, match=r"train\.steps=6: the checkpoint .*step-00000008 is already beyond it"):
-        begin(short, Asked("auto"), data, Ranks())
+        begin(asked(short, resume="auto"))
 
 
 def test_checkpoint_without_a_file_of_another_rank_is_not_put_in_place(run: Path, tmp_path: Path) -> None:
@@ -202,13 +204,13 @@ def test_checkpoint_without_a_file_of_another_rank_is_not_put_in_place(run: Path
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "random-00001.pt").write_bytes(b"y" * 10)
-    attempt: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
+    save: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
     with pytest.raises(OSError, match="is not to be seen by the first process as it was written") as caught:
-        _Attempt._put_in_place(attempt, record_files(elsewhere, 0, 1))
+        _Save._put_in_place(save, record_files(elsewhere))
     assert caught.value.filename == str(partial / "random-00001.pt")
     assert not final.exists()
     (elsewhere / "random-00001.pt").rename(partial / "random-00001.pt")
-    _Attempt._put_in_place(attempt, {})  # what no rank has told of is found
+    _Save._put_in_place(save, {})  # what no rank has told of is found
     saved = Checkpoint(final, read_manifest(final))
     assert len(saved.manifest.files) == 4
-    assert verify_together(saved, Ranks()) == []
+    assert saved.find_damage(Ranks()) == []

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, verify_together
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
+    CheckpointManifest,
     FileRecord,
-    Manifest,
     read_manifest,
     sealed,
     write_json,
@@ -38,7 +38,7 @@ def run_copy(trained: Trained, tmp_path: Path) -> Path:
 def found_whole(run: Path) -> list[int]:
     """The steps that a resume would take, by what a resume calls."""
     found, _ = list_checkpoints(run)
-    return [each.manifest.step for each in found if not verify_together(each, Ranks())]
+    return [each.manifest.step for each in found if not each.find_damage(Ranks())]
 
 
 def spoil(folder: Path, dice: random.Random, kind: str) -> str:
@@ -107,12 +107,12 @@ def test_links_in_a_checkpoint_are_foreign(run_copy: Path, tmp_path: Path) -> No
     file.rename(outside)
     file.symlink_to(outside)
     (checkpoint,) = [each for each in list_checkpoints(run_copy)[0] if each.manifest.step == STEP]
-    assert verify_together(checkpoint, Ranks()) == [f"{file}: a link, which a checkpoint has none of"]
+    assert checkpoint.find_damage(Ranks()) == [f"{file}: a link, which a checkpoint has none of"]
     file.unlink()
     outside.rename(file)
     (folder / "deepspeed").rename(tmp_path / "deepspeed")
     (folder / "deepspeed").symlink_to(tmp_path / "deepspeed")
-    assert verify_together(checkpoint, Ranks()) == [f"{folder}/deepspeed: a link, which a checkpoint has none of"]
+    assert checkpoint.find_damage(Ranks()) == [f"{folder}/deepspeed: a link, which a checkpoint has none of"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_older_format_is_read_and_a_newer_one_named(run_copy: Path) -> None:
     content = read_manifest(folder).model_dump(mode="json")
     del content["probe"]
     write_json(folder / MANIFEST, sealed(content | {"format_version": 1}))
-    assert read_manifest(folder) == Manifest.model_validate(content | {"format_version": 1})
+    assert read_manifest(folder) == CheckpointManifest.model_validate(content | {"format_version": 1})
     assert found_whole(run_copy) == [STEP, 4]
     write_json(folder / MANIFEST, sealed(content | {"format_version": 3, "other": 1}))
     with pytest.raises(ConfigError, match="format_version=3: this Longstride reads 1 to 2, and is older"):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, Manifest
-from longstride.launcher.checkpoints.probe import PROBE, check_probe, take_probe
+from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, CheckpointManifest
+from longstride.launcher.checkpoints.probe import PROBE, take_probe
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import configuration
@@ -50,11 +50,12 @@ def config_with(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(content)
 
 
-def saved(folder: Path, probe: dict[str, Any] | None) -> Checkpoint:
-    """A checkpoint of which there is nothing but the probe."""
+def saved(folder: Path, probe: dict[str, Any] | None) -> Any:
+    """The probe of a checkpoint of which there is nothing else."""
     numbers = {"format_version": FORMAT_VERSION, "step": 4, "world_size": 1, "zero_stage": 0, "precision": "fp32"}
     rest: dict[str, Any] = {"stream": {}, "parameter_groups": [], "versions": {}, "files": {}}
-    return Checkpoint(folder, Manifest.model_validate(numbers | rest | {"probe": json.loads(json.dumps(probe))}))
+    manifest = CheckpointManifest.model_validate(numbers | rest | {"probe": json.loads(json.dumps(probe))})
+    return Checkpoint(folder, manifest).probe
 
 
 def test_same_weights_agree_and_nothing_else_changes(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_same_weights_agree_and_nothing_else_changes(tmp_path: Path) -> None:
     content = np.load(tmp_path / PROBE)
     assert content.shape == (64,) and content.dtype == np.uint8
     assert 5 < probe["loss_nats"] < 6  # 256 equal guesses: 5.55
-    assert check_probe(engine, saved(tmp_path, probe), config, ALONE) == 0.0
+    assert saved(tmp_path, probe).check(engine, config, ALONE) == 0.0
     assert engine.module.training
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in engine.module.parameters())
@@ -82,15 +83,15 @@ def test_weights_that_are_a_little_off_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         AgreedError, match=r"loss on probe\.npy is 5\.\d+ nats, and was 5\.\d+ .* where 1e-06 is rounding"
     ):
-        check_probe(engine, saved(tmp_path, probe), config, ALONE)
+        saved(tmp_path, probe).check(engine, config, ALONE)
     # Computed in another precision, or by another backend, more is rounding.
     assert probe is not None
     for other in (probe | {"precision": "bf16"}, probe | {"backend": "cpu"}, probe | {"device": "cuda"}):
-        assert check_probe(engine, saved(tmp_path, other), config, ALONE) is not None
+        assert saved(tmp_path, other).check(engine, config, ALONE) is not None
     with torch.no_grad():
         engine.module.logits.weight.fill_(float("nan"))
     with pytest.raises(AgreedError, match="nan nats"):
-        check_probe(engine, saved(tmp_path, probe | {"precision": "bf16"}), config, ALONE)
+        saved(tmp_path, probe | {"precision": "bf16"}).check(engine, config, ALONE)
     assert take_probe(engine, config, tmp_path, ALONE) is None
 
 
@@ -100,8 +101,8 @@ def test_run_may_have_none(tmp_path: Path) -> None:
     assert take_probe(engine, config, tmp_path, ALONE) is None
     assert not list(tmp_path.iterdir())
     probe = take_probe(engine, config_with(), tmp_path, ALONE)
-    assert check_probe(engine, saved(tmp_path, probe), config, ALONE) is None
-    assert check_probe(engine, saved(tmp_path, None), config_with(), ALONE) is None
+    assert saved(tmp_path, probe).check(engine, config, ALONE) is None
+    assert saved(tmp_path, None) is None
 
 
 def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
     probe = take_probe(engine, config, tmp_path, ALONE)
     np.save(tmp_path / PROBE, np.zeros(64, np.uint8))
     with pytest.raises(AgreedError, match="its bytes are not those"):
-        check_probe(engine, saved(tmp_path, probe), config, ALONE)
+        saved(tmp_path, probe).check(engine, config, ALONE)
     (tmp_path / PROBE).write_bytes(b"no array")
     with pytest.raises(AgreedError, match="holds no array"):
-        check_probe(engine, saved(tmp_path, probe), config, ALONE)
+        saved(tmp_path, probe).check(engine, config, ALONE)

@@ -16,12 +16,11 @@ import torch
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest
-from longstride.launcher.checkpoints.matching import needs_conversion, told_conversion
-from longstride.launcher.checkpoints.reshape import load_universal, seed_generators
+from longstride.launcher.checkpoints.restoring import load_universal, seed_generators
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.engine.weight_average import AVERAGE
+from longstride.launcher.engine.optimizer import AVERAGE
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import Run, configuration, files_under, metrics, spawn, spawn_series
@@ -48,7 +47,7 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
     average, is off by all of itself, or by most of a step.
     """
     assert one.shapes == other.shapes
-    assert (one.kinds, one.step, one.numbers) == (other.kinds, other.step, other.numbers)
+    assert (one.kinds, one.adam_step, one.numbers) == (other.kinds, other.adam_step, other.numbers)
     rate = configuration(Path(), Path())["train"]["learning_rate"]
     for kind in one.kinds:
         for name in one.shapes:
@@ -233,14 +232,14 @@ def section(tmp_path: Path, *overrides: str) -> RunConfig:
 
 def test_conversion_is_needed_where_files_are_laid_out_otherwise(trained: Trained, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(trained("alone", 1), 4)
-    assert not needs_conversion(checkpoint, section(tmp_path), 1)
-    assert not needs_conversion(checkpoint, section(tmp_path, "deepspeed.gradient_clipping=2"), 1)
-    assert needs_conversion(checkpoint, section(tmp_path), 2)
-    assert needs_conversion(checkpoint, section(tmp_path, "deepspeed=zero1_fp32"), 1)
+    assert not checkpoint.needs_conversion(section(tmp_path), 1)
+    assert not checkpoint.needs_conversion(section(tmp_path, "deepspeed.gradient_clipping=2"), 1)
+    assert checkpoint.needs_conversion(section(tmp_path), 2)
+    assert checkpoint.needs_conversion(section(tmp_path, "deepspeed=zero1_fp32"), 1)
     config = section(tmp_path, "deepspeed=zero0_fp16")
-    assert needs_conversion(checkpoint, config, 1)
+    assert checkpoint.needs_conversion(config, 1)
     line = "step 4 was saved by 1 process in ZeRO 0, fp32; converted for 2 processes in ZeRO 0, fp16, "
-    assert told_conversion(checkpoint, config, 2) == f"{line}where the loss scale begins anew"
+    assert checkpoint.conversion(config, 2) == f"{line}where the loss scale begins anew"
 
 
 def test_generators_of_a_new_size_follow_from_seed_step_and_rank() -> None:
@@ -262,7 +261,7 @@ def test_state_before_adams_first_step_has_weights_alone(trained: Trained, tmp_p
     overrides = ("deepspeed=zero0_fp16", "deepspeed.fp16.initial_scale_power=30", "train.steps=4")
     checkpoint = open_checkpoint(trained("overflown", 1, *overrides), 4)
     state = SavedState(checkpoint)
-    assert (state.kinds, state.step) == ((MASTER,), None)
+    assert (state.kinds, state.adam_step) == ((MASTER,), None)
     form, _ = ready_universal(checkpoint, Ranks())
     assert form.kinds == (MASTER,)
     model = SparseTransformer(ModelConfig.model_validate(configuration(Path(), Path())["model"]))

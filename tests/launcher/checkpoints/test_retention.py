@@ -7,19 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints
-from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, Manifest, record_files, write_json, write_manifest
-from longstride.launcher.checkpoints.retention import (
-    partial_folder,
+from longstride.launcher.checkpoints.manifest import (
+    FORMAT_VERSION,
+    CheckpointManifest,
+    record_files,
+    write_json,
+    write_manifest,
+)
+from longstride.launcher.checkpoints.saving import (
+    go_back_to,
     point_to,
     remove_leftovers,
     retire,
-    set_aside_beyond,
     universal_folder,
 )
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.output.folders import CHECKPOINTS
+from longstride.launcher.output.file_names import CHECKPOINTS
 from tests.harness.runs import configuration
 
 
@@ -29,7 +34,7 @@ def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
     (folder / "deepspeed").mkdir(parents=True)
     torch.save(content, folder / "deepspeed/mp_rank_00_model_states.pt")
     write_json(folder / "config.json", {})
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         format_version=FORMAT_VERSION,
         step=step,
         world_size=1,
@@ -38,7 +43,7 @@ def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
         stream={},
         parameter_groups=[],
         versions={},
-        files=record_files(folder, 0, 1),
+        files=record_files(folder),
     )
     write_manifest(folder, manifest)
     return folder
@@ -105,12 +110,12 @@ def test_converted_form_goes_with_its_checkpoint(run: Path) -> None:
 def test_removal_cut_short_leaves_no_checkpoint_and_is_made_up_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (universal_folder(checkpoint_folder(run, 10)) / "weights").mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr("longstride.launcher.checkpoints.retention.remove_tree", lambda path: None)
+        patch.setattr("longstride.launcher.checkpoints.saving.remove_tree", lambda path: None)
         assert retire(run, 5, None) == [10]
     assert steps(run) == [60, 50, 40, 30, 20]
     hidden = {path.name for path in (run / CHECKPOINTS).glob(".*")}
     assert hidden == {".step-00000010.deleted", ".step-00000010.universal.deleted"}
-    partial_folder(checkpoint_folder(run, 70)).mkdir()
+    (run / CHECKPOINTS / ".step-00000070.partial").mkdir()
     (run / CHECKPOINTS / ".step-00000060.universal.partial").mkdir()  # of a killed conversion
     remove_leftovers(run)
     assert not list((run / CHECKPOINTS).glob(".*"))
@@ -129,9 +134,10 @@ def test_of_a_link_the_link_goes(run: Path, tmp_path_factory: pytest.TempPathFac
 def test_what_lies_beyond_is_set_aside_without_its_converted_form(run: Path) -> None:
     for step in (40, 50):
         (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
-    assert [path.name for path in set_aside_beyond(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
+    assert [path.name for path in go_back_to(run, 40)] == ["step-00000060.replaced-1", "step-00000050.replaced-1"]
     assert steps(run) == [40, 30, 20, 10]
     assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000040.universal"]
+    assert (run / CHECKPOINTS / "latest").read_text() == "step-00000040\n"
 
 
 def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:

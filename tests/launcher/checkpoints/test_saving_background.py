@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstride.launcher.checkpoints.checkpoint import list_checkpoints, verify_together
-from longstride.launcher.checkpoints.files import host_copy, write_pickle
-from longstride.launcher.output.folders import CONFIG
+from longstride.launcher.checkpoints.checkpoint import list_checkpoints
+from longstride.launcher.checkpoints.pickles import host_copy, write_pickle
+from longstride.launcher.output.file_names import CONFIG
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import metrics
@@ -64,7 +64,7 @@ def test_background_writes_the_same_bytes_and_changes_no_loss(
             found, refused = list_checkpoints(run)
             assert not refused
             assert [each.manifest.step for each in found] == [4, 3, 2]
-            assert not any(verify_together(each, Ranks()) for each in found)
+            assert not any(each.find_damage(Ranks()) for each in found)
             assert not list((run / "checkpoints").glob(".*"))
             manifests = [each.manifest.model_dump() for each in found]
             for manifest in manifests:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from longstride.launcher.checkpoints.checkpoint import list_checkpoints, verify_together
-from longstride.launcher.checkpoints.files import write_pickle
+from longstride.launcher.checkpoints.checkpoint import list_checkpoints
+from longstride.launcher.checkpoints.pickles import write_pickle
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.recorder import LineFile
 from tests.harness.processes.forked import ForkServer
@@ -39,7 +39,7 @@ def steps_of(run: Path) -> list[int]:
     """The steps of a run's whole checkpoints; whatever else lies there is wrong."""
     found, refused = list_checkpoints(run)
     assert not refused
-    assert not any(verify_together(each, Ranks()) for each in found)
+    assert not any(each.find_damage(Ranks()) for each in found)
     hidden = [path.name for path in (run / "checkpoints").glob(".*")]
     assert not hidden, hidden
     return [each.manifest.step for each in reversed(found)]

@@ -10,7 +10,7 @@ import pytest
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, list_checkpoints
 from longstride.launcher.checkpoints.manifest import find_damage, find_foreign
-from longstride.launcher.checkpoints.retention import universal_folder
+from longstride.launcher.checkpoints.universal import universal_folder
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import UNEQUAL, metrics
 
@@ -56,7 +56,7 @@ class Chain:
         if work != "prepare":
             self._check_gone_on_from(before)
         found = self._found()
-        assert all(not find_damage(each.folder, list(each.manifest.files), each.manifest) for each in found), where
+        assert all(not find_damage(each.folder, each.manifest.files, each.manifest.files) for each in found), where
         assert all(not find_foreign(each.folder, each.manifest) for each in found), where
         self.newest = found[0].manifest.step if found else 0
         assert before <= self.newest <= before + (work != "prepare"), where

@@ -12,16 +12,16 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.checkpoints.checkpoint import check_trust, checkpoint_folder, open_checkpoint, verify_together
+from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
-from longstride.launcher.checkpoints.unpickling import asked_code, read_pickle
+from longstride.launcher.checkpoints.pickles import read_pickle, unsafe_content, write_pickle
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.launchers import launcher_command
 from longstride.launcher.output.exit_codes import WRONG_INPUT
-from longstride.launcher.output.folders import LOCK
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.file_names import LOCK
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import spawn
 from tests.launcher.training.test_training import RUNS
@@ -45,7 +45,7 @@ def poison(folder: Path, name: str, mark: Path) -> Path:
     path = folder / name
     content = torch.load(path, weights_only=False)
     torch.save(content | {"more": Touching(mark)}, path)
-    records = record_files(folder, 0, 1)
+    records = record_files(folder)
     del records["manifest.json"]
     write_manifest(folder, read_manifest(folder).model_copy(update={"files": records}))
     return path
@@ -58,8 +58,8 @@ def test_stage_is_written_by_its_value_whatever_python_would_do(
     by_name = lambda stage, protocol: (getattr, (ZeroStageEnum, stage.name))  # noqa: E731
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
     path = tmp_path / "state.pt"
-    torch.save({"zero_stage": ZeroStageEnum.weights}, path)
-    assert asked_code(path) is None
+    write_pickle({"zero_stage": ZeroStageEnum.weights}, path)
+    assert unsafe_content(path) is None
     assert read_pickle(path) == {"zero_stage": 3}
 
 
@@ -111,13 +111,13 @@ def test_no_verb_runs_what_a_checkpoint_holds(
 def test_checkpoint_that_asks_for_more_is_refused_before_it_is_read(poisoned: tuple[Path, dict[str, Path]]) -> None:
     run, marks = spoilt(poisoned, "random")
     checkpoint = open_checkpoint(run, None)
-    assert verify_together(checkpoint, Ranks()) == []
+    assert checkpoint.find_damage(Ranks()) == []
     with pytest.raises(AgreedError) as caught:
-        check_trust(checkpoint, Ranks())
+        checkpoint.check_trust(Ranks())
     assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
         f"{checkpoint.folder}/random-{rank:05d}.pt" for rank in range(2)
     ]
-    check_trust(open_checkpoint(run, None, trusted=True), Ranks())
+    open_checkpoint(run, None, trusted=True).check_trust(Ranks())
     assert not any(mark.exists() for mark in marks)
 
 
@@ -167,7 +167,7 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
     """torch's older format is no zip archive."""
     path, mark = tmp_path / "x.pt", tmp_path / "made"
     torch.save({"more": Touching(mark)}, path, _use_new_zipfile_serialization=False)
-    assert asked_code(path) == "no zip archive of torch's, which would tell what it holds"
+    assert unsafe_content(path) == "no zip archive of torch's, which would tell what it holds"
     with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(.*GLOBAL posix.system .*--trust"):
         read_pickle(path)
     assert not mark.exists()
@@ -185,5 +185,5 @@ def test_option_reaches_every_rank() -> None:
     start.add_arguments(parser)
     words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
     for given in ([], ["--trust-checkpoint"]):
-        command = launcher_command(parser.parse_intermixed_args([*words, *given]), 2)
+        command = launcher_command(parser.parse_intermixed_args([*words, *given]), "auto", 2)
         assert command[command.index("--config") :] == [*words[:-1], *given, words[-1]]

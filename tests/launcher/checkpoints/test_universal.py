@@ -21,7 +21,7 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoi
 from longstride.launcher.checkpoints.manifest import find_damage
 from longstride.launcher.checkpoints.saved_state import KINDS, SavedState
 from longstride.launcher.checkpoints.universal import open_universal, ready_universal, universal_folder
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import ROOT, configuration, files_under, metrics, plain_environment
@@ -93,7 +93,7 @@ def test_form_is_made_once(checkpoint: Checkpoint, capsys: pytest.CaptureFixture
     assert seconds == 0
     assert files_under(universal_folder(checkpoint.folder)) == before
     assert capsys.readouterr().err == ""
-    assert find_damage(checkpoint.folder, sorted(checkpoint.manifest.files), checkpoint.manifest) == []
+    assert find_damage(checkpoint.folder, checkpoint.manifest.files, checkpoint.manifest.files) == []
 
 
 @pytest.mark.parametrize("spoil", ["flip", "cut", "remove"])

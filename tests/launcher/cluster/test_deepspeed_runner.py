@@ -14,7 +14,7 @@ from deepspeed.launcher import runner
 
 from longstride.launcher.cluster import deepspeed_runner
 from tests.harness.programs import Programs
-from tests.launcher.cluster.test_host_checks import VERSIONS
+from tests.launcher.cluster.test_hosts import VERSIONS
 
 _PDSH = shutil.which("pdsh")  # the real one, should it be here
 JSON = 'model.attention={"type":"strided","stride":8}'
@@ -90,9 +90,9 @@ def test_pdsh_ends_the_ranks_of_this_run_alone(command: Any, monkeypatch: pytest
     get_cmd = deepspeed_runner.QuotingPdsh.get_cmd
 
     def keep(self: Any, *arguments: Any) -> Any:
-        found = get_cmd(self, *arguments)
-        kills.append(found[1])
-        return found
+        commands = get_cmd(self, *arguments)
+        kills.append(commands[1])
+        return commands
 
     monkeypatch.setattr(deepspeed_runner.QuotingPdsh, "get_cmd", keep)
     started = " ".join(command("pdsh")[6:])

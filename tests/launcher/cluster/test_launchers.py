@@ -1,4 +1,4 @@
-"""`longstride train` on the hosts of a hostfile: what is handed to the launcher, and what is refused before."""
+"""`longstride train` on the hosts of a hostfile: the command line, the environment of hosts, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
+from longstride.launcher.cluster.launchers import host_environment, plain_values, write_environment_file
 from longstride.launcher.cluster.supervisor import Launch, Outcome
 from longstride.launcher.output import exit_codes
 from tests.harness.programs import Programs
 from tests.harness.runs import ROOT
-from tests.launcher.cluster.test_host_checks import VERSIONS
+from tests.launcher.cluster.test_hosts import VERSIONS
 from tests.launcher.test_cli import supervised
 
 Started = Callable[..., tuple[list[str], dict[str, str]]]
+SHELL = {
+    "PATH": "/venv/bin:/usr/bin",
+    "OMP_NUM_THREADS": "4",
+    "NCCL_DEBUG": "INFO",
+    "DS_ACCELERATOR": "cpu",
+    "HOME": "/home/me",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "HF_TOKEN": "secret",
+}
+HANDED_ON = {name: SHELL[name] for name in ("DS_ACCELERATOR", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH")}
 
 
 @pytest.fixture
@@ -34,7 +46,7 @@ def started(
 ) -> Callable[..., tuple[list[str], dict[str, str]]]:
     """A function of a launcher and more words -> the command line and the environment it would be started with."""
     launches = supervised(monkeypatch)
-    monkeypatch.setattr("longstride.launcher.cluster.host_ranks.meeting_address", lambda hosts: "10.0.0.1")
+    monkeypatch.setattr("longstride.launcher.cluster.placement.meeting_address", lambda hosts: "10.0.0.1")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
     programs = Programs(tmp_path / "bin", monkeypatch)
@@ -68,15 +80,15 @@ def test_hosts_go_to_the_deepspeed_launcher(started: Started, hostfile: Path, co
     assert command[script + 1 : -2] == [
         *("--config", str(config_file), "--resume", "never", 'model.attention={"type":"dense"}'),
     ]
-    told = Path(environment["DS_ENV_FILE"])
-    assert told == config_file.parent / "run" / "hosts-1.env"
-    assert f"PATH={os.environ['PATH']}\n" in told.read_text()
+    file = Path(environment["DS_ENV_FILE"])
+    assert file == config_file.parent / "run" / "hosts-1.env"
+    assert f"PATH={os.environ['PATH']}\n" in file.read_text()
 
 
 def test_hostfile_of_the_system_is_taken_where_none_is_given(
     started: Started, hostfile: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.cluster.launchers.HOSTFILE", hostfile)
+    monkeypatch.setattr("longstride.launcher.cluster.hosts.HOSTFILE", hostfile)
     launches = supervised(monkeypatch)
     assert cli.main(["train", "--config", str(config_file)]) == 0
     [command] = (launch.command for launch in launches)
@@ -88,15 +100,15 @@ def test_what_openmpi_and_srun_need_stands_before_what_is_given(started: Started
     command, environment = started("openmpi", "--launcher-args=--allow-run-as-root --mca plm_ssh_agent 'my ssh'")
     words = shlex.split(option(command, "--launcher_args"))
     assert words == ["--bind-to", "none", "--allow-run-as-root", "--mca", "plm_ssh_agent", "my ssh"]
-    told = Path(environment["DS_ENV_FILE"]).read_text()  # the launcher gives mpirun no meeting place
+    written = Path(environment["DS_ENV_FILE"]).read_text()  # the launcher gives mpirun no meeting place
     port = command[command.index("--master_port") + 1]
-    assert f"MASTER_ADDR=10.0.0.1\nMASTER_PORT={port}\n" in told
+    assert f"MASTER_ADDR=10.0.0.1\nMASTER_PORT={port}\n" in written
     command, environment = started("slurm", "--launcher-args=--qos=long", "--master-port", "29511")
     words = shlex.split(option(command, "--launcher_args"))
     assert words[:3] == ["--kill-on-bad-exit=0", "--wait=60", "--ntasks-per-node=2"]
     assert words[3:] == ["--nodes=2", "--nodelist=node1,node2", "--qos=long"]
-    told = Path(environment["DS_ENV_FILE"]).read_text()  # srun hands on the rest by itself
-    assert "MASTER_PORT=29511\n" in told and "PATH=" not in told
+    written = Path(environment["DS_ENV_FILE"]).read_text()  # srun hands on the rest by itself
+    assert "MASTER_PORT=29511\n" in written and "PATH=" not in written
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,7 @@ def test_wrong_options_start_and_write_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.cluster.launchers.HOSTFILE", tmp_path / "none")
+    monkeypatch.setattr("longstride.launcher.cluster.hosts.HOSTFILE", tmp_path / "none")
     words = [word.replace("{}", str(hostfile)) for word in words]
     assert cli.main(["train", "--config", str(config_file), *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -141,12 +153,12 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
         commands.append(launch.command)
         lost = {"node1": "no answer"}
         monkeypatch.setattr(
-            "longstride.launcher.cluster.host_ranks.unreachable", lambda hosts, files: {} if len(hosts) == 2 else lost
+            "longstride.launcher.cluster.placement.unreachable", lambda hosts, files: {} if len(hosts) == 2 else lost
         )
         return ended.pop(0)
 
     cleared: list[tuple[list[str], str]] = []
-    monkeypatch.setattr("longstride.launcher.cluster.host_ranks.end_launches", lambda *told: cleared.append(told))
+    monkeypatch.setattr("longstride.launcher.cluster.placement.end_launches", lambda *where: cleared.append(where))
     monkeypatch.setattr("longstride.launcher.cluster.restarts._FIRST_WAIT_SECONDS", 0.0)
     started("openmpi")  # puts the programs in place
     monkeypatch.setattr("longstride.launcher.cluster.start.supervise", supervise)
@@ -178,3 +190,47 @@ def test_unequal_hosts_are_for_pdsh_alone(
         "slurm needs as many slots on every host, and there are node1 3, node2 1; use pdsh" in capsys.readouterr().err
     )
     started("pdsh")
+
+
+def test_hosts_get_the_paths_of_programs_and_no_secrets(tmp_path: Path) -> None:
+    assert host_environment(SHELL, tmp_path, tmp_path) == HANDED_ON
+
+
+def test_files_of_the_user_override_it(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder in (home, here):
+        folder.mkdir()
+    (home / ".deepspeed_env").write_text("# mine\n\nOMP_NUM_THREADS=2\nNCCL_IB_HCA=mlx5_0\nOTHER=a=b\n")
+    (here / ".deepspeed_env").write_text("OMP_NUM_THREADS=3\n")
+    environment = host_environment(SHELL, home, here)
+    assert environment == HANDED_ON | {"OMP_NUM_THREADS": "3", "NCCL_IB_HCA": "mlx5_0", "OTHER": "a=b"}
+    (tmp_path / "named").write_text("OMP_NUM_THREADS=5\n")
+    environment = host_environment(SHELL | {"DS_ENV_FILE": str(tmp_path / "named")}, home, here)
+    assert environment == HANDED_ON | {"OMP_NUM_THREADS": "5"}
+
+
+def test_wrong_file_of_the_user_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_text("A=1\nexport B=2\n")
+    with pytest.raises(ConfigError, match=r"\.deepspeed_env:2: export B=2: must be NAME=value"):
+        host_environment({}, tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match="DS_ENV_FILE=gone: no such file"):
+        host_environment({"DS_ENV_FILE": "gone"}, tmp_path, tmp_path)
+
+
+def test_written_file_is_what_the_launcher_reads_and_never_overwritten(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    files = [write_environment_file(run, HANDED_ON), write_environment_file(run, {"A": "b=c"})]
+    assert [file.name for file in files] == ["hosts-1.env", "hosts-2.env"]
+    read = [dict(line.split("=", maxsplit=1) for line in file.read_text().splitlines()) for file in files]
+    assert read == [HANDED_ON, {"A": "b=c"}]  # as deepspeed.launcher.runner takes lines apart
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]  # the user's files may hold secrets
+    for value in ('a"b', "a\nb"):
+        with pytest.raises(ConfigError, match="environment: PATH holds a quote or a line's end"):
+            write_environment_file(run, {"PATH": value})
+    assert len(list(run.iterdir())) == 2
+
+
+def test_values_that_mpirun_or_srun_would_get_in_quotes_are_left_out() -> None:
+    environment = {"PATH": "/a:/b", "COMMAS": "a,b", "BLANKS": "a b"}
+    assert plain_values(environment, commas=True) == ({"PATH": "/a:/b", "COMMAS": "a,b"}, ["BLANKS"])
+    assert plain_values(environment, commas=False) == ({"PATH": "/a:/b"}, ["COMMAS", "BLANKS"])

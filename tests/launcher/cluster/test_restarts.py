@@ -1,4 +1,4 @@
-"""Starting again: how often, from where, and when it is given up. Attempts are played; no process is started."""
+"""Restarts: how often, from where, when given up, and what a lost launch has left. No process is started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.cluster import restarts
-from longstride.launcher.cluster.restarts import NoHostAnswersError, Resuming, run_with_restarts
-from longstride.launcher.cluster.supervisor import Launch, Outcome, Wish, supervised_signals
+from longstride.launcher.cluster.restarts import NoHostAnswersError, ResumeOption, run_with_restarts
+from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, supervised_signals
 from longstride.launcher.output import exit_codes
 
 Attempt = Callable[[], int]
@@ -34,33 +34,31 @@ class Played:
         self.run, self.attempts = run, attempts
         self.resumed: list[str] = []
         self.waited: list[float] = []
-        self.vacated: list[Launch] = []
+        self.vacated: list[Path] = []
         self.lost: Callable[[], str] = lambda: "with 2 processes"
-        monkeypatch.setattr(restarts, "_pause", self._pause)
+        monkeypatch.setattr(restarts, "_stop_comes", self._stop_comes)
+        monkeypatch.setattr(restarts, "vacate", lambda _, stop_file, *__: self.vacated.append(stop_file))
 
     def go(self, max_restarts: int, resume: str = "never") -> int:
         with supervised_signals() as signals:
-            return run_with_restarts(
-                self.run,
-                resume,
-                max_restarts,
-                Wish(signals),
-                self._launch,
-                self._attempt,
-                lambda: self.lost(),
-                self.vacated.append,
-            )
+            return run_with_restarts(self.run, resume, max_restarts, self, StopRequest(signals), self._supervise, 1.0)
 
-    def _launch(self, resume: str) -> Launch:
+    def launch(self, resume: str) -> Launch:
         self.resumed.append(resume)
         return Launch([], {}, self.run / ".stop")
 
-    def _attempt(self, _: Launch) -> Outcome:
+    def shrink(self) -> str:
+        return self.lost()
+
+    def end_elsewhere(self) -> None:
+        pytest.fail("is for vacate, which is replaced")
+
+    def _supervise(self, _: Launch) -> Outcome:
         return Outcome(self.attempts[len(self.resumed) - 1](), "a process was ended by SIGKILL")
 
-    def _pause(self, wish: Wish, seconds: float) -> bool:
+    def _stop_comes(self, request: StopRequest, seconds: float) -> bool:
         self.waited.append(seconds)
-        return wish.asked is not None
+        return request.signal is not None
 
 
 def test_lost_run_goes_on_from_what_it_saved_and_says_so(
@@ -142,14 +140,14 @@ def test_host_lost_while_the_next_attempt_is_prepared_ends_the_run(
 ) -> None:
     """It answered when it was asked, and is gone when the launch is made: no mistake of a person's, so no code 2."""
     played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
-    launch = played._launch
+    launch = played.launch
 
     def launch_once(resume: str) -> Launch:
         if played.resumed:
             raise ConfigError("node2: no answer")
         return launch(resume)
 
-    monkeypatch.setattr(played, "_launch", launch_once)
+    monkeypatch.setattr(played, "launch", launch_once)
     assert played.go(5) == exit_codes.HUNG
     assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; node2: no answer\n")
 
@@ -159,9 +157,9 @@ def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         signal.raise_signal(signal.SIGUSR1)
         return exit_codes.HUNG
 
-    pause = restarts._pause
+    stop_comes = restarts._stop_comes
     played = Played(tmp_path, [stopped], monkeypatch)
-    monkeypatch.setattr(restarts, "_pause", pause)
+    monkeypatch.setattr(restarts, "_stop_comes", stop_comes)
     assert played.go(5) == exit_codes.REQUEUE
     assert len(played.vacated) == 1  # what it has left elsewhere stops as well
 
@@ -195,10 +193,55 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
 def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path) -> None:
     save(tmp_path, 4)
     save(tmp_path, 8)
-    resuming = Resuming(tmp_path, "4")
-    assert resuming.next() == "4"  # died before it moved aside what lies beyond
+    option = ResumeOption(tmp_path, "4")
+    assert option.for_restart() == "4"  # died before it moved aside what lies beyond
     (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "checkpoints/step-00000008.replaced-1")
-    assert resuming.next() == "auto"
+    assert option.for_restart() == "auto"
     save(tmp_path, 8)
-    assert resuming.next() == "auto"  # its own by now
-    assert Resuming(tmp_path, "never").next() == "auto"
+    assert option.for_restart() == "auto"  # its own by now
+    assert ResumeOption(tmp_path, "never").for_restart() == "auto"
+
+
+class Elsewhere:
+    """A launch whose rank 0 holds the folder until it sees the stop file, until it is killed, or for ever."""
+
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, *, ends_by: str) -> None:
+        self.run, self.ends_by, self.holds, self.ended = run, ends_by, True, 0
+        monkeypatch.setattr(restarts, "check_unlocked", self._check)
+        monkeypatch.setattr(restarts, "_POLL_SECONDS", 0.01)
+        monkeypatch.setattr(restarts, "_UNLOCK_SECONDS", 0.05)
+
+    def vacate(self) -> None:
+        with supervised_signals() as signals:
+            restarts.vacate(self.run, self.run / ".stop-1", StopRequest(signals), 0.05, self.end)
+
+    def end(self) -> None:
+        self.ended += 1
+        self.holds = self.holds and self.ends_by != "end"
+
+    def _check(self, run: Path) -> None:
+        if self.ends_by == "file" and (run / ".stop-1").exists():
+            self.holds = False
+        if self.holds:
+            raise ConfigError("another run writes there")
+
+
+@pytest.mark.parametrize("ends_by", ["file", "end", "nothing"])
+def test_next_attempt_waits_until_the_folder_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    elsewhere = Elsewhere(tmp_path, monkeypatch, ends_by=ends_by)
+    if ends_by == "nothing":
+        with pytest.raises(ConfigError, match="another run writes there"):
+            elsewhere.vacate()
+    else:
+        elsewhere.vacate()
+    assert elsewhere.ended == 1  # ranks other than 0 may be left
+    assert not list(tmp_path.iterdir())
+
+
+def test_free_folder_costs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Elsewhere(tmp_path / "unborn", monkeypatch, ends_by="file")
+    elsewhere.holds = False
+    elsewhere.vacate()
+    assert not (tmp_path / "unborn").exists()

@@ -21,14 +21,14 @@ from tests.harness.programs import Programs
 from tests.harness.runs import ROOT
 
 WAITS = "for _ in {1..300}; do sleep 0.1; done; exit 9"  # for half a minute
-ASKED = ["--nodes", "2", "--processes-per-node", "2", "--time", "12:00:00"]
+OPTIONS = ["--nodes", "2", "--processes-per-node", "2", "--time", "12:00:00"]
 
 
 def slurm(config: Path, *words: str) -> int:
-    return cli.main(["slurm", "--config", str(config), *ASKED, *words])
+    return cli.main(["slurm", "--config", str(config), *OPTIONS, *words])
 
 
-def test_script_asks_for_what_was_asked_and_starts_every_rank(
+def test_script_holds_the_options_and_starts_every_rank(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--partition", "long", "--account=me", "--gpus", "--cpus-per-process", "6", "--sbatch=--qos=night"]
@@ -36,8 +36,8 @@ def test_script_asks_for_what_was_asked_and_starts_every_rank(
     script = tmp_path / "run" / "run.sbatch"
     assert f"{script}: submit it with" in capsys.readouterr().out
     lines = script.read_text().splitlines()
-    asked = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
-    assert asked == {
+    directives = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
+    assert directives == {
         "job-name=run",
         "nodes=2",
         "ntasks-per-node=2",
@@ -125,7 +125,7 @@ def test_submitting_needs_sbatch_and_hands_it_the_script(
 
 
 @pytest.mark.parametrize(
-    ("srun", "told", "state", "code", "requeued"),
+    ("srun", "sent", "state", "code", "requeued"),
     [
         ("exit 0", None, "RUNNING", 0, False),
         ("exit 2", None, "RUNNING", 2, False),
@@ -137,7 +137,7 @@ def test_submitting_needs_sbatch_and_hands_it_the_script(
 )
 def test_script_queues_itself_again_where_the_run_was_stopped_and_saved(
     srun: str,
-    told: signal.Signals | None,
+    sent: signal.Signals | None,
     state: str,
     code: int,
     requeued: bool,
@@ -152,20 +152,20 @@ def test_script_queues_itself_again_where_the_run_was_stopped_and_saved(
     programs.add("scontrol")
     environment = dict(os.environ) | {"SLURM_JOB_ID": "7", "STARTED": str(tmp_path / "started")}
     script = subprocess.Popen([str(tmp_path / "run" / "run.sbatch")], env=environment, start_new_session=True)
-    if told is not None:
+    if sent is not None:
         until = time.monotonic() + 30
         while not (tmp_path / "started").exists():
             assert time.monotonic() < until
             time.sleep(0.05)
-        if told == signal.SIGTERM:
-            os.killpg(script.pid, told)  # scancel tells everything
+        if sent == signal.SIGTERM:
+            os.killpg(script.pid, sent)  # scancel signals every process
         else:
-            script.send_signal(told)
+            script.send_signal(sent)
     assert script.wait(60) == (75 if code == 138 else code)
     assert programs.calls("scontrol") == (["requeue 7"] if requeued else [])
 
 
-def test_script_hands_on_what_it_was_told_before_it_knew_whom_to_tell(
+def test_script_forwards_a_signal_that_came_before_srun_was_known(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert slurm(config_file) == 0

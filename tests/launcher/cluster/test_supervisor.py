@@ -1,4 +1,4 @@
-"""`longstride train` over its processes: stopped, killed, started again, with nothing lost and none left behind."""
+"""`longstride train` and its processes: stopped, killed and restarted; nothing is lost, and no process is left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longstride.launcher.cluster.progress import read_progress
-from longstride.launcher.cluster.supervisor import outcome
+from longstride.launcher.cluster.restarts import read_progress
+from longstride.launcher.cluster.supervisor import outcome_of
 from longstride.launcher.output import exit_codes
 from tests.harness.processes.tended import deepspeed, longstride, tended
 from tests.harness.runs import ROOT, metrics, spawn
@@ -23,7 +23,7 @@ Command = Callable[[list[str]], list[str]]
 
 _STAND_INS = ROOT / "tests/harness/processes/stand_ins.py"
 _MOMENTS = 20  # of a run to be stopped
-_GONE_SECONDS = 60.0  # of processes on a machine with other work; a second or two on one without
+_END_SECONDS = 60.0  # of processes on a machine with other work; a second or two on one without
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -64,7 +64,7 @@ def test_lost_launcher_has_the_ranks_save_and_end(tmp_path: Path, victim: str, c
         os.kill(pid, signal.SIGKILL)
         assert going.end() == code, going.output
         if victim == "parent":  # which else returns only when nothing is left
-            assert going.all_ended(_GONE_SECONDS), going.processes()
+            assert going.all_ended(_END_SECONDS), going.processes()
         assert not going.processes()
     # The launcher's part that watches the ranks may end the second one by its signal, once the first has ended.
     reasons = {(tmp_path / f"saved-{rank}").read_text() for rank in range(2)}
@@ -72,7 +72,7 @@ def test_lost_launcher_has_the_ranks_save_and_end(tmp_path: Path, victim: str, c
 
 
 def test_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its loader worker has lost its parent, and the other rank is told to end by the launcher."""
+    """Its loader worker becomes an orphan, and the launcher ends the other rank."""
     with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
         assert going.wait_for(2)
         os.kill(going.named(f"rank {tmp_path}")[0], signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
         assert "code 247: a process was ended by SIGKILL" in going.output
 
 
-def test_run_that_is_done_is_told_so(tmp_path: Path) -> None:
+def test_run_that_is_done_ends_by_code_0(tmp_path: Path) -> None:
     with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
         assert going.wait_for(2)
         (tmp_path / "done").touch()
@@ -90,7 +90,7 @@ def test_run_that_is_done_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "asked", "whole", "expected"),
+    ("code", "stopped_by", "whole", "expected"),
     [
         (0, None, True, exit_codes.DONE),
         (0, None, False, exit_codes.HUNG),  # the part that watches the ranks was killed
@@ -109,25 +109,25 @@ def test_run_that_is_done_is_told_so(tmp_path: Path) -> None:
         (3, None, False, exit_codes.UNFORESEEN),
     ],
 )
-def test_outcome_is_a_documented_code(code: int, asked: signal.Signals | None, whole: bool, expected: int) -> None:
-    assert outcome(code, asked, whole=whole).code == expected
+def test_outcome_is_a_documented_code(code: int, stopped_by: signal.Signals | None, whole: bool, expected: int) -> None:
+    assert outcome_of(code, stopped_by, whole=whole).code == expected
 
 
-@pytest.mark.parametrize("asked", [None, signal.SIGHUP])
-def test_lost_host_is_told_as_such_and_is_no_stop(asked: signal.Signals | None) -> None:
-    """Of 255 nobody knows whether anything was saved."""
-    ended = outcome(255, asked, whole=False)
+@pytest.mark.parametrize("stopped_by", [None, signal.SIGHUP])
+def test_lost_host_has_an_outcome_of_its_own_and_is_no_stop(stopped_by: signal.Signals | None) -> None:
+    """The code 255 does not tell whether anything was saved."""
+    ended = outcome_of(255, stopped_by, whole=False)
     assert ended.code == exit_codes.HUNG
-    assert ended.told == "code 255: a host was lost, or a process was ended by SIGHUP"
+    assert ended.description == "code 255: a host was lost, or a process was ended by SIGHUP"
 
 
 def run_arguments(config_file: Path, *more: str) -> list[str]:
-    """A run of eight steps that can be gone on with, with loader workers."""
+    """A run of eight steps that can be resumed, with loader workers."""
     return ["--config", str(config_file), "--resume", "auto", "data.workers=1", *more]
 
 
 def stop_somewhere(start: Command, number: signal.Signals, moment: int, config_file: Path, whole: Path) -> int:
-    """Stops a run at a moment and goes on with it: as if nothing had been; returns the code of the stopped one.
+    """Stops a run at a moment, resumes it and checks that nothing is lost; returns the code of the stopped one.
 
     ``moment``: how many of the run's marks (begin, steps, evaluations, saves) go before.
     """
@@ -141,19 +141,19 @@ def stop_somewhere(start: Command, number: signal.Signals, moment: int, config_f
         else:
             going.process.send_signal(number)
         code = going.end()
-        assert going.all_ended(_GONE_SECONDS), (going.processes(), going.output)
-        said = going.output
-    assert "Traceback" not in said or start is deepspeed, said
+        assert going.all_ended(_END_SECONDS), (going.processes(), going.output)
+        output = going.output
+    assert "Traceback" not in output or start is deepspeed, output
     if code == exit_codes.DONE:  # a stop in the last thing that a run does may come too late to make a difference
         assert metrics(run) == metrics(whole)
-    check_saved(run, arguments, whole, said)
+    check_saved(run, arguments, whole, output)
     return code
 
 
-def check_saved(run: Path, arguments: list[str], whole: Path, said: str) -> None:
-    """Whether all that a run had done is saved, and what is left to do comes out as if it had not been stopped."""
+def check_saved(run: Path, arguments: list[str], whole: Path, output: str) -> None:
+    """Checks that all finished steps are saved, and that the resumed run equals one that was never stopped."""
     progress = read_progress(run)
-    assert progress.saved == progress.recorded, said
+    assert progress.saved == progress.recorded, output
     ended = spawn(arguments, 2)
     assert ended.codes == [exit_codes.DONE] * 2, ended.stderr
     assert not list(run.glob("metrics.before-resume*"))
@@ -206,7 +206,7 @@ def test_killed_ranks_are_started_again_until_the_run_is_done(trained: Trained, 
                 killed += 1
                 assert going.wait_for_new("begin")
         assert going.end() == exit_codes.DONE, going.output
-        assert going.all_ended(_GONE_SECONDS), going.processes()
+        assert going.all_ended(_END_SECONDS), going.processes()
         assert going.output.count("going on from") >= killed, going.output
     assert killed
     assert metrics(run) == metrics(whole)
@@ -233,6 +233,6 @@ def test_killed_launcher_leaves_no_orphan_and_nothing_unsaved(
         (pid,) = going.named(victim)
         os.kill(pid, signal.SIGKILL)
         assert going.end() in codes, going.output
-        assert going.all_ended(_GONE_SECONDS), (going.processes(), going.output)
-        said = going.output
-    check_saved(run, arguments, trained("two", 2), said)
+        assert going.all_ended(_END_SECONDS), (going.processes(), going.output)
+        output = going.output
+    check_saved(run, arguments, trained("two", 2), output)

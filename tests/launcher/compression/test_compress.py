@@ -17,8 +17,7 @@ from longstride.launcher.compression.coded_contexts import MOST_ROWS, decode, en
 from longstride.launcher.compression.compressed_file import Compressed, Surroundings
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models.exported import load_model
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.tiny_models import content_of, tiny_export
 
 CONTEXT = 64  # of the exported model

@@ -16,6 +16,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.manifest import sealed, write_json
 from longstride.launcher.output.exit_codes import WRONG_INPUT
+from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import ROOT, files_under, plain_environment
 
 
@@ -98,7 +99,7 @@ def test_key_that_deepspeed_does_not_know(refused: Callable[..., list[str]], con
 def test_setting_that_needs_a_gpu(
     refused: Callable[..., list[str]], config_file: Path, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.engine.accelerator.prepare_accelerator", lambda: True)
+    monkeypatch.setattr(Ranks, "device", torch.device("cpu"))
     path = f"deepspeed.{key}"
     assert refused("--config", str(config_file), f"{path}=true") == [f"{path}=true: needs a GPU; leave it out on a CPU"]
 
@@ -238,7 +239,7 @@ def test_output_below_a_file(refused: Callable[..., list[str]], config_file: Pat
 def test_output_that_cannot_be_written(
     refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.data.checks.os.access", lambda path, mode: False)
+    monkeypatch.setattr("longstride.launcher.data.run.os.access", lambda path, mode: False)
     (line,) = refused("--config", str(config_file))
     assert line == f'train.output="{tmp_path / "run"}": {tmp_path} cannot be written; name another folder'
 
@@ -249,7 +250,7 @@ def test_write_that_the_system_refuses(
     def forbid(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "run"))
 
-    monkeypatch.setattr("longstride.launcher.training.resume.begin", forbid)
+    monkeypatch.setattr("longstride.launcher.training.begin", forbid)
     assert refused("--config", str(config_file)) == [f"{tmp_path / 'run'}: Permission denied"]
 
 

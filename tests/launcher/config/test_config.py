@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.deepspeed_keys import KNOWN, OWNED
-from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig, check_world_size, load_config
+from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig, load_config
 from tests.harness.runs import configuration
 
 
@@ -107,9 +107,9 @@ def test_resolved_configuration_loads_again(path: Path, tmp_path: Path) -> None:
 
 def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -> None:
     config = load_config(path)
-    check_world_size(config, 4)
+    config.check_world_size(4)
     with pytest.raises(ConfigError) as caught:
-        check_world_size(config, 3)
+        config.check_world_size(3)
     rule = "must be a multiple of micro_batch 2 × 3 processes; nearest 6, 12; or start 2 or 4 processes"
     assert str(caught.value) == f"train.global_batch=8: {rule}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.json_file import flattened, load_json_object, parse_override, put
 
 

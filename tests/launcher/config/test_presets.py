@@ -14,7 +14,7 @@ from longstride.launcher.engine.build import check_section
 from longstride.launcher.planning.memory import activations, states
 from longstride.launcher.planning.plan import step_flops
 from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work
-from longstride.sparse_model.initialization import num_parameters
+from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 PUBLISHED = [name for name in PRESETS if name != "demo"]
@@ -119,7 +119,7 @@ def test_variants_differ_in_attention_alone(one: str, other: str) -> None:
 
 def test_parts_of_two_layers_tell_the_parameters_of_all() -> None:
     model = preset("enwik8_fixed").model
-    assert sum(parameter_parts(model).values()) == num_parameters(model)
+    assert sum(parameter_parts(model).values()) == SparseTransformer.num_parameters(model)
     assert parameter_parts(model) == {
         "embedding": (256 + 96 + 128 + 1) * 512,
         "attention": 30 * (4 * 512 * 512 + 4 * 512),

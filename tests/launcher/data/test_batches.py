@@ -13,9 +13,8 @@ import torch
 
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.data import run_data as batches
 from longstride.launcher.data.run_data import RunData, together
-from longstride.launcher.output.reporting import AgreedError
+from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 
 SECONDS = 60  # a rank that waits for others that do not come breaks the meeting
@@ -28,15 +27,18 @@ class Meeting:
         self._values: list[Any] = [None] * world_size
         self._come, self._leave = (threading.Barrier(world_size, timeout=SECONDS) for _ in range(2))
 
-    def gather_objects(self, value: object, ranks: Ranks) -> list[Any]:
+    def replace_collectives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Has every ``Ranks`` meet here instead of in a process group."""
+        monkeypatch.setattr(Ranks, "gather_objects", lambda ranks, value: self._gather(ranks, value))
+        monkeypatch.setattr(Ranks, "gather_int64", lambda ranks, values, _: torch.stack(self._gather(ranks, values)))
+        monkeypatch.setattr(Ranks, "barrier", lambda ranks: self._gather(ranks, None))
+
+    def _gather(self, ranks: Ranks, value: object) -> list[Any]:
         self._values[ranks.rank] = value
         self._come.wait()
         everyone = list(self._values)
         self._leave.wait()
         return everyone
-
-    def gather_int64(self, values: torch.Tensor, ranks: Ranks, _: torch.device) -> torch.Tensor:
-        return torch.stack(self.gather_objects(values, ranks))
 
 
 Take = Callable[[Ranks], Iterator[EvaluationBatch]]
@@ -48,13 +50,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Take], list[Fu
 
     def run(world_size: int, rows: int, take: Take) -> list[Future[list[int]]]:
         meeting = Meeting(world_size)
-        monkeypatch.setattr(batches, "gather_objects", meeting.gather_objects)
-        monkeypatch.setattr(batches, "gather_int64", meeting.gather_int64)
+        meeting.replace_collectives(monkeypatch)
 
         def one(rank: int) -> list[int]:
             ranks = Ranks(rank, rank, world_size)
             all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"))
-            return [number for each in all_taken for number in each.batch.sample_ids.tolist()]
+            return [number for each in all_taken for number in each.part.sample_ids.tolist()]
 
         with ThreadPoolExecutor(world_size) as pool:
             return [pool.submit(one, rank) for rank in range(world_size)]

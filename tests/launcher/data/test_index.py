@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.checkpoints import matching
+from longstride.launcher.checkpoints.checkpoint import Checkpoint
+from longstride.launcher.checkpoints.manifest import CheckpointManifest
 from longstride.launcher.config import load_config
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.models.model_data import describe
+from longstride.launcher.models.model_data import ModelData
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.ranks import Ranks
 from tests.harness.data.tars import write_shards
@@ -104,22 +104,19 @@ def test_a_streaming_configuration_is_refused_in_one_line(config_file: Path, str
 
 
 def test_a_streaming_run_is_still_exported_and_scored_on_an_index(streaming: RunConfig, tars: Path) -> None:
-    assert describe(streaming) == {"modality": "text", "properties": {}}
+    assert ModelData.of_run(streaming) == ModelData("text", {})
     assert cli.main(["data", "index", str(tars), "--output", str(tars)]) == 0
     assert next(RunData(streaming, Ranks(), str(tars)).evaluation()).lengths.sum() > 0
 
 
-def test_a_streaming_run_is_not_gone_on_with(
-    config_file: Path, streaming: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @dataclass
-    class Checkpoint:
-        folder: Path = Path("run/checkpoints/step-00000004")
-        manifest: object = None
+def test_a_streaming_run_is_not_gone_on_with(config_file: Path, streaming: RunConfig) -> None:
+    class Saved(Checkpoint):
+        config = streaming  # type: ignore[assignment]
 
-    monkeypatch.setattr(matching, "read_checkpoint_config", lambda folder: streaming)
+    state = {"fingerprint": "0" * 64, "seed": 0, "epoch": 0, "step": 4, "global_batch": 8}
+    manifest = CheckpointManifest.model_construct(stream=state)
     with pytest.raises(ConfigError) as caught:
-        matching.check_matches(Checkpoint(), load_config(str(config_file)), "0" * 64)  # type: ignore[arg-type]
+        Saved(Path("run/checkpoints/step-00000004"), manifest).check_matches(load_config(str(config_file)), "0" * 64)
     (line,) = str(caught.value).splitlines()
     assert line.startswith('data.order="exact": the checkpoint run/checkpoints/step-00000004 counts steps of the order')
     assert "index its tars with `longstride data index`, and begin a run in another folder" in line

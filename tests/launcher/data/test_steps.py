@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from longstride.data_pipelines.shards.reading import DataFolder
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.config.json_file import load_json_object
-from longstride.launcher.config.run_config import find_config, load_config
+from longstride.launcher.config.run_config import TrainConfig, find_config, load_config
+from longstride.launcher.data.run import Run, resolve_steps, steps_of
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.data.steps import resolve_steps, steps_of
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.training.resume import Asked, choose_start
+from longstride.launcher.training.resume import choose_start
 from tests.harness.runs import metrics, spawn
 
 
@@ -35,7 +35,8 @@ def train_bytes(data: Path) -> int:
     ],
 )
 def test_steps_are_whole_and_at_least_one(epochs: float, contexts: int, global_batch: int, steps: int) -> None:
-    assert steps_of(epochs, contexts, global_batch) == steps
+    train = TrainConfig(output="run", epochs=epochs, global_batch=global_batch, micro_batch=1, learning_rate=1.0)
+    assert steps_of(train, contexts) == steps
 
 
 def test_epochs_are_resolved_by_the_data_on_every_rank_alike(
@@ -110,7 +111,7 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
     assert read_checkpoint_config(run / f"checkpoints/step-{steps:08d}") == saved
     config = load_config(config_file, changes)
     data_of_run = RunData(config, Ranks())
-    start = choose_start(resolve_steps(config, data_of_run), Asked("auto"), data_of_run, Ranks())
+    start = choose_start(Run(resolve_steps(config, data_of_run), Ranks(), data_of_run, resume="auto"))
     assert [each.manifest.step for each in start.candidates] == [steps]
     short = int(0.2 * (train_bytes(data) // 64) / 8)
     for change, line in (
@@ -119,7 +120,8 @@ def test_run_of_epochs_saves_its_steps_and_goes_on_by_the_same_file(
     ):
         less = load_config(config_file, [change])
         with pytest.raises(ConfigError) as caught:
-            choose_start(resolve_steps(less, data_of_run), Asked("auto", less.train.epochs), data_of_run, Ranks())
+            resolved = resolve_steps(less, data_of_run)
+            choose_start(Run(resolved, Ranks(), data_of_run, resume="auto", epochs=less.train.epochs))
         assert str(caught.value) == line.format(run / f"checkpoints/step-{steps:08d}")
 
 

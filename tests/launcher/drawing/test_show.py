@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.drawing.show import draw_loss, read_metrics, running_mean
 from tests.harness.runs import ROOT

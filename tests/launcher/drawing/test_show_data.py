@@ -18,7 +18,7 @@ from PIL import Image
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.reading import Sample, sample_documents
-from longstride.data_pipelines.stores.stores import open_store
+from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
 from longstride.launcher.drawing.data import print_texts, safe_text
 from longstride.launcher.drawing.samples import draw_pictures, draw_sounds, envelope

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Fixed, Strided, Summary
 from longstride.launcher import cli
 from longstride.launcher.drawing.pattern import (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.engine.accelerator import prepare_accelerator
 from longstride.launcher.engine.build import checkpoint_activations, engine_section
+from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import configuration

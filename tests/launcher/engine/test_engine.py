@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import RunConfig, TrainConfig
 from longstride.launcher.engine.build import engine_section
 from longstride.launcher.engine.optimizer import parameter_groups, rate_factor
-from longstride.launcher.ranks.processes import Ranks, ranks_from_environment
+from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.loop import is_due
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
@@ -70,9 +70,9 @@ def test_weight_decay_is_on_tensors_of_two_dimensions_alone(kind: dict[str, Any]
 
 
 def test_ranks_are_the_launchers() -> None:
-    assert ranks_from_environment({}) == Ranks(0, 0, 1)
-    assert ranks_from_environment(rank_environment(1, 2, 29500)) == Ranks(1, 1, 2)
-    assert not ranks_from_environment(rank_environment(1, 2, 29500)).is_first
+    assert Ranks.from_environment({}) == Ranks(0, 0, 1)
+    assert Ranks.from_environment(rank_environment(1, 2, 29500)) == Ranks(1, 1, 2)
+    assert not Ranks.from_environment(rank_environment(1, 2, 29500)).is_first
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_ranks_are_the_launchers() -> None:
 )
 def test_wrong_ranks_are_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ranks_from_environment(rank_environment(1, 2, 29500) | changes)
+        Ranks.from_environment(rank_environment(1, 2, 29500) | changes)
 
 
 def test_due_after_every_so_many_steps_and_the_last() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from longstride.kernels.backends.triton.call import Call
-from longstride.launcher.engine import warm_up
-from longstride.launcher.engine.warm_up import compile_kernels, run_attention
+from longstride.launcher.engine import device as device_module
+from longstride.launcher.engine.device import compile_kernels, run_attention
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -96,15 +96,15 @@ def test_other_batches_are_other_kernels(launches: set[Key]) -> None:
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "run_attention", pytest.fail)
-    compile_kernels(model_config(PATTERNS["fixed"]), 2, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(device_module, "run_attention", pytest.fail)
+    compile_kernels(model_config(PATTERNS["fixed"]), 2, "fp32", torch.device("cpu"))
 
 
 def test_one_process_compiles_at_a_time_by_a_lock_in_a_folder_of_the_users_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    with warm_up._one_at_a_time():
+    with device_module._one_at_a_time():
         [path] = (tmp_path / "cache").iterdir()
         with path.open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,12 +112,12 @@ def test_one_process_compiles_at_a_time_by_a_lock_in_a_folder_of_the_users_own(
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(tmp_path / "home"))
-    with warm_up._one_at_a_time():
+    with device_module._one_at_a_time():
         assert [path.name for path in (tmp_path / "home/.triton/cache").iterdir()] == [path.name]
 
 
 def test_kernels_are_compiled_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(FileNotFoundError, match="inside"), warm_up._one_at_a_time():
+    with pytest.raises(FileNotFoundError, match="inside"), device_module._one_at_a_time():
         raise FileNotFoundError("inside")  # what fails there is not passed over

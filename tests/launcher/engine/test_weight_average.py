@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from longstride.launcher.engine.weight_average import AVERAGE, forget_average, keep_average
+from longstride.launcher.engine.optimizer import AVERAGE, forget_average, keep_average
 
 
 def test_average_begins_at_the_first_weights_and_follows_each_step() -> None:

@@ -21,10 +21,10 @@ from longstride.data_pipelines.order.evaluation import evaluation_contexts, spli
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
-from longstride.launcher.evaluation.by_position import bin_numbers, draw_positions, position_edges
-from longstride.launcher.evaluation.evaluate import evaluation_line, score
+from longstride.launcher.checkpoints.saved_state import master_weights
+from longstride.launcher.evaluation.evaluate import bin_numbers, draw_positions, evaluation_line, position_edges, score
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.exports.export import export, master_weights
+from longstride.launcher.exports.export import export
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.configs import small

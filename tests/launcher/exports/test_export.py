@@ -15,20 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import saved_state
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from longstride.launcher.checkpoints.manifest import read_manifest, write_manifest
+from longstride.launcher.checkpoints.manifest import read_checkpoint_config, read_manifest, write_manifest
 from longstride.launcher.checkpoints.saved_state import SavedState
-from longstride.launcher.engine.weight_average import AVERAGE
-from longstride.launcher.exports import check as export_check
+from longstride.launcher.engine.optimizer import AVERAGE
 from longstride.launcher.exports import export as export_module
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.exports.weight_files import parse_size
 from longstride.launcher.models import exported as exported_module
-from longstride.launcher.models.exported import fingerprint, load_model
-from longstride.launcher.models.fingerprint import DTYPES, TensorHash
+from longstride.launcher.models.exported import Exported, load_model, streamed_model
+from longstride.launcher.models.tensors import DTYPES
 from tests.harness.runs import configuration, files_under, metrics, spawn
 from tests.launcher.training.test_training import RUNS
 
@@ -88,7 +87,7 @@ def test_every_type_holds_the_masters_rounded_once(name: str, dtype: str, traine
         assert torch.equal(tensor, state.tensor(key).to(DTYPES[dtype]))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
-    assert config["fingerprint"] == fingerprint(tmp_path / "out")
+    assert config["fingerprint"] == Exported(tmp_path / "out").fingerprint()
     assert config["data"] == {"modality": "text", "properties": {}}
     trainers = checkpoint.manifest.probe
     assert trainers is not None
@@ -115,7 +114,7 @@ def test_shards_hold_what_one_file_holds(run: Path, tmp_path: Path) -> None:
     assert index["weight_map"].keys() == held.keys() == whole.keys()
     assert all(torch.equal(held[name], whole[name]) for name in whole)
     assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in whole.values())}
-    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "many")
+    assert Exported(tmp_path / "one").fingerprint() == Exported(tmp_path / "many").fingerprint()
     modes = {path.stat().st_mode for path in (tmp_path / "many").iterdir()}
     assert len(modes) == 1
 
@@ -151,7 +150,7 @@ def test_card_has_the_runs_figures(run: Path, tmp_path: Path) -> None:
         "| weights | fp32, as they were trained |",
         f"| training bits per byte | {lines['train']:.4f} on the step's batch |",
         f"| validation bits per byte | {lines['validation']:.4f} on ",
-        f"| fingerprint | `{fingerprint(tmp_path / 'out')}` |",
+        f"| fingerprint | `{Exported(tmp_path / 'out').fingerprint()}` |",
         "longstride sample .",
     ):
         assert cell in text
@@ -215,19 +214,17 @@ def test_value_beyond_the_type_is_refused_by_its_tensor(
 
 
 def test_weights_of_another_model_are_refused(run_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = export_module.read_checkpoint_config
-
-    def wider(folder: Path) -> Any:
-        config = read(folder)
+    def wider(checkpoint: Checkpoint) -> Any:
+        config = read_checkpoint_config(checkpoint.folder)
         return config.model_copy(update={"model": config.model.model_copy(update={"width": 64})})
 
-    monkeypatch.setattr(export_module, "read_checkpoint_config", wider)
+    monkeypatch.setattr(Checkpoint, "config", property(wider))
     with pytest.raises(ConfigError, match=r"its weights are not those of the model in its config\.json: blocks\.0\."):
         export(run_copy, None, run_copy.parent / "out")
     assert not (run_copy.parent / "out").exists()
 
 
-@pytest.mark.parametrize("where", ["write_json", "check_files", "flush_folder"])
+@pytest.mark.parametrize("where", ["write_json", "check_losses", "flush_folder"])
 def test_export_that_fails_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -281,7 +278,7 @@ def test_check_holds_no_more_than_a_block(run: Path, tmp_path: Path) -> None:
     """Weights are fetched as they are used, and let go."""
     checkpoint, _ = export(run, None, tmp_path / "out")
     state, config = SavedState(checkpoint), load_model(tmp_path / "out").config
-    model = export_check.streamed_model(config, state.tensor, torch.float32, torch.device("cpu"))
+    model = streamed_model(config, state.tensor, torch.float32, torch.device("cpu"))
     tokens = torch.arange(64)[None]
     with torch.no_grad():
         assert torch.equal(model(tokens), load_model(tmp_path / "out")(tokens))
@@ -324,7 +321,7 @@ def test_files_are_mapped_anew_on_the_way(run: Path, tmp_path: Path, monkeypatch
     export(run, None, tmp_path / "other")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
-    folder = exported_module.Exported(tmp_path / "other")
+    folder = Exported(tmp_path / "other")
     for name in folder.names:
-        TensorHash.of(folder.tensor(name))
+        folder.tensor(name).sum()
         assert Path("/proc/self/maps").read_text().count(str(tmp_path / "other")) <= 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.generation.plain_files import check_new, read_file, write_new
 
 

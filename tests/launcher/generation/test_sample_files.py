@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from longstride.data_pipelines.modalities.audio import Audio
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.generation.files import grid, grid_size, in_square, masked, output_files
 from longstride.launcher.models.model_data import ModelData

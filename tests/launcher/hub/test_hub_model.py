@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from longstride.launcher.exports.for_hubs import refresh_stub
 from longstride.launcher.models.exported import load_model
-from longstride.launcher.models.hub_files import hub_fields, hub_files
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.runs import ROOT
+from tests.harness.tiny_models import add_hub_files
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
 
@@ -27,10 +26,7 @@ def folder(exported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> P
     """An export with all that transformers needs."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    content = json.loads((exported / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps(content | hub_fields() | {"dtype": "float32"}))
-    for name, text in hub_files(load_model(exported).config).items():
-        (exported / name).write_text(text)
+    add_hub_files(exported)
     return exported
 
 
@@ -44,9 +40,9 @@ def hub(folder: Path) -> Any:
     """The same as transformers has it; every tensor found its place."""
     from transformers import AutoModelForCausalLM
 
-    found, told = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-    assert not any(told.values()), told
-    return found
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(info.values()), info
+    return loaded
 
 
 def tokens(*shape: int) -> Tensor:
@@ -145,6 +141,53 @@ def test_tokens_are_bytes(folder: Path) -> None:
     assert tokenizer.decode(list(text.encode())) == text
     assert tokenizer.decode([0x68, 0xC3]) == "h\ufffd"
     assert len(tokenizer) == 256
+
+
+OLD_STUB = """\
+try:
+    from launcher.hub_model import LongstrideConfig, LongstrideForCausalLM
+    from launcher.hub_tokenizer import LongstrideTokenizer
+except ImportError as error:
+    raise ImportError(f"this model needs Longstride, and transformers 5.23 or newer, installed: {error}") from error
+"""  # of exports made before the rooms moved
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new stub", "old stub"])
+def test_registered_classes_load_an_export_without_its_stub(
+    folder: Path, model: SparseTransformer, tmp_path: Path, old: bool
+) -> None:
+    """In a process of its own: what is registered stays so."""
+    if old:
+        (folder / "modeling_longstride.py").write_text(OLD_STUB)
+    script = (
+        "import torch\n"
+        "from longstride.launcher.hub import register\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
+        "register()\nregister()\n"
+        f"folder = {str(folder)!r}\n"
+        "for trust in ({}, {'trust_remote_code': True}):\n"
+        "    model = AutoModelForCausalLM.from_pretrained(folder, **trust)\n"
+        "    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)\n"
+        "    for each in (model, tokenizer, AutoConfig.from_pretrained(folder, **trust)):\n"
+        "        assert type(each).__module__ == 'longstride.launcher.hub.model', type(each)\n"
+        "with torch.no_grad():\n"
+        f"    torch.save(model(**tokenizer('a stride', return_tensors='pt')).logits, {str(tmp_path / 'logits.pt')!r})\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    known = torch.tensor([list(b"a stride")])
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), rows(model, known))
+
+
+def test_old_stub_is_refreshed(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (folder / "modeling_longstride.py").write_text(OLD_STUB)
+    with pytest.raises(ImportError, match="this model needs Longstride"):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    refresh_stub(folder)
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
 def test_neither_deepspeed_nor_triton_is_needed(folder: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.checkpoints.tensor_file import write_tensors
-from longstride.launcher.models.exported import empty_model, fingerprint, load_model, runnable
+from longstride.launcher.models.exported import Exported, empty_model, load_model, streamed_model
+from longstride.launcher.models.tensors import write_tensors
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 INDEX = "model.safetensors.index.json"
@@ -45,11 +45,11 @@ def test_loaded_model_has_the_exported_weights(exported: Path) -> None:
 
 
 def test_sharded_model_is_the_same(exported: Path, request: pytest.FixtureRequest) -> None:
-    weights, name = load_file(exported / "model.safetensors"), fingerprint(exported)
+    weights, name = load_file(exported / "model.safetensors"), Exported(exported).fingerprint()
     sharded = request.getfixturevalue("sharded")
     state = load_model(sharded).state_dict()
     assert state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
-    assert fingerprint(sharded) == name
+    assert Exported(sharded).fingerprint() == name
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])
@@ -94,7 +94,12 @@ def test_backend_that_cannot_run_there_gives_way(exported: Path, monkeypatch: py
     assert load_model(exported).config.backend == "auto"
     change_json(exported / "config.json", lambda content: content["model"].update(backend="reference"))
     config = load_model(exported).config
-    assert config.backend == "reference" == runnable(config, torch.device("cpu"), torch.float32).backend
+    assert config.backend == "reference"
+    weights = load_file(exported / "model.safetensors")
+    for backend, expected in {"triton": "auto", "reference": "reference"}.items():
+        config = config.model_copy(update={"backend": backend})
+        model = streamed_model(config, weights.__getitem__, torch.float32, torch.device("cpu"))
+        assert model.config.backend == expected
 
 
 def test_fingerprint_is_what_is_documented(exported: Path) -> None:
@@ -104,19 +109,19 @@ def test_fingerprint_is_what_is_documented(exported: Path) -> None:
         shape = "×".join(map(str, tensor.shape))
         lines.append(f"{name} F32 {shape} {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}")
     expected = hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
-    assert fingerprint(exported) == expected
+    assert Exported(exported).fingerprint() == expected
 
 
 def test_fingerprint_tells_models_apart(exported: Path) -> None:
-    path, found = exported / "model.safetensors", {fingerprint(exported)}
+    path, found = exported / "model.safetensors", {Exported(exported).fingerprint()}
     weights = load_file(path)
     save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, path)
-    found.add(fingerprint(exported))
+    found.add(Exported(exported).fingerprint())
     weights["embedding.start"][3] += 2**-10
     save_file(weights, path)
-    found.add(fingerprint(exported))
+    found.add(Exported(exported).fingerprint())
     change_json(exported / "config.json", lambda content: content["model"]["attention"].update(window=9))
-    found.add(fingerprint(exported))
+    found.add(Exported(exported).fingerprint())
     assert len(found) == 4
 
 

@@ -11,9 +11,9 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.modalities import MODALITIES as MODALITIES_OF_DATA
 from longstride.data_pipelines.modalities.audio import Audio
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.models.model_data import MODALITIES, ModelData, describe
+from longstride.launcher.models.model_data import ModelData
 from longstride.sparse_model import ModelConfig
 from tests.harness.runs import configuration
 
@@ -31,7 +31,7 @@ TEXT, IMAGE = model({"type": "text", "row_width": 4}), model({"type": "image", *
 
 
 def test_modalities_are_the_data_rooms() -> None:
-    assert tuple(sorted(MODALITIES_OF_DATA)) == MODALITIES
+    assert tuple(sorted(MODALITIES_OF_DATA)) == ModelData.MODALITIES
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def run_config(data: Path | str, **model: Any) -> RunConfig:
 
 
 def test_export_tells_what_the_data_folder_says(data: Path, tmp_path: Path) -> None:
-    assert describe(run_config(data)) == {"modality": "text", "properties": {}}
+    assert ModelData.of_run(run_config(data)) == ModelData("text", {})
     sounds = tmp_path / "sounds"
     sounds.mkdir()
     for name in "abcdef":
         (sounds / f"{name}.wav").write_bytes(Audio().encode(np.arange(200) % 256, {"rate": 4000}))
     build([sounds], tmp_path / "audio", modality="audio", validation_fraction=0.3)
-    assert describe(run_config(tmp_path / "audio")) == {"modality": "audio", "properties": {"rate": 4000}}
+    assert ModelData.of_run(run_config(tmp_path / "audio")) == ModelData("audio", {"rate": 4000})
 
 
 def test_export_tells_what_it_can_where_the_data_is_gone() -> None:
-    assert describe(run_config("/nowhere")) == {"modality": "text", "properties": {}}
+    assert ModelData.of_run(run_config("/nowhere")) == ModelData("text", {})
     audio = {"type": "audio", "row_width": 8}
-    assert describe(run_config("s3://bucket/data", embedding=audio)) == {"modality": "audio", "properties": {}}
+    assert ModelData.of_run(run_config("s3://bucket/data", embedding=audio)) == ModelData("audio", {})
     picture = {"type": "image", "height": 4, "width": 4, "channels": 4}
-    expected = {"modality": "image", "properties": {"height": 4, "width": 4, "channels": 4}}
-    assert describe(run_config("/nowhere", embedding=picture)) == expected
+    expected = ModelData("image", {"height": 4, "width": 4, "channels": 4})
+    assert ModelData.of_run(run_config("/nowhere", embedding=picture)) == expected

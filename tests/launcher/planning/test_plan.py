@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from longstride.launcher import cli
-from longstride.launcher.config.deepspeed_keys import zero_stage
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.planning.memory import activations, states
 from longstride.launcher.planning.work import parameter_parts
@@ -99,7 +98,7 @@ def test_million_positions_are_planned(plan: Plan) -> None:
 )
 def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -> None:
     config = load_config(name)
-    held = states(sum(parameter_parts(config.model).values()), config, processes, zero_stage(config.deepspeed))
+    held = states(sum(parameter_parts(config.model).values()), config, processes, config.zero_stage)
     assert held.peak(activations(config, checkpointing=True)) < 14e9  # of 16, the rest for what is not counted
 
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.launcher.config.deepspeed_keys import precision, zero_stage
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning.memory import Activations, activations, count, states
 from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.initialization import num_parameters
 from tests.harness.runs import ROOT, plain_environment
 from tests.launcher.training.test_training import RUNS, ten_steps
 
@@ -32,7 +30,7 @@ def config(config_file: Path) -> Callable[..., RunConfig]:
 def real_model(config: RunConfig, on_checkpoint: Any = None) -> tuple[SparseTransformer, Tensor]:
     """The model with its weights, and a micro-batch."""
     torch.manual_seed(0)
-    model = SparseTransformer(config.model).to(DTYPES[precision(config.deepspeed)])
+    model = SparseTransformer(config.model).to(DTYPES[config.precision])
     model.activation_checkpoint = on_checkpoint
     return model, torch.randint(256, (config.train.micro_batch, config.model.context), dtype=torch.uint8)
 
@@ -64,7 +62,7 @@ DEEPSPEEDS_OWN = """
 import json, sys
 import deepspeed, torch
 from longstride.launcher.config.run_config import load_config
-from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.planning.memory import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
@@ -165,7 +163,7 @@ def test_planned_optimiser_is_what_deepspeed_writes(name: str, trained: Callable
     """Masters, moments and average in a rank's checkpoint: tensors alone, up to padding to equal shares."""
     run = trained(name, 2, *(RUNS[name] if name in RUNS else ten_steps(1)))
     config = load_config(run / "config.json")
-    planned = states(num_parameters(config.model), config, 2, zero_stage(config.deepspeed))
+    planned = states(SparseTransformer.num_parameters(config.model), config, 2, config.zero_stage)
     folder = run / "checkpoints/step-00000008/deepspeed"
     for rank in range(2):
         (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")

@@ -10,11 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longstride.data_pipelines.errors import DataError
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work
 from longstride.sparse_model import SparseTransformer, feed_forward
-from longstride.sparse_model.initialization import num_parameters
 from tests.harness.configs import ATTENTIONS, small
 
 
@@ -65,7 +64,7 @@ def test_attention_operations_are_those_of_its_products() -> None:
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_parts_are_all_parameters(layers: int) -> None:
     config = small(layers=layers, embedding={"type": "image", "height": 4, "width": 5, "channels": 2})
-    assert sum(parameter_parts(config).values()) == num_parameters(config)
+    assert sum(parameter_parts(config).values()) == SparseTransformer.num_parameters(config)
 
 
 def test_length_comes_from_the_data_that_is_here(config_file: Path) -> None:

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from longstride.launcher.output.exit_codes import HUNG
-from longstride.launcher.ranks import hangs, processes
-from longstride.launcher.ranks.hangs import Found, Watch, found_in
+from longstride.launcher.ranks import hangs
+from longstride.launcher.ranks.hangs import PeerFailure, Watchdog, peer_failure
 from longstride.launcher.ranks.processes import Ranks, process_group
-from longstride.launcher.ranks.stacks import Address, Neighbour
+from longstride.launcher.ranks.stacks import Neighbour, SheetAddress
 from tests.harness.runs import ROOT, free_port, plain_environment, rank_environment, spawn, timeouts
 
 TIMEOUT = 10  # long enough for ranks that start on a busy machine to meet
@@ -55,7 +55,7 @@ OURS = (
 
 @pytest.mark.parametrize("error", [*LATE, *LOST, *OURS], ids=lambda error: str(error)[:60])
 def test_error_of_a_collective_is_told_from_a_mistake_of_ours(error: Exception) -> None:
-    found = found_in(error)
+    found = peer_failure(error)
     if error in OURS:
         assert found is None
     else:
@@ -67,7 +67,7 @@ def test_every_group_has_the_time_out_however_it_is_made() -> None:
     """DeepSpeed's clone of the world, and what asks torch in its own way; test_rank_that_halts… asks whole runs."""
     from deepspeed.utils import groups
 
-    from longstride.launcher.engine.accelerator import prepare_accelerator
+    from longstride.launcher.engine.device import prepare_accelerator
 
     prepare_accelerator()
     before = torch.distributed.distributed_c10d.default_pg_timeout
@@ -94,17 +94,17 @@ stuck_here()
 
 
 @pytest.fixture
-def stuck() -> Iterator[tuple[subprocess.Popen[str], Address]]:
+def stuck() -> Iterator[tuple[subprocess.Popen[str], SheetAddress]]:
     """A process that waits for ever in C, and the address of its sheet."""
     command = [sys.executable, "-c", STUCK]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         rank, host, pid, file, token = process.stdout.readline().rstrip("\n").split("\t")
-        yield process, Address(int(rank), host, int(pid), int(file), token)
+        yield process, SheetAddress(int(rank), host, int(pid), int(file), token)
         process.kill()
 
 
-def test_stacks_of_a_stopped_process_are_read_and_wake_it(stuck: tuple[subprocess.Popen[str], Address]) -> None:
+def test_stacks_of_a_stopped_process_are_read_and_wake_it(stuck: tuple[subprocess.Popen[str], SheetAddress]) -> None:
     process, address = stuck
     neighbour = Neighbour(address)
     process.send_signal(signal.SIGSTOP)
@@ -116,7 +116,7 @@ def test_stacks_of_a_stopped_process_are_read_and_wake_it(stuck: tuple[subproces
     assert Path(f"/proc/{process.pid}/stat").read_text().split(") ")[1][0] != "T"
 
 
-def test_neighbour_that_is_gone_or_another_is_let_be(stuck: tuple[subprocess.Popen[str], Address]) -> None:
+def test_neighbour_that_is_gone_or_another_is_let_be(stuck: tuple[subprocess.Popen[str], SheetAddress]) -> None:
     process, address = stuck
     other = Neighbour(address._replace(token="0" * 16))  # its number went to a process of another run
     other.ask()
@@ -140,15 +140,15 @@ def until(found: Callable[[], Any], seconds: float = 60) -> Any:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[PeerFailure]:
     """What a watch found, which then only stops watching, instead of ending this process; all of it soon."""
-    found: list[Found] = []
+    found: list[PeerFailure] = []
 
-    def end(self: Watch, one: Found, _: BaseException | None = None) -> None:
+    def end(self: Watchdog, one: PeerFailure, _: BaseException | None = None) -> None:
         found.append(one)
         self._over.set()
 
-    monkeypatch.setattr(Watch, "end", end)
+    monkeypatch.setattr(Watchdog, "end", end)
     for name, seconds in (("_LOOK_SECONDS", 0.01), ("_SURE_SECONDS", 0.05), ("_LATE_SECONDS", 0.05)):
         monkeypatch.setattr(hangs, name, seconds)
     return found
@@ -156,30 +156,30 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[Found]:
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_watch_ends_a_wait_that_no_time_out_ends_and_no_work(
-    waiting: bool, ends: list[Found], monkeypatch: pytest.MonkeyPatch
+    waiting: bool, ends: list[PeerFailure], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "barrier", lambda: time.sleep(0.6))
-    watch = Watch(None, 0, 2, 0.2, orphaned=lambda: False)
+    watch = Watchdog(None, 0, 2, 0.2, orphaned=lambda: False)
     with contextlib.closing(watch):
         if waiting:
-            processes.barrier(Ranks(0, 0, 2))
+            Ranks(0, 0, 2).barrier()
         else:
             time.sleep(0.6)  # as long, and in none of our collectives
     assert [each.lost for each in ends] == [False] * waiting
 
 
-def test_watch_lets_many_short_waits_be(ends: list[Found], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_lets_many_short_waits_be(ends: list[PeerFailure], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is looked at while it waits, at the same place of the program."""
     monkeypatch.setattr(torch.distributed, "barrier", lambda: time.sleep(0.1))
-    with contextlib.closing(Watch(None, 0, 2, 0.2, orphaned=lambda: False)):
+    with contextlib.closing(Watchdog(None, 0, 2, 0.2, orphaned=lambda: False)):
         for _ in range(8):
-            processes.barrier(Ranks(0, 0, 2))
+            Ranks(0, 0, 2).barrier()
     assert not ends
 
 
 @pytest.mark.parametrize("orphaned", [True, False])
-def test_watch_ends_what_stands_still_without_a_launcher(orphaned: bool, ends: list[Found]) -> None:
-    with contextlib.closing(Watch(None, 0, 1, 0.2, orphaned=lambda: orphaned)):
+def test_watch_ends_what_stands_still_without_a_launcher(orphaned: bool, ends: list[PeerFailure]) -> None:
+    with contextlib.closing(Watchdog(None, 0, 1, 0.2, orphaned=lambda: orphaned)):
         time.sleep(0.6)
     assert ["launcher is gone" in each.reason for each in ends] == [True] * orphaned
 

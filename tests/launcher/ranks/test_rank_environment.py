@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.ranks.processes import Ranks, ranks_from_environment
+from longstride.kernels import ConfigError
+from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.ranks.rank_environment import adopt_place, end_host, job_port
 
 SRUN = {
@@ -39,7 +39,7 @@ def test_srun_tells_the_place_and_where_to_meet() -> None:
         "MASTER_ADDR": "node2",
         "MASTER_PORT": str(job_port("4711")),
     }
-    assert ranks_from_environment(SRUN | found) == Ranks(3, 1, 4)
+    assert Ranks.from_environment(SRUN | found) == Ranks(3, 1, 4)
     assert adopted(SRUN | MEETING) == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 
 
@@ -48,10 +48,10 @@ def test_mpirun_tells_the_place(words: dict[str, str]) -> None:
     environment = words | MEETING
     found = adopted(environment)
     assert found.items() <= {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items()
-    assert ranks_from_environment(environment | found) == Ranks(2, 0, 4)
+    assert Ranks.from_environment(environment | found) == Ranks(2, 0, 4)
     # Under SLURM, srun starts the helper of mpirun, and its words are about that.
     helper = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert ranks_from_environment(helper | environment | adopted(helper | environment)) == Ranks(2, 0, 4)
+    assert Ranks.from_environment(helper | environment | adopted(helper | environment)) == Ranks(2, 0, 4)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
-from longstride.launcher.cluster.progress import Progress, is_done, read_progress
-from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.ranks.run_lock import check_unlocked, run_lock
+from longstride.kernels import ConfigError
+from longstride.launcher.cluster.restarts import Progress, is_done, read_progress
+from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
 
 # Another process that takes the lock, says whether it got it, and holds it until it is told to end.
 _TAKE = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.serving.request import MalformedError, SampleRequest, largest_body, parse_request
 from tests.harness.tiny_models import plain_config as config
 

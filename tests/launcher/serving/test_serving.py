@@ -21,8 +21,7 @@ from longstride.launcher.serving import sampler as sampler_module
 from longstride.launcher.serving.application import Limits, Service
 from longstride.launcher.serving.running import listening
 from longstride.launcher.serving.sampler import Sampler
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.generation import generate
+from longstride.sparse_model import SparseTransformer, generate
 
 JSON = {"Content-Type": "application/json"}
 Gate = threading.Semaphore

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from longstride.launcher.checkpoints.manifest import read_manifest, sealed, write_json
-from longstride.launcher.checkpoints.unpickling import read_pickle
+from longstride.launcher.checkpoints.pickles import read_pickle
 from longstride.launcher.output import exit_codes
-from longstride.launcher.training.incidents import read_incidents
+from longstride.launcher.training.guards import read_incidents
 from tests.harness.runs import Ended, Run, configuration, metrics, spawn_series
 from tests.launcher.conftest import Make
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.data.run_data import RunData, Taken, together
+from longstride.launcher.data.run import Run
+from longstride.launcher.data.run_data import GlobalBatch, RunData
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.training.incidents import Incident, Origin, write_incident
+from longstride.launcher.training.guards import Incident, Origin, write_incident
 from longstride.launcher.training.replay import check_processes, find_record, way_batches
 
 ALONE, CPU = Ranks(), torch.device("cpu")
 
 
-def incident(step: int, back: int | None, before: StreamState, taken: Taken) -> Incident:
+def incident(step: int, back: int | None, before: StreamState, taken: GlobalBatch) -> Incident:
     return Incident(
         step=step,
         guard="non_finite",
@@ -35,7 +36,7 @@ def incident(step: int, back: int | None, before: StreamState, taken: Taken) -> 
         world_size=2,
         origin=Origin(step=0, stream=before.to_json()),
         stream=before.to_json(),
-        stream_after=taken.batch.state.to_json(),
+        stream_after=taken.part.state.to_json(),
         rewound_to=back,
         sample_ids=list(taken.sample_ids),
         sample_ids_crc32=taken.sample_ids_crc32,
@@ -48,15 +49,19 @@ def config(config_file: Path, tmp_path: Path) -> RunConfig:
     return load_config(config_file, [])
 
 
-def batches(data: RunData, count: int) -> list[Taken]:
-    return list(itertools.islice(together(lambda: iter(data.stream()), 8, ALONE, CPU), count))
+@pytest.fixture
+def run(config: RunConfig) -> Run:
+    return Run(config, ALONE, RunData(config, ALONE))
 
 
-def way(config: RunConfig, data: RunData, count: int) -> list[int]:
+def batches(run: Run, count: int) -> list[GlobalBatch]:
+    return list(itertools.islice(run.batches(run.data.stream, CPU), count))
+
+
+def way(run: Run, count: int) -> list[int]:
     """The check sums of the first batches of a replay from the beginning."""
-    run = Path(config.train.output)
-    found = way_batches(run, None, find_record(run, count), config, data, ALONE, CPU)
-    return [taken.sample_ids_crc32 for taken in itertools.islice(found, count)]
+    taken = way_batches(run, None, find_record(run.folder, count), CPU)
+    return [batch.sample_ids_crc32 for batch in itertools.islice(taken, count)]
 
 
 def write_lines(run: Path, sums: list[int]) -> None:
@@ -65,27 +70,25 @@ def write_lines(run: Path, sums: list[int]) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(config: RunConfig) -> None:
+def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: Run) -> None:
     """Rewound from step 4 to 2, from the new step 5 to 2 again, and from the newest step 6 to 4."""
-    run, data = Path(config.train.output), RunData(config, ALONE)
-    start = data.stream().state
-    taken = batches(data, 14)
-    write_incident(run, incident(4, 2, start, taken[3]))  # steps 3, 4, 5 take batches 5, 6, 7
-    write_incident(run, incident(5, 2, start, taken[6]))  # steps 3 to 6 take batches 8 to 11
-    write_incident(run, incident(6, 4, start, taken[10]))  # steps 5, 6 and 7 take batches 12 to 14
+    start = run.data.stream().state
+    taken = batches(run, 14)
+    write_incident(run.folder, incident(4, 2, start, taken[3]))  # steps 3, 4, 5 take batches 5, 6, 7
+    write_incident(run.folder, incident(5, 2, start, taken[6]))  # steps 3 to 6 take batches 8 to 11
+    write_incident(run.folder, incident(6, 4, start, taken[10]))  # steps 5, 6 and 7 take batches 12 to 14
     sums = [taken[number - 1].sample_ids_crc32 for number in (1, 2, 8, 9, 12, 13, 14)]
-    write_lines(run, sums)
-    assert way(config, data, 7) == sums
+    write_lines(run.folder, sums)
+    assert way(run, 7) == sums
     sums = [each.sample_ids_crc32 for each in taken[:7]]  # begun anew by a person: no rewind lies on this way
-    write_lines(run, sums)
-    assert way(config, data, 7) == sums
+    write_lines(run.folder, sums)
+    assert way(run, 7) == sums
 
 
-def test_guarded_step_is_replayed_by_as_many_processes(config: RunConfig) -> None:
-    data = RunData(config, ALONE)
-    found = incident(3, None, data.stream().state, batches(data, 1)[0])
-    check_processes(found, 2)
+def test_guarded_step_is_replayed_by_as_many_processes(run: Run) -> None:
+    guarded = incident(3, None, run.data.stream().state, batches(run, 1)[0])
+    check_processes(guarded, 2)
     line = "--replay=3: it was taken by 2 processes, and is repeated so alone: start as many"
     with pytest.raises(ConfigError) as caught:
-        check_processes(found, 1)
+        check_processes(guarded, 1)
     assert str(caught.value) == line

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from longstride.kernels.errors import ConfigError
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.checkpoints.checkpoint import list_checkpoints, newer_refusals, open_checkpoint, set_aside
+from longstride.launcher.checkpoints.checkpoint import list_checkpoints, open_checkpoint
 from longstride.launcher.checkpoints.manifest import find_damage, read_manifest
+from longstride.launcher.checkpoints.saving import set_aside
 from longstride.launcher.output import exit_codes
 from longstride.launcher.output.metrics_file import cut_metrics
 from tests.harness.runs import metrics, spawn
@@ -179,7 +180,7 @@ def test_checkpoints_are_listed_newest_first_without_partial_ones(run_copy: Path
     assert len(refused) == 1
     assert refused[0].step == 10
     assert "step-00000010/manifest.json: cannot be read" in refused[0].line
-    assert newer_refusals(run_copy, found[0]) == [refused[0].line]
+    assert found[0].newer_refusals() == [refused[0].line]
     assert open_checkpoint(run_copy, None).manifest.step == 8
     with pytest.raises(ConfigError, match=r"step-00000010/manifest\.json: cannot be read"):
         open_checkpoint(run_copy, 10)
@@ -190,7 +191,7 @@ def test_manifest_names_every_file(run_copy: Path) -> None:
     manifest = read_manifest(folder)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert present == manifest.files.keys() | {"manifest.json"}
-    assert find_damage(folder, sorted(manifest.files), manifest) == []
+    assert find_damage(folder, sorted(manifest.files), manifest.files) == []
     assert (manifest.step, manifest.world_size, manifest.zero_stage, manifest.precision) == (4, 1, 0, "fp32")
 
 
@@ -207,7 +208,7 @@ def test_damage_of_every_kind_is_found(run_copy: Path, name: str, spoil: str) ->
         path.write_bytes(path.read_bytes() + b"\0")
     else:
         path.unlink()
-    (line,) = find_damage(folder, sorted(manifest.files), manifest)
+    (line,) = find_damage(folder, sorted(manifest.files), manifest.files)
     assert line.startswith(f"{path}: ")
 
 

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.launcher.checkpoints.checkpoint import checkpoint_folder
-from longstride.launcher.checkpoints.retention import point_to, universal_folder
+from longstride.launcher.checkpoints.checkpoint import Checkpoint, checkpoint_folder
+from longstride.launcher.checkpoints.saving import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.output.folders import CHECKPOINTS
+from longstride.launcher.data.run import Run
+from longstride.launcher.data.run_data import RunData
+from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
-from longstride.launcher.training import rewinding
-from longstride.launcher.training.guards import Guards, GuardStopError, Verdict
-from longstride.launcher.training.incidents import read_incidents
+from longstride.launcher.training import resume
+from longstride.launcher.training.guards import Guards, GuardStopError, Verdict, read_incidents
 from longstride.launcher.training.recorder import Recorder
-from longstride.launcher.training.rewinding import Response
+from longstride.launcher.training.resume import GuardResponse
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 
 REWIND = Verdict("non_finite", "rewind", "the loss is nan")
@@ -39,21 +40,22 @@ class Folder:
         (checkpoint_folder(self.run, 4) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"damaged")
         universal_folder(checkpoint_folder(self.run, 4)).mkdir()
         point_to(self.run, 4)
-        monkeypatch.setattr(rewinding, "needs_conversion", lambda *_: False)
-        monkeypatch.setattr(rewinding, "load_checkpoint", lambda _, found, __: self.loaded.append(found.manifest.step))
-        monkeypatch.setattr(rewinding, "apply_settings", lambda *_: None)
+        monkeypatch.setattr(Checkpoint, "needs_conversion", lambda *_: False)
+        monkeypatch.setattr(Checkpoint, "load", lambda checkpoint, *_: self.loaded.append(checkpoint.manifest.step))
+        monkeypatch.setattr(resume, "apply_settings", lambda *_: None)
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
         self.state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=6, global_batch=1)
         guards = Guards(config.train.guards)
-        self.response = Response(self.engine, config, Ranks(), guards, self.recorder, self.state)
+        run = Run(config, Ranks(), RunData(config, Ranks()))
+        self.response = GuardResponse(run, self.engine, guards, self.recorder, self.state)
         for step in range(1, 7):
             self.recorder.write({"step": step, "split": "train"})
 
     def act(self, verdict: Verdict) -> bool:
         line = {"step": 7, "split": "train", "rank_nats": ["nan"], "tokens": 64, "grad_norm": None}
         line |= {"loss_scale": 1.0, "learning_rate": 0.1, "sample_ids_crc32": 1, "guard": str(verdict)}
-        taken: Any = SimpleNamespace(batch=SimpleNamespace(state=self.state), sample_ids=(5,))
+        taken: Any = SimpleNamespace(part=SimpleNamespace(state=self.state), sample_ids=(5,))
         return self.response.act(verdict, line, taken, self.state)
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -95,7 +97,7 @@ def test_incident_that_finds_no_room_changes_nothing_else(
 
     said = list[str]()
     monkeypatch.setattr(folder.recorder, "say", said.append)
-    monkeypatch.setattr(rewinding, "write_incident", fail)
+    monkeypatch.setattr(resume, "write_incident", fail)
     verdict = Verdict("non_finite", outcome, "the loss is nan")
     if outcome == "stop":
         with pytest.raises(GuardStopError):
@@ -116,7 +118,7 @@ def test_rewind_without_room_is_a_stop(folder: Folder, monkeypatch: pytest.Monke
         copy.write_bytes(b"half")
         raise no_room(copy)
 
-    monkeypatch.setattr(metrics.shutil, "copy2", fail)
+    monkeypatch.setattr("longstride.launcher.output.metrics_file.shutil.copy2", fail)
     with pytest.raises(GuardStopError, match=r"the run folder could not be rewound: .*No space left on device"):
         folder.act(REWIND)
     assert folder.loaded == [] and not full.exists()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longstride.launcher.engine.weight_average import AVERAGE
+from longstride.launcher.engine.optimizer import AVERAGE
 from longstride.launcher.exports.export import Options, export
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import configuration, metrics

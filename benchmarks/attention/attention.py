@@ -1,0 +1,258 @@
+"""Attention side by side with torch's dense causal attention and FlexAttention.
+
+Run ``python benchmarks/attention/attention.py``.
+
+A gate comes first: each pattern's output and gradients against fp64 in every head width and dtype. Then dense
+attention, FlexAttention and all patterns take turns. The table goes to the terminal, all figures to JSON, which is
+written after every case, and a plot to PNG. docs/kernels.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.attention import cases
+from benchmarks.attention.cases import Group
+from benchmarks.attention.figures import PHASES
+from benchmarks.attention.gate import problems
+from benchmarks.attention.measure import Settings, measure
+from benchmarks.attention.peers import forget_compiled, reason_of
+from benchmarks.attention.plot import plot
+from benchmarks.attention.tiles import measure_plans
+from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
+from benchmarks.report import DASH, add_output_arguments, cell, check_output, rounded, write_json
+
+COLUMNS = (  # title, width, field, form and factor; the three phases (or two) stand in one column
+    ("ms: forward / backward / both", 30, "seconds", ".3f", 1e3),
+    ("times dense", 22, "ratio_to_dense", ".2f", 1),
+    ("times flex", 22, "ratio_to_flex", ".2f", 1),
+    ("of ideal", 18, "fraction_of_ideal", ".0%", 1),
+    ("TFLOP/s visited", 15, "tflops_on_visited", ".0f", 1),
+    ("GB/s", 15, "gigabytes_per_second", ",.0f", 1),
+)
+TAIL = f"{'bound by':>12} {'bits':>4} {'B / pos':>8}"
+DENSE_LIMIT = {"cpu": 65_536, "cuda": 262_144}
+FLEX_LIMIT = {"cpu": 4_096, "cuda": 65_536}  # its block mask is made from all pairs
+REPEATS = {"cpu": 5, "cuda": 20}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where the gate fails or a case does."""
+    started = time.monotonic()
+    options = read_options(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    groups = groups_of(options)
+    if not pass_gate(groups, device, options.backend):
+        return 1
+    found = beginning(device, options)
+    write_json(options.output, found)
+    for group in groups:
+        if options.time_limit is not None and time.monotonic() - started > options.time_limit:
+            found["skipped"].append(group.title())
+            continue
+        try_group(group, found, device, options)
+        write_json(options.output, found)
+    for context in sorted({*options.plans, *options.contexts}):
+        found["plans"] += measure_plans(context, options.stride, cases.SUMMARY)
+    print_plans(found["plans"])
+    finish(found, options.output)
+    return 1 if found["failures"] else 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what is not given is the device's default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=cases.PRESETS, default="grid", help="what is measured (default: the grid)")
+    parser.add_argument("--contexts", type=int, nargs="*", default=None, help="positions to time in the grid")
+    parser.add_argument("--plans", type=int, nargs="*", default=None, help="positions to build plans for, too")
+    parser.add_argument("--head-widths", type=int, nargs="+", default=None)
+    parser.add_argument("--dtypes", nargs="+", default=None, help="float32 on the CPU, else bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=None, help="4 on the CPU, else as many as fill the card")
+    parser.add_argument("--stride", type=int, default=None, help="the power of two nearest the root of the context")
+    parser.add_argument("--summary", type=int, default=cases.SUMMARY)
+    parser.add_argument("--repeats", type=int, default=None, help="at most; a card ends long cases earlier")
+    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
+    parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="time FlexAttention too")
+    parser.add_argument(
+        "--flex-patterns",
+        nargs="*",
+        choices=cases.NAMES,
+        default=cases.NAMES,
+        metavar="NAME",
+        help="under which patterns FlexAttention is timed; it compiles each anew",
+    )
+    parser.add_argument("--dense-limit", type=int, default=None, help="positions beyond which dense is left out")
+    parser.add_argument("--flex-limit", type=int, default=None, help="positions beyond which FlexAttention is")
+    parser.add_argument("--time-limit", type=float, default=None, help="seconds after which no case starts")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    kind = device.type if device.type in DENSE_LIMIT else "cpu"
+    prefix = "attention" if options.preset == "grid" else options.preset
+    check_output(parser, options, f"{prefix}-{slug(device)}.json")
+    defaults = {
+        "contexts": list(cases.CONTEXTS[kind]) if options.preset == "grid" else [],
+        "plans": [] if options.preset == "rehearsal" else [cases.PLAN_CONTEXT],
+        "head_widths": list(cases.HEAD_WIDTHS[kind]),
+        "dtypes": list(cases.DTYPES[kind]),
+        "repeats": REPEATS[kind],
+        "dense_limit": DENSE_LIMIT[kind],
+        "flex_limit": FLEX_LIMIT[kind] if options.flex else 0,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if not options.flex:
+        options.flex_limit = 0
+    return options
+
+
+def groups_of(options: argparse.Namespace) -> list[Group]:
+    """The cases that the options ask for, the cheap ones of a grid first."""
+    kind = torch.device(options.device).type
+    if options.preset == "bars":
+        return cases.bars(kind)
+    if options.preset == "rehearsal":
+        return cases.rehearsal(options.dtypes[0])
+    first = cases.published_case("bfloat16")
+    published = [first] if kind == "cuda" and first.dtype in options.dtypes and not options.stride else []
+    return published + [
+        replace(
+            Group(context, options.stride or cases.stride_of(context), width, dtype, cases.heads_of(context, kind)),
+            batch=options.batch,
+            summary=options.summary,
+            **({"heads": options.heads} if options.heads else {}),
+        )
+        for context in options.contexts
+        for width in options.head_widths
+        for dtype in options.dtypes
+    ]
+
+
+def pass_gate(groups: list[Group], device: torch.device, backend: str) -> bool:
+    """Whether every head width and dtype of the groups is right; says what is not."""
+    kinds = dict.fromkeys((group.dtype, group.head_width) for group in groups)
+    wrong = problems([(getattr(torch, dtype), width) for dtype, width in kinds], device, backend)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if not wrong:
+        where = ", ".join(f"{dtype} of width {width}" for dtype, width in kinds) or "nothing to time"
+        print(f"gate: all patterns are within twice the error of dense attention in {where}")
+    return not wrong
+
+
+def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """What a result file holds before its first case: the machine, its ceilings and empty lists."""
+    small = options.preset == "rehearsal"
+    copied = copy_bandwidth(device, 2**22 if small else None)
+    multiplied = matmul_flops(device, getattr(torch, options.dtypes[0]), 64 if small else None)
+    print(
+        f"{slug(device)}: a copy moves {copied / 1e9:,.1f} GB/s, read and written; "
+        f"a matrix product reaches {multiplied / 1e12:.3g} TFLOP/s"
+    )
+    return {
+        **about(device),
+        "backend": options.backend,
+        "repeats": options.repeats,
+        "preset": options.preset,
+        "copy_bytes_per_second": rounded(copied),
+        "matmul_flops_per_second": rounded(multiplied),
+        "timings": [],
+        "plans": [],
+        "failures": [],
+        "skipped": [],
+    }
+
+
+def try_group(group: Group, found: dict[str, Any], device: torch.device, options: argparse.Namespace) -> None:
+    """Adds a group's rows to what was found, or the reason that it has none."""
+    settings = Settings(
+        options.backend,
+        options.repeats,
+        options.dense_limit,
+        options.flex_limit,
+        tuple(options.flex_patterns),
+        found["copy_bytes_per_second"],
+    )
+    try:
+        rows, failures = measure(group, device, settings)
+    except Exception as error:  # the cases after it are worth having all the same
+        rows, failures = [], [{**group.sizes(), "reason": reason_of(error)}]
+    found["timings"] += rows
+    found["failures"] += failures
+    if rows:
+        print_timings(group, rows)
+    for failure in failures:
+        print(f"\n{group.title()}: {failure.get('pattern', 'all')}: {failure['reason']}", file=sys.stderr)
+    forget_compiled()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def finish(found: dict[str, Any], output: Path) -> None:
+    """The last JSON, the plot beside it, and what was left out."""
+    write_json(output, found)
+    print(f"\nwrote {output}")
+    try:
+        if plot(found, output.with_suffix(".png")):
+            print(f"wrote {output.with_suffix('.png')}")
+    except ImportError as error:  # the figures do not need it
+        print(f"no plot: {error}")
+    for title in found["skipped"]:
+        print(f"not started within the time limit: {title}")
+
+
+def print_plans(rows: list[dict[str, Any]]) -> None:
+    """A table of plans."""
+    print(f"\n{'plan':<16}{'context':>10}{'stride':>8}{'seconds':>10}{'KiB':>8}{'cpu chunks, s':>16}")
+    for row in rows:
+        print(
+            f"{row['pattern']:<16}{row['context']:>10,}{row['stride']:>8}{row['plan_seconds']:>10.3f}"
+            f"{row['plan_bytes'] / 2**10:>8.1f}{row['cpu_chunks_seconds']:>16.3f}"
+        )
+
+
+def print_timings(group: Group, rows: list[dict[str, Any]]) -> None:
+    """A table of one group: milliseconds, ratios and shares of each phase."""
+    first = rows[0]
+    dense = ", ".join(
+        f"{phase} {cell(first['dense_seconds'][phase], '.3f', 1e3)} ms ({first['dense_kernel'][phase] or DASH})"
+        for phase in PHASES
+    )
+    print(f"\n{group.title()}; dense attention of torch: {dense}")
+    for name, reason in first["dense_reasons"].items():
+        print(f"dense attention by {name}: {reason}")
+    print(" ".join([f"{'pattern':<15}{'density':>8}", *(f"{title:>{width}}" for title, width, *_ in COLUMNS), TAIL]))
+    for row in rows:
+        shown = [
+            f"{' / '.join(cell(row[name][phase], form, factor) for phase in PHASES if phase in row[name]):>{width}}"
+            for _, width, name, form, factor in COLUMNS
+        ]
+        bound = "/".join(
+            {"operations": "work", "bytes": "bytes"}.get(row["bound"][phase], DASH) for phase in PHASES[:2]
+        )
+        same = {None: DASH, True: "yes", False: "NO"}[row["deterministic"]]
+        facts = f"{bound:>12} {same:>4} {cell(row['bytes_per_position'], ',.0f'):>8}"
+        print(" ".join([f"{row['pattern']:<15}{row['density']:>8.2%}", *shown, facts]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

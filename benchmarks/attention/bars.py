@@ -1,0 +1,267 @@
+"""What was aimed at, and what was measured: ``python benchmarks/attention/bars.py [FILE …]``.
+
+Reads result files of attention.py and training_step.py, and says of each device which bars were met, missed or not
+measured. Where two files of a device hold the same case, the later one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.report import RESULTS
+
+NOT_MEASURED = "not measured"
+KINDS = ("bars", "attention", "training-step")  # by file name, in the order in which they count
+ENWIK8 = {"context": 12_288, "layers": 30, "stride": 128, "summary": 32}
+LINEAR = 1.1  # bytes a position at four times the context, over those at the context
+
+
+class Measured(NamedTuple):
+    """A value, and what else is worth knowing of it."""
+
+    value: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value that was aimed at: at least so much, or at most."""
+
+    what: str
+    limit: float
+    form: str  # how a value is written
+    measure: Callable[[Found], Measured | None]
+    at_most: bool = False
+    said: str | None = None  # the bar in words, where a number would say less
+
+    def row(self, found: Found) -> tuple[str, str, str, str]:
+        """What, bar, measured, verdict."""
+        measured = self.measure(found)
+        bar = self.said or f"{'<=' if self.at_most else '>='} {self.form.format(self.limit)}"
+        if measured is None:
+            return self.what, bar, "–", NOT_MEASURED
+        met = measured.value <= self.limit if self.at_most else measured.value >= self.limit
+        note = f" ({measured.note})" if measured.note else ""
+        return self.what, bar, self.form.format(measured.value) + note, "met" if met else "missed"
+
+
+class Found:
+    """The rows of one device's files."""
+
+    def __init__(self, device_type: str, files: list[dict[str, Any]]) -> None:
+        self.device_type = device_type
+        rows: dict[tuple, dict[str, Any]] = {}
+        for file in files:
+            bandwidth = file.get("copy_bytes_per_second")
+            for row in file.get("timings", ()):
+                key = tuple(row[name] for name in ("pattern", "context", "stride", "summary", "head_width", "dtype"))
+                rows[key] = {**row, "copy_bytes_per_second": bandwidth}
+        self.timings = list(rows.values())
+        self.plans = [row for file in files for row in file.get("plans", ())]
+        self.steps = [{**file, **row} for file in files for row in file.get("steps", ())]
+
+    def timing(self, pattern: str, context: int, stride: int, head_width: int = 64) -> dict[str, Any] | None:
+        """The row of a case in the dtype of the device's bars."""
+        dtype = "bfloat16" if self.device_type == "cuda" else "float32"
+        wanted = {"pattern": pattern, "context": context, "stride": stride, "head_width": head_width, "dtype": dtype}
+        matching = (row for row in reversed(self.timings) if all(row[name] == value for name, value in wanted.items()))
+        return next((row for row in matching if row["summary"] == 8), None)
+
+
+def times_dense(
+    pattern: str, context: int, stride: int, phase: str, kernel: str | None = None
+) -> Callable[[Found], Measured | None]:
+    """How many times faster than dense attention, by one of its kernels or by the fastest."""
+
+    def measure(found: Found) -> Measured | None:
+        row = found.timing(pattern, context, stride)
+        if row is None or row["ratio_to_dense"][phase] is None:
+            return None
+        fastest = row["ratio_to_dense"][phase]
+        theirs = row.get("dense_kernels", {}).get(kernel, {}).get(phase) if kernel else None
+        if theirs is None:
+            return Measured(fastest) if kernel is None else None
+        return Measured(theirs / row["seconds"][phase], f"{fastest:.1f}x {row['dense_kernel'][phase]}, the fastest")
+
+    return measure
+
+
+def visited(phase: str) -> Callable[[Found], Measured | None]:
+    """TFLOP/s on visited tiles of the published sliding window."""
+
+    def measure(found: Found) -> Measured | None:
+        row = found.timing("local", 32_768, 1_024, 128)
+        if row is None or (value := row["tflops_on_visited"][phase]) is None:
+            return None
+        return Measured(value, f"{row['tflops_on_allowed'][phase]:.0f} on allowed pairs")
+
+    return measure
+
+
+def same_bits(found: Found) -> Measured | None:
+    """The share of cases whose backward pass gives the same bits twice."""
+    known = [row["deterministic"] for row in found.timings if row.get("deterministic") is not None]
+    return Measured(sum(known) / len(known), f"{sum(known)} of {len(known)} cases") if known else None
+
+
+def bandwidth(phase: str, merged: bool) -> Callable[[Found], Measured | None]:
+    """The smallest share of the copy bandwidth, of heads that compulsory bytes bind; merged ones apart."""
+
+    def measure(found: Found) -> Measured | None:
+        shares = [
+            (row["gigabytes_per_second"][phase] * 1e9 / row["copy_bytes_per_second"], row)
+            for row in found.timings
+            if row.get("bound", {}).get(phase) == "bytes" and ("merged" in row["pattern"]) == merged
+        ]
+        if not shares:
+            return None
+        share, row = min(shares, key=lambda one: one[0])
+        where = f"{row['pattern']}, n = {row['context']:,}, D = {row['head_width']}"
+        return Measured(share, f"the least of {len(shares)}: {where}")
+
+    return measure
+
+
+def training_step(checkpointing: bool) -> Callable[[Found], Measured | None]:
+    """How many times faster than dense flash a whole step of the enwik8 model is."""
+
+    def measure(found: Found) -> Measured | None:
+        for row in reversed(found.steps):
+            same_model = all(row[name] == value for name, value in ENWIK8.items())
+            if row["variant"] == "sparse" and row["checkpointing"] == checkpointing and same_model:
+                ratio = row["times_dense"].get("dense flash")
+                return None if ratio is None else Measured(ratio, f"{row['tokens_per_second']:,.0f} tokens/s")
+        return None
+
+    return measure
+
+
+def memory_growth(pattern: str) -> Callable[[Found], Measured | None]:
+    """Bytes a position at 1,048,576 positions over those at 262,144, forward and backward: 1 is linear."""
+
+    def measure(found: Found) -> Measured | None:
+        short, long = found.timing(pattern, 262_144, 512), found.timing(pattern, 1_048_576, 1_024)
+        if short is None or long is None or None in (short["bytes_per_position"], long["bytes_per_position"]):
+            return None
+        if (short["heads"], short["batch"]) != (long["heads"], long["batch"]):
+            return None
+        growth = long["bytes_per_position"] / short["bytes_per_position"]
+        return Measured(growth, f"{long['peak_bytes'] / 2**30:.1f} GiB at 1,048,576, {long['heads']} heads")
+
+    return measure
+
+
+def longest_plan(field: str, factor: float) -> Callable[[Found], Measured | None]:
+    """The largest plan of a million positions."""
+
+    def measure(found: Found) -> Measured | None:
+        rows = [row for row in found.plans if row["context"] == 1_048_576 and row["stride"] == 1_024]
+        if not rows:
+            return None
+        worst = max(rows, key=lambda row: row[field])
+        return Measured(worst[field] * factor, worst["pattern"])
+
+    return measure
+
+
+def runs(pattern: str) -> Callable[[Found], Measured | None]:
+    """Whether forward and backward ran at 1,048,576 positions."""
+
+    def measure(found: Found) -> Measured | None:
+        row = found.timing(pattern, 1_048_576, 1_024)
+        if row is None:
+            return None
+        both = row["seconds"]["both"]
+        return Measured(float(both is not None), f"{both * 1e3:,.1f} ms" if both is not None else "")
+
+    return measure
+
+
+X = "{:.1f}x"
+SHARE = "{:.0%}"
+GPU_BARS = (
+    Bar("local 1,024, n = 32,768, D = 128, forward, visited tiles", 480, "{:.0f} TFLOP/s", visited("forward")),
+    Bar("local 1,024, n = 32,768, D = 128, backward, visited tiles", 340, "{:.0f} TFLOP/s", visited("backward")),
+    Bar("backward gives the same bits twice", 1, SHARE, same_bits),
+    Bar("column, n = 12,288, l = 128, forward", 17, X, times_dense("column", 12_288, 128, "forward", "flash")),
+    Bar("column, n = 65,536, l = 256, forward", 90, X, times_dense("column", 65_536, 256, "forward", "flash")),
+    Bar("fixed merged, c = 8, n = 12,288, both", 8, X, times_dense("fixed merged", 12_288, 128, "both")),
+    Bar("bound by bytes, one part, forward, of a copy", 0.7, SHARE, bandwidth("forward", False)),
+    Bar("bound by bytes, one part, backward, of a copy", 0.6, SHARE, bandwidth("backward", False)),
+    Bar("bound by bytes, merged, forward, of a copy", 0.7, SHARE, bandwidth("forward", True)),
+    Bar("bound by bytes, merged, backward, of a copy", 0.6, SHARE, bandwidth("backward", True)),
+    Bar("enwik8 training step over dense flash, checkpointing", 1.5, X, training_step(True)),
+    Bar("enwik8 training step over dense flash, none", 1.5, X, training_step(False)),
+    Bar("strided merged, n = 1,048,576, both", 1, "{:.0f}", runs("strided merged"), said="runs"),
+    Bar("fixed merged, n = 1,048,576, both", 1, "{:.0f}", runs("fixed merged"), said="runs"),
+    Bar(
+        "strided merged, bytes a position, 1,048,576 over 262,144",
+        LINEAR,
+        "{:.3f}",
+        memory_growth("strided merged"),
+        True,
+    ),
+    Bar(
+        "fixed merged, bytes a position, 1,048,576 over 262,144", LINEAR, "{:.3f}", memory_growth("fixed merged"), True
+    ),
+)
+CPU_BARS = (
+    Bar("local, n = 12,288, l = 128, both", 10, X, times_dense("local", 12_288, 128, "both")),
+    Bar("column, n = 12,288, l = 128, both", 20, X, times_dense("column", 12_288, 128, "both")),
+    Bar("block, n = 12,288, l = 128, both", 20, X, times_dense("block", 12_288, 128, "both")),
+    Bar("summary, c = 8, n = 12,288, l = 128, both", 4, X, times_dense("summary", 12_288, 128, "both")),
+    Bar("fixed merged, c = 8, n = 12,288, l = 128, both", 3, X, times_dense("fixed merged", 12_288, 128, "both")),
+    Bar("plan of 1,048,576 positions, l = 1,024", 16, "{:.1f} MB", longest_plan("plan_bytes", 1e-6), True),
+    Bar("plan of 1,048,576 positions, l = 1,024", 1, "{:.2f} s", longest_plan("plan_seconds", 1), True),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; exit code 2 where the files cannot be read together."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="default: those of one --device in --results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of result files")
+    parser.add_argument("--device", default="", help="a part of the device's name")
+    options = parser.parse_args(arguments)
+    try:
+        paths = options.files or [path for kind in KINDS for path in sorted(options.results.glob(f"{kind}-*.json"))]
+        print("\n\n".join(tables([json.loads(path.read_text()) for path in paths], options.device)))
+    except (OSError, ValueError, KeyError) as error:
+        print(f"bars: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def tables(files: list[dict[str, Any]], device: str = "") -> list[str]:
+    """A table for each device whose name has the given part; those of all bars, unmeasured, where there is none."""
+    devices: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for file in files:
+        if device.lower() in file["device"].lower():
+            devices.setdefault((file["device"], file["device_type"]), []).append(file)
+    if not devices:
+        return [table(device or "no device", Found(kind, [])) for kind in ("cuda", "cpu")]
+    return [table(name, Found(kind, some)) for (name, kind), some in devices.items()]
+
+
+def table(device: str, found: Found) -> str:
+    """All bars of a device's type, and how many of each verdict."""
+    rows = [bar.row(found) for bar in (GPU_BARS if found.device_type == "cuda" else CPU_BARS)]
+    titles = ("what", "bar", "measured", "verdict")
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+    lines = ["  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True)) for row in (titles, *rows)]
+    verdicts = [row[-1] for row in rows]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("met", "missed", NOT_MEASURED))
+    return "\n".join([device, *(line.rstrip() for line in lines), counts])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What is measured: patterns, sizes, and the presets of them.
+
+Letters: B batch, H heads, N positions, D head width; l stride and c summary of a pattern.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+
+NAMES = ("dense", "local", "column", "block", "summary", "strided merged", "fixed merged")
+SUMMARY = 8
+CONTEXTS = {"cpu": (3_072, 12_288), "cuda": (3_072, 12_288, 65_536, 262_144, 1_048_576)}
+HEAD_WIDTHS = {"cpu": (64,), "cuda": (64, 128)}
+DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
+PRESETS = ("grid", "bars", "rehearsal")
+PLAN_CONTEXT = 1_048_576
+CPU_HEADS = 4
+FEWEST_HEADS, MOST_HEADS, POSITIONS_ON_A_CARD = 8, 64, 2**20  # enough programs and bytes for every multiprocessor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Patterns that take turns at one size; dense attention is measured once for all of them."""
+
+    context: int  # N
+    stride: int  # l; the window of local attention
+    head_width: int  # D
+    dtype: str
+    heads: int
+    batch: int = 1
+    summary: int = SUMMARY  # c
+    names: tuple[str, ...] = NAMES
+
+    def patterns(self) -> dict[str, Pattern]:
+        """The patterns by the names they have in tables."""
+        every = patterns_of(self.stride, self.summary)
+        return {name: every[name] for name in self.names}
+
+    def sizes(self) -> dict[str, Any]:
+        """What identifies the group in a result file."""
+        return {name: value for name, value in asdict(self).items() if name != "names"}
+
+    def title(self) -> str:
+        """One line for tables."""
+        return (
+            f"n = {self.context:,}, l = {self.stride}, c = {self.summary}, B = {self.batch}, H = {self.heads}, "
+            f"D = {self.head_width}, {self.dtype}"
+        )
+
+
+def patterns_of(stride: int, summary: int) -> dict[str, Pattern]:
+    """What is measured, by the name it has in tables."""
+    made = (
+        Dense(),
+        Local(stride),
+        Column(stride),
+        Block(stride),
+        Summary(stride, summary),
+        Strided(stride),
+        Fixed(stride, summary),
+    )
+    return dict(zip(NAMES, made, strict=True))
+
+
+def stride_of(context: int) -> int:
+    """The power of two nearest to the root of the context."""
+    return 2 ** round(math.log2(context) / 2)
+
+
+def heads_of(context: int, device_type: str) -> int:
+    """Heads that fill the device; from 131,072 positions on always the same, so that memory can be compared."""
+    if device_type != "cuda":
+        return CPU_HEADS
+    return max(FEWEST_HEADS, min(MOST_HEADS, POSITIONS_ON_A_CARD // context))
+
+
+def published_case(dtype: str) -> Group:
+    """The sliding window that other kernels' published figures are on."""
+    return Group(32_768, 1_024, 128, dtype, heads_of(32_768, "cuda"), names=("local",))
+
+
+def bars(device_type: str) -> list[Group]:
+    """The cases that ``benchmarks/attention/bars.py`` holds against its bars, and few others."""
+    if device_type != "cuda":
+        names = ("local", "column", "block", "summary", "fixed merged")
+        return [Group(12_288, 128, 64, "float32", CPU_HEADS, names=names)]
+
+    def case(context: int, *names: str) -> Group:
+        heads = heads_of(context, device_type)
+        return Group(context, stride_of(context), 64, "bfloat16", heads, names=names or NAMES)
+
+    return [
+        published_case("bfloat16"),
+        case(12_288),
+        case(65_536, "local", "column", "block"),
+        case(1_048_576, "strided merged", "fixed merged"),
+        case(262_144, "strided merged", "fixed merged"),
+    ]
+
+
+def rehearsal(dtype: str) -> list[Group]:
+    """Cases so small that the interpreter takes seconds: they say that everything runs, and nothing of speed."""
+    return [Group(96, 16, 16, dtype, 2, summary=2, names=("local",)), Group(64, 8, 16, dtype, 1, summary=2)]

@@ -1,0 +1,117 @@
+"""The gate before any time: is what is measured right, and does it give the same bits twice?"""
+
+from __future__ import annotations
+
+import functools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.attention.cases import patterns_of
+from longstride.kernels import sparse_attention
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.backends.reference import pattern_mask
+from longstride.kernels.patterns import Pattern
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, D) to (B, H, N, D)
+# Contexts and strides. On a card also some for which plans take large tiles; blocks of 128 stand alone, of 256 do not.
+SIZES = {"cpu": ((192, 16),), "cuda": ((192, 16), (3_072, 128), (4_096, 256))}
+SUMMARY = 2
+MOST_PROCESSES = 12
+
+
+class Case(NamedTuple):
+    """One pattern in one size."""
+
+    name: str
+    context: int
+    stride: int
+    dtype: torch.dtype
+    head_width: int
+    device: str
+    backend: str
+
+
+def problems(kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, backend: str) -> list[str]:
+    """A line for every pattern whose output or gradients, in some dtype and head width, are too far from fp64.
+
+    On a card the cases share out several processes: compiling is what takes their time, and its results stay on disk.
+    """
+    cases = [
+        Case(name, context, stride, dtype, head_width, device.type, backend)
+        for dtype, head_width in kinds
+        for context, stride in SIZES[device.type]
+        for name in patterns_of(stride, SUMMARY)
+    ]
+    if device.type == "cpu":
+        found = list(map(problem_of, cases))
+    else:
+        processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(problem_of, cases))
+    return [line for line in found if line is not None]
+
+
+def problem_of(case: Case) -> str | None:
+    """A line that says what is wrong with a case, or None."""
+    torch.manual_seed(0)
+    pattern = patterns_of(case.stride, SUMMARY)[case.name]
+    where = f"{case.name}, n = {case.context:,}, D = {case.head_width}, {case.dtype}"
+    try:
+        wrong = gate(pattern, case.context, case.dtype, case.head_width, torch.device(case.device), case.backend)
+    except Exception as error:
+        return f"{where}: {type(error).__name__}: {str(error)[:300]}"
+    return wrong and f"{where}: {wrong}"
+
+
+def gate(
+    pattern: Pattern, context: int, dtype: torch.dtype, head_width: int, device: torch.device, backend: str
+) -> str | None:
+    """What is wrong, None where all results are within twice the error of dense attention in this dtype."""
+    inputs = [torch.randn(2, 2, context, head_width, device=device, dtype=dtype) for _ in range(4)]
+    wide = [x.double() for x in inputs]
+    wanted = results(ours(pattern, "reference"), wide)
+    found = results(ours(pattern, backend), inputs)
+    dense = results(functools.partial(masked, pattern=pattern), inputs)
+    for name, a, b, c in zip(("out", "dq", "dk", "dv"), found, dense, wanted, strict=True):
+        error, explained = (float((x.double() - c).square().mean().sqrt()) for x in (a, b))
+        if not error <= 2 * explained + 4 * torch.finfo(torch.float32).eps:
+            return f"{name} is off by {error:.3g}; dense attention is off by {explained:.3g}"
+    return None
+
+
+def ours(pattern: Pattern, backend: str) -> Attention:
+    """Our own attention under a pattern."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, pattern, backend=backend)
+
+    return attention
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """Plain dense attention under the mask: products in the dtype, softmax in at least fp32."""
+    allowed = pattern_mask(head_patterns(pattern, q.shape[1]), q.shape[2], q.device)
+    blind = ~allowed.any(-1, keepdim=True)
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    weights = torch.softmax(scores.masked_fill(~allowed, -math.inf).masked_fill(blind, 0.0), -1)
+    return weights.masked_fill(blind, 0.0).to(v.dtype) @ v
+
+
+def results(attention: Attention, inputs: list[Tensor]) -> list[Tensor]:
+    """Output and the gradients of q, k and v; the fourth input is the output's gradient."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+
+def same_bits(attention: Attention, inputs: list[Tensor]) -> bool:
+    """Whether two forward and two backward passes on the same inputs agree bit for bit."""
+    first, second = results(attention, inputs), results(attention, inputs)
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,87 @@
+"""What benchmarks ask of plans: the pairs a pattern allows, those its tiles visit, and what a plan costs.
+
+The only file here that knows how plans are made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.attention.cases import patterns_of, stride_of
+from benchmarks.report import rounded
+from longstride.kernels.backends.cpu.chunks import chunked
+from longstride.kernels.backends.triton.packing import Parts, groups, packed
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.plan import Side, view
+
+SIDES: tuple[Side, Side] = ("queries", "keys")
+TILE_ROWS = 128
+
+
+def allowed_pairs(pattern: Pattern, context: int) -> int:
+    """Pairs of a query and a key that the pattern allows, for one head."""
+    found = (view(part, context, "queries").intervals for part in pattern.for_head(0).parts())
+    return sum(int((intervals.high - intervals.low).sum()) for intervals in found)
+
+
+def visited_pairs(
+    pattern: Pattern, context: int, phase: str, *, device: torch.device, dtype: torch.dtype, head_width: int
+) -> int | None:
+    """Pairs in the tiles that the Triton kernels of a phase visit, for one head; None where those cannot run.
+
+    The backward pass visits tiles twice, four products for dK and dV and three for dQ, and counts their mean; closed
+    runs, whose kernel visits each once, count once.
+    """
+    try:
+        from longstride.kernels.backends.triton.call import INTERPRETED, architecture
+        from longstride.kernels.backends.triton.configurations import Kernel, candidates, chosen, closed_choice
+    except ImportError:
+        return None
+    if device.type == "cpu" and not INTERPRETED:
+        return None
+    padded = max(16, 1 << (head_width - 1).bit_length())
+    heads = (pattern.for_head(0),)
+
+    def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
+        found = candidates(kernel, architecture(device), dtype.itemsize, padded)
+        return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts))
+
+    if phase == "forward":
+        return of("forward", "queries", "all")
+    closed = closed_choice(candidates("closed", architecture(device), dtype.itemsize, padded), heads, context)
+    parts: Parts = "all" if closed is None else "open"
+    once = 0 if closed is None else closed.pairs
+    return once + round((4 * of("dkdv", "keys", parts) + 3 * of("dq", "queries", parts)) / 7)
+
+
+def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[str, Any]]:
+    """A row a pattern: seconds and bytes of its plans as kernels read them, and seconds of the CPU's chunks."""
+    stride, rows = stride or stride_of(context), []
+    for name, pattern in patterns_of(stride, summary).items():
+        for cached in (view, groups, packed, chunked):
+            cached.cache_clear()
+        start = time.perf_counter()
+        found = [
+            packed((pattern,), context, side, "all", number, TILE_ROWS, True, torch.device("cpu"))
+            for side in SIDES
+            for number in range(len(groups((pattern,), context, side, "all")))
+        ]
+        middle = time.perf_counter()
+        view.cache_clear()
+        for part in pattern.parts():
+            chunked(part, context)
+        rows.append(
+            {
+                "pattern": name,
+                "context": context,
+                "stride": stride,
+                "tile_rows": TILE_ROWS,
+                "plan_seconds": rounded(middle - start),
+                "plan_bytes": sum(one.num_bytes() for one in found),
+                "cpu_chunks_seconds": rounded(time.perf_counter() - middle),
+            }
+        )
+    return rows

@@ -1,0 +1,200 @@
+"""Sampling through a whole model, a byte at a time, at growing contexts.
+
+Run ``python benchmarks/generation/sampling.py --threads 2``.
+
+The demo's model (width, heads, layers), once a pattern: the same random weights, and the same code; dense attention is
+a pattern like the others. A gate comes first: cached logits of every position against a forward pass. Times are of the
+last positions of the context, each from the logits to the chosen byte as a number, appended. The caches before them
+hold random numbers: sampling so many bytes first would change no time. All variants take turns within every repeat; a
+time is the least mean over repeats. "own key" reads one key a byte: what is left where attention costs nothing but its
+call, so that what the others take above it is the reading of their keys. Growth is an exponent in the context, from the
+smallest to the largest. The table goes to the terminal, all figures to JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.generation import stepping
+from benchmarks.machine import about, synchronize
+from benchmarks.report import rounded, write_json
+from longstride.kernels import num_keys_read
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer
+from longstride.sparse_model.generation import choose
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
+SUMMARY = 8  # of the demo
+FLOOR = "own key"
+GATE_CONTEXT = 192
+BAR = {"context": 12_288, "pattern": "strided", "times_dense": 3.0}
+
+
+def attentions_of(stride: int) -> dict[str, dict[str, Any]]:
+    """What is measured, by the name it has in tables."""
+    return {
+        "strided": {"type": "strided", "stride": stride},
+        "fixed": {"type": "fixed", "stride": stride, "summary": SUMMARY},
+        "dense": {"type": "dense"},
+        FLOOR: {"type": "local", "window": 1},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where the gate fails."""
+    options = read_options(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    for name in attentions_of(1):
+        if problem := gate(name, options):
+            print(f"{name}: {problem}", file=sys.stderr)
+            return 1
+    timings = [row for context in sorted(options.contexts) for row in measure(context, options)]
+    growth = stepping.growth_of(timings, ("keys_read", "seconds", "reading_seconds"))
+    print_table(timings, growth, options)
+    measured = {"calls": options.calls, "repeats": options.repeats, "bar": BAR}
+    write_json(options.output, {**about(options.device), **measured, "timings": timings, "growth": growth})
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stepping.add_options(parser, [3_072, 12_288, 24_576, 65_536], calls=50, repeats=20)
+    options = stepping.read_options(parser, arguments, "sampling")
+    for context in options.contexts:
+        if context % stride_of(context) or context <= options.calls:
+            parser.error(f"--contexts={context}: must be above --calls and a multiple of {stride_of(context)}")
+    return options
+
+
+def stride_of(context: int) -> int:
+    """The power of two nearest to the root of the context."""
+    return int(2 ** round(math.log2(context) / 2))
+
+
+def model_of(name: str, context: int, options: argparse.Namespace) -> SparseTransformer:
+    """The demo's model with another pattern and context; the same random weights whatever the pattern."""
+    stride = stride_of(context)
+    demo = json.loads(DEMO.read_text())["model"]
+    changed = {
+        "context": context,
+        "attention": attentions_of(stride)[name],
+        "embedding": {"type": "text", "row_width": stride},
+    }
+    torch.manual_seed(0)
+    model = SparseTransformer(ModelConfig.model_validate({**demo, **changed}))
+    torch.nn.init.normal_(model.logits.weight, std=0.1)  # all 0 before training: any byte, and a gate that sees nothing
+    return model.to(options.device, options.dtype).eval()
+
+
+@torch.no_grad()
+def gate(name: str, options: argparse.Namespace) -> str | None:
+    """What is wrong, None where the logits of every position are as near to a forward pass as the dtype explains."""
+    model = model_of(name, GATE_CONTEXT, options)
+    tokens = torch.randint(256, (2, GATE_CONTEXT), device=options.device)
+    session, found = Session(model, len(tokens)), []
+    for token in tokens.T:
+        found.append(session.logits)
+        session.append(token)
+    wanted = model(tokens).double()
+    error = float((torch.stack(found, 1).double() - wanted).abs().max() / wanted.abs().max())
+    allowed = 64 * torch.finfo(options.dtype).eps
+    return None if error <= allowed else f"off by {error:.3g} of the largest logit, {allowed:.3g} allowed"
+
+
+def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a pattern: keys that the last position reads in all layers and heads, and the seconds of a byte."""
+    sessions = {name: filled(model_of(name, context, options), options) for name in attentions_of(1)}
+    for session in sessions.values():  # what is kept from call to call, and compilation, are not what is timed
+        seconds_of(session, options)
+    runs: dict[str, list[float]] = {name: [] for name in sessions}
+    for _ in range(options.repeats):
+        for name, session in sessions.items():
+            runs[name].append(seconds_of(session, options))
+    seconds = {name: min(times) for name, times in runs.items()}
+    config = sessions[FLOOR].model.config
+    return [
+        {
+            "pattern": name,
+            "context": context,
+            "stride": stride_of(context),
+            "layers": config.layers,
+            "heads": config.heads,
+            "width": config.width,
+            "batch": options.batch,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "keys_read": keys_read(session.model.config, context - 1),
+            "seconds": rounded(seconds[name]),
+            "bytes_per_second": rounded(options.batch / seconds[name]),
+            "reading_seconds": rounded(max(0.0, seconds[name] - seconds[FLOOR])),
+            "times_dense": rounded(seconds["dense"] / seconds[name]),
+        }
+        for name, session in sessions.items()
+    ]
+
+
+def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
+    """A session whose every row is random."""
+    session = Session(model, options.batch)
+    with torch.inference_mode():
+        for cache in session.caches:
+            for rows in (cache.keys, cache.values):
+                rows.normal_()
+    return session
+
+
+@torch.no_grad()
+def seconds_of(session: Session, options: argparse.Namespace) -> float:
+    """Mean seconds of a byte, at the last positions of the context."""
+    session.reset()
+    session.position = session.length - options.calls
+    generator = torch.Generator(options.device).manual_seed(0)
+    synchronize(options.device)
+    start = time.perf_counter()
+    for _ in range(options.calls):
+        chosen = choose(session.logits, 1.0, None, None, generator)
+        chosen.tolist()
+        session.append(chosen)
+    return (time.perf_counter() - start) / options.calls
+
+
+def keys_read(config: ModelConfig, position: int) -> int:
+    """Keys that a byte reads in all heads of all layers."""
+    return sum(num_keys_read(p, position, config.context) for layer in config.layer_patterns() for p in layer)
+
+
+def print_table(
+    timings: list[dict[str, Any]], growth: dict[str, dict[str, float | None]], options: argparse.Namespace
+) -> None:
+    """A line a pattern: keys read and milliseconds a byte at each context, and their growth; and the bar."""
+    first = timings[0]
+    sizes = f"{first['layers']} layers, {first['heads']} heads, width {first['width']}, B = {options.batch}"
+    print(f"{sizes}, {options.dtype}, {torch.get_num_threads()} threads; keys read, ms a byte, times dense")
+    contexts = list(dict.fromkeys(row["context"] for row in timings))
+    print(f"{'pattern':<9}" + "".join(f"{f'n = {n:,}':>27}" for n in contexts) + f"{'growth: keys, ms, reading':>27}")
+    for name, ends in growth.items():
+        own = [row for row in timings if row["pattern"] == name]
+        cells = [f"{row['keys_read']:,}{row['seconds'] * 1e3:>9.3f}{row['times_dense']:>7.2f}" for row in own]
+        cells.append(stepping.growth_cell(ends))
+        print(f"{name:<9}" + "".join(f"{cell:>27}" for cell in cells))
+    for row in timings:
+        if (row["pattern"], row["context"]) == (BAR["pattern"], BAR["context"]):
+            verdict = "met" if row["times_dense"] >= BAR["times_dense"] else "missed"
+            print(f"\n{row['pattern']}, n = {row['context']:,}: {row['times_dense']:.2f}x dense, {verdict} (3x)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

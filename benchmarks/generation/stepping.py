@@ -1,0 +1,56 @@
+"""What decoding.py and sampling.py share: options of measuring position by position, and growth with the context."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.machine import slug
+from benchmarks.report import add_output_arguments, check_output, rounded
+
+
+def add_options(parser: argparse.ArgumentParser, contexts: Sequence[int], calls: int, repeats: int) -> None:
+    """Options, with what they are unless a person says otherwise."""
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(contexts))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=calls, help="positions a repeat")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
+    add_output_arguments(parser)
+
+
+def read_options(parser: argparse.ArgumentParser, arguments: list[str] | None, stem: str) -> argparse.Namespace:
+    """The options, with device and dtype as torch has them; the result file is ``stem`` and the device's name."""
+    options = parser.parse_args(arguments)
+    options.device = torch.device(options.device)
+    check_output(parser, options, f"{stem}-{slug(options.device)}.json")
+    options.dtype = getattr(torch, options.dtype or ("float32" if options.device.type == "cpu" else "bfloat16"))
+    return options
+
+
+def growth_of(timings: list[dict[str, Any]], keys: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Of each pattern, the exponents in the context of these figures, from the smallest to the largest context.
+
+    None where there is one context, or a figure is 0.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for name in dict.fromkeys(row["pattern"] for row in timings):
+        own = [row for row in timings if row["pattern"] == name]
+        first, last = own[0], own[-1]
+        wider = math.log(last["context"] / first["context"])
+        found[name] = {
+            key: rounded(math.log(last[key] / first[key]) / wider) if wider and first[key] and last[key] else None
+            for key in keys
+        }
+    return found
+
+
+def growth_cell(ends: dict[str, float | None]) -> str:
+    """A pattern's exponents in a table."""
+    return "".join("      –" if value is None else f"{value:>7.2f}" for value in ends.values())

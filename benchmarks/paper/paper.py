@@ -1,0 +1,275 @@
+"""The paper's tables in miniature: ``python benchmarks/paper/paper.py``.
+
+Trains the same model with dense, fixed and strided attention, at equal parameters, data and steps, on text (the
+Python standard library's sources, or --text DIR) and on pictures (letters drawn from matplotlib's fonts, or --images
+DIR), each from several seeds, and writes bits per byte of held-out files and seconds a step (the paper's Table 2), and
+bits per byte of the fixed text model by minimum context (Table 3). The three take turns by the step on the same batch,
+so that what else the machine does hits all alike. Dense attention is torch's own, which is faster than ours with a
+dense pattern. Results are written after every seed, in one step; benchmarks/paper/tables.py makes tables and picture of
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import platform
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.paper.cases import IMAGES, MINIMUM_CONTEXTS, PATTERNS, SIZES, TEXT, Case
+from benchmarks.paper.pictures_from_fonts import draw_pictures
+from benchmarks.paper.plot import plot
+from benchmarks.paper.tables import tables_of
+from benchmarks.paper.training import Learner, curve, spread_regions, train_in_turns
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
+from longstride.data_pipelines.order.loading import StreamSettings
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.shards.reading import DataFolder
+from longstride.kernels import ConfigError
+
+SHUFFLE_BYTES = 2**26  # a lane's block: every epoch is shuffled as a whole
+TABLE_3 = "fixed"  # the pattern that is scored by minimum context
+EQUAL = ("parameters", "steps", "bytes_trained", "initial_weights_crc32", "data_order_crc32", "held_out_bytes")
+DIFFERENT = ("initial_weights_crc32", "data_order_crc32")
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set, built for this run alone."""
+
+    case: Case
+    source: str
+    folder: DataFolder
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 2 for what a person got wrong, 1 where runs cannot be compared."""
+    began = time.monotonic()
+    options = read_options(arguments)
+    device = torch.device(options.device)
+    try:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            data = [build_data(case, Path(name), options) for case in options.cases]
+            found = measure(data, options, device, began)
+    except (DataError, ConfigError) as error:
+        print(f"paper: {error}", file=sys.stderr)
+        return 2
+    print("", *tables_of(found), sep="\n")
+    picture = options.output.with_suffix(".png")
+    plot(found, picture)
+    print(f"wrote {options.output} and {picture} after {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SIZES), default=None, help="real on a card, small on the CPU")
+    parser.add_argument("--datasets", nargs="+", choices=(TEXT, IMAGES), default=[TEXT, IMAGES])
+    parser.add_argument("--text", type=Path, default=None, metavar="DIR", help="folder of texts to learn from")
+    parser.add_argument("--images", type=Path, default=None, metavar="DIR", help="folder of pictures to learn from")
+    parser.add_argument("--seeds", type=int, default=3, help="how many runs of each, from seeds 0, 1, …")
+    parser.add_argument("--steps", type=int, default=None, help="instead of the size's own number")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds: no seed that would end later")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--folder", type=Path, default=None, help="for the data (default: the system's temporary one)")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    for name, good in (("seeds", 3), ("steps", 240)):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name}={value}: must be at least 1; such as {good}")
+    for name in ("text", "images", "folder"):
+        path = getattr(options, name)
+        if path is not None and not path.is_dir():
+            parser.error(f"--{name}={path}: must be a folder that exists")
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        parser.error(f"--device={options.device}: must be a device of torch; such as cpu or cuda")
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        parser.error(f"--device={options.device}: is not here, or nothing is measured on it; such as cpu")
+    options.size = options.size or ("real" if device.type == "cuda" else "small")
+    options.cases = [case for case in SIZES[options.size] if case.name in options.datasets]
+    if options.steps is not None:
+        options.cases = [dataclasses.replace(case, steps=options.steps) for case in options.cases]
+    check_output(parser, options, f"paper-{slug(device)}.json")
+    return options
+
+
+def build_data(case: Case, folder: Path, options: argparse.Namespace) -> Data:
+    """The shards of a case, in a folder that is there for this run alone.
+
+    Raises:
+        DataError: nothing can be learnt from what was given.
+    """
+    output, given = folder / case.name, getattr(options, case.name)
+    path, source = given, f"{case.name} of a folder"
+    asked: dict[str, Any] = {}  # of the build
+    if case.name == TEXT and given is None:
+        path, source = Path(sysconfig.get_paths()["stdlib"]), f"Python {platform.python_version()}'s sources"
+        asked = {"suffixes": (".py",), "exclude": ("site-packages",)}
+    elif case.name == IMAGES:
+        asked = {"modality": "image", "properties": {"height": case.height, "width": case.height}}
+        if given is None:
+            path, source = folder / "pictures", "letters drawn from matplotlib's fonts"
+            draw_pictures(path, case.pictures, case.height)
+    try:
+        build([path], output, validation_fraction=case.validation_fraction, **asked)
+    except DataError as error:
+        raise DataError(f"--{case.name}={error}" if given else str(error)) from None
+    data = Data(case, source, DataFolder(output))
+    held_out = sum(shard.content_bytes for shard in data.folder.split("validation").shards)
+    least = 4 * case.context if case.regions else case.context
+    if held_out < least:
+        rule = f"{held_out:,} bytes were held out, and {least:,} at least are scored; give more files"
+        raise DataError(f"--{case.name}={path}: {rule}")
+    return data
+
+
+def measure(data: Sequence[Data], options: argparse.Namespace, device: torch.device, began: float) -> dict[str, Any]:
+    """All runs, a seed of every data set before the next seed, so that what a time limit cuts off are seeds."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found: dict[str, Any] = {
+        **about(device),
+        "size": options.size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "cases": {
+            one.case.name: {
+                **dataclasses.asdict(one.case),
+                "source": one.source,
+                "data_fingerprint": one.folder.manifest.fingerprint,
+            }
+            for one in data
+        },
+        "runs": [],
+        "minimum_contexts": [],
+        "seconds": 0.0,
+    }
+    longest = 0.0
+    for seed in range(options.seeds):
+        for one in data:
+            start = time.monotonic()
+            if found["runs"] and start - began + longest > options.time_limit:
+                say(f"{one.case.name}, seed {seed}: left out, as it would end beyond {options.time_limit:.0f} s")
+                continue
+            runs, minima = measure_seed(one, seed, device, dtype)
+            found["runs"] += runs
+            found["minimum_contexts"] += minima
+            check(found["runs"])
+            found["seconds"] = rounded(time.monotonic() - began)
+            write_json(options.output, found)
+            longest = max(longest, time.monotonic() - start)
+            bits = ", ".join(f"{run['pattern']} {run['bits_per_byte']:.4f}" for run in runs)
+            say(f"{one.case.name}, seed {seed}: held-out bits per byte: {bits}; {time.monotonic() - start:.0f} s")
+    return found
+
+
+def measure_seed(
+    data: Data, seed: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of one data set and seed: a run a pattern, and of text the fixed model's scores by minimum context."""
+    case = data.case
+    learners = [Learner(case, pattern, seed, device, dtype) for pattern in PATTERNS]
+    asked = StreamSettings(context=case.context, global_batch=case.batch, seed=seed, shuffle_bytes=SHUFFLE_BYTES)
+    stream = ByteStream(data.folder, asked)
+    train_in_turns(learners, iter(stream), lambda text: say(f"{case.name}, seed {seed}: {text}"))
+    runs, minima = [], []
+    for learner in learners:
+        bits, num_bytes = learner.score(
+            evaluation_contexts(
+                data.folder, context=case.context, batch_size=case.evaluation_batch, limit=case.held_out
+            )
+        )
+        runs.append(
+            {
+                "dataset": case.name,
+                "pattern": learner.pattern,
+                "seed": seed,
+                "bits_per_byte": rounded_bits(bits),
+                "held_out_bytes": num_bytes,
+                "seconds_per_step": rounded(learner.seconds_per_step()),
+                "parameters": learner.parameters,
+                "steps": learner.steps,
+                "bytes_trained": learner.bytes_trained,
+                "initial_weights_crc32": learner.initial_weights_crc32,
+                "data_order_crc32": learner.data_order_crc32,
+                "training_curve": [(step, rounded_bits(x)) for step, x in curve(learner.training_bits())],
+            }
+        )
+        if case.regions and learner.pattern == TABLE_3:
+            minima = score_minima(learner, data)
+    return runs, minima
+
+
+def score_minima(learner: Learner, data: Data) -> list[dict[str, Any]]:
+    """A row a minimum context: bits per byte of the same bytes, of which each sees at least so many earlier ones."""
+    case = data.case
+    text = torch.from_numpy(np.frombuffer(b"".join(split_bytes(data.folder, "validation")), dtype=np.uint8).copy())
+    regions = spread_regions(len(text), case.regions, case.context)
+    rows = []
+    for share in MINIMUM_CONTEXTS:
+        minimum = int(share * case.context)
+        bits, num_bytes = learner.score_at(text, regions, minimum)
+        row = {"dataset": case.name, "pattern": learner.pattern, "seed": learner.seed}
+        rows.append({**row, "minimum_context": minimum, "bits_per_byte": rounded_bits(bits), "bytes": num_bytes})
+    return rows
+
+
+def check(runs: Sequence[dict[str, Any]]) -> None:
+    """Holds that runs may be compared: patterns of a seed differ in the pattern alone, and seeds do differ.
+
+    Raises:
+        RuntimeError: they may not.
+    """
+    for run in runs:
+        name = f"{run['dataset']}, {run['pattern']}, seed {run['seed']}"
+        figures = [run["bits_per_byte"], run["seconds_per_step"], *(x for _, x in run["training_curve"])]
+        if not all(math.isfinite(x) for x in figures):
+            raise RuntimeError(f"{name}: the loss is no finite number")
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["dataset"], run["seed"]), []).append(run)
+    for (dataset, seed), some in groups.items():
+        if sorted(run["pattern"] for run in some) != sorted(PATTERNS):
+            raise RuntimeError(f"{dataset}, seed {seed}: must be one run of each of {', '.join(PATTERNS)}")
+        for field in EQUAL:
+            if len({run[field] for run in some}) > 1:
+                raise RuntimeError(f"{dataset}, seed {seed}: {field} must be the same for all patterns")
+    for dataset in {dataset for dataset, _ in groups}:
+        firsts = [some[0] for (name, _), some in groups.items() if name == dataset]
+        for field in DIFFERENT:
+            if len({run[field] for run in firsts}) < len(firsts):
+                raise RuntimeError(f"{dataset}: {field} must differ from seed to seed")
+
+
+def rounded_bits(bits: float) -> float:
+    """To 5 digits behind the point."""
+    return round(bits, 5)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Pictures to learn from where a machine has none: letters of matplotlib's own fonts on white paper.
+
+``python benchmarks/paper/pictures_from_fonts.py DIR --count N`` writes PNG files of up to three letters, each in a
+font, size, ink, place and angle of its own. Inks are few, so that a short training learns more than what colours there
+are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import string
+import sys
+from pathlib import Path
+
+import matplotlib
+from PIL import Image, ImageDraw, ImageFont
+
+# Those of matplotlib's fonts that draw letters; the others hold mathematical signs.
+FAMILIES = ("DejaVuSans", "DejaVuSerif", "STIXGeneral")
+INKS = (0, 0, 0), (192, 0, 0), (0, 128, 0), (0, 0, 192)  # red, green, blue
+MOST_LETTERS = 3
+LETTERS = string.ascii_letters + string.digits
+SMALLEST, LARGEST = 0.5, 1.1  # a letter's size, of the picture's edge
+MIDDLE = 0.25, 0.75  # where a letter's own middle may lie, of the picture's edge
+LARGEST_ANGLE = 30  # degrees
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder to make")
+    parser.add_argument("--count", type=int, default=2_000)
+    parser.add_argument("--edge", type=int, default=32, help="height and width in pixels")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for name in ("count", "edge"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}={getattr(options, name)}: must be at least 1; such as {parser.get_default(name)}")
+    if options.folder.exists():
+        parser.error(f"{options.folder}: exists already; name a folder to make")
+    try:
+        draw_pictures(options.folder, options.count, options.edge, options.seed)
+    except OSError as error:
+        parser.error(f"{options.folder}: {error.strerror or error}")
+    print(f"{options.count:,} pictures of {options.edge}x{options.edge} in {options.folder}")
+    return 0
+
+
+def draw_pictures(folder: Path, count: int, edge: int, seed: int = 0) -> None:
+    """Writes so many PNG files of ``edge`` x ``edge`` pixels into a new folder; the same seed draws the same ones."""
+    folder.mkdir()
+    fonts = font_files()
+    for number in range(count):
+        generator = random.Random(f"{seed}/{number}")  # a picture does not depend on how many there are
+        draw_picture(generator, edge, fonts).save(folder / f"{number:06}.png")
+
+
+def font_files() -> list[Path]:
+    """The font files to draw with, in the order of their names."""
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    names = sorted(path for path in folder.glob("*.ttf") if path.stem.startswith(FAMILIES))
+    return [path for path in names if not path.stem.endswith("Display")]  # these hold a dozen signs
+
+
+def draw_picture(generator: random.Random, edge: int, fonts: list[Path]) -> Image.Image:
+    """One picture, ``edge`` x ``edge`` pixels in red, green and blue."""
+    picture = Image.new("RGB", (edge, edge), "white")
+    for _ in range(generator.randint(1, MOST_LETTERS)):
+        size = max(4, round(edge * generator.uniform(SMALLEST, LARGEST)))
+        font = ImageFont.truetype(str(generator.choice(fonts)), size)
+        mask = Image.new("L", (edge, edge))
+        place = edge * generator.uniform(*MIDDLE), edge * generator.uniform(*MIDDLE)
+        ImageDraw.Draw(mask).text(place, generator.choice(LETTERS), fill=255, font=font, anchor="mm")
+        angle = generator.uniform(-LARGEST_ANGLE, LARGEST_ANGLE)
+        mask = mask.rotate(angle, Image.Resampling.BILINEAR, center=place)
+        picture.paste(generator.choice(INKS), (0, 0), mask)
+    return picture
+
+
+if __name__ == "__main__":
+    sys.exit(main())

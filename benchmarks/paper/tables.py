@@ -1,0 +1,150 @@
+"""The tables of docs/results.md, made from the files that benchmarks/paper/paper.py writes.
+
+`python benchmarks/paper/tables.py` writes them into the page and draws the pictures anew; a test holds that they agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.paper.cases import IMAGES, PATTERNS, TEXT
+from benchmarks.paper.plot import plot
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- made by benchmarks/paper/tables.py: begin -->", "<!-- end -->"
+NOTHING = "Not measured yet.\n"
+# The paper's Table 2: bits per byte, and seconds of a training iteration; enwik8 and CIFAR-10.
+PAPER: dict[str, tuple[str, dict[str, tuple[float, float]]]] = {
+    TEXT: ("enwik8", {"dense": (1.00, 1.31), "fixed": (0.99, 0.55), "strided": (1.13, 0.35)}),
+    IMAGES: ("CIFAR-10", {"dense": (2.82, 0.54), "fixed": (2.85, 0.47), "strided": (2.80, 0.38)}),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrites the page where it differs."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    files = result_files(RESULTS)
+    for path in files:
+        plot(json.loads(path.read_text()), path.with_suffix(".png"))
+    PAGE.write_text(with_tables(PAGE.read_text(), files))
+    return 0
+
+
+def result_files(folder: Path) -> list[Path]:
+    """The result files of a folder, those of sizes that say nothing left out."""
+    return [path for path in sorted(folder.glob("paper-*.json")) if json.loads(path.read_text())["size"] != "tiny"]
+
+
+def with_tables(page: str, files: Sequence[Path]) -> str:
+    """The page's text with its tables as the result files have them."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    parts = []
+    for path in files:
+        found = json.loads(path.read_text())
+        parts += tables_of(found)
+        picture = path.with_suffix(".png").name
+        parts.append(f"![training curves on {found['device']}](../benchmarks/results/{picture})\n")
+    return f"{before}{BEGIN}\n{chr(10).join(parts or [NOTHING])}{END}{after}"
+
+
+def tables_of(found: dict[str, Any]) -> list[str]:
+    """One device's paragraphs and tables: what ran, Table 2, the order of the patterns, and Table 3."""
+    parts = [
+        f"**{found['device']}**, {found['threads']} threads, torch {found['torch']}, {found['dtype']}, "
+        f"{found['date']}: `--size {found['size']}`, {found['seconds'] / 60:.0f} minutes in all.\n",
+        *(case_line(case, runs_of(found, name)) for name, case in found["cases"].items() if runs_of(found, name)),
+        table_2(found),
+        *(order_line(name, runs_of(found, name)) for name in found["cases"] if runs_of(found, name)),
+    ]
+    return parts + ([table_3(found)] if found["minimum_contexts"] else [])
+
+
+def runs_of(found: dict[str, Any], dataset: str, pattern: str | None = None) -> list[dict[str, Any]]:
+    """The runs on a data set, with one pattern or with all."""
+    return [run for run in found["runs"] if run["dataset"] == dataset and pattern in (None, run["pattern"])]
+
+
+def case_line(case: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
+    """What one data set's models are, and what they were trained on."""
+    run = runs[0]
+    return (
+        f"- {case['name']} ({case['source']}): n = {case['context']:,}, l = {case['stride']}, c = {case['summary']}; "
+        f"{case['layers']} layers, {case['heads']} heads, width {case['width']}, {run['parameters']:,} parameters; "
+        f"{run['steps']:,} steps of {run['bytes_trained'] // run['steps']:,} bytes; "
+        f"scored on {run['held_out_bytes']:,} bytes.\n"
+    )
+
+
+def table_2(found: dict[str, Any]) -> str:
+    """Bits per byte and seconds a step, by data set and pattern, beside the paper's."""
+    columns = ["data", "pattern", "bits per byte", "seconds a step", "speed", "seeds", "the paper's", "its speed"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for dataset in found["cases"]:
+        for pattern in PATTERNS:
+            runs = runs_of(found, dataset, pattern)
+            if runs:
+                seconds = statistics.fmean(run["seconds_per_step"] for run in runs)
+                cells = [dataset, pattern, spread([run["bits_per_byte"] for run in runs]), f"{seconds:.3f}"]
+                cells += [f"{times_dense(found, runs):.2f}×", str(len(runs)), *paper_cells(dataset, pattern)]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_3(found: dict[str, Any]) -> str:
+    """Bits per byte by minimum context, of one data set's model with one pattern."""
+    first = found["minimum_contexts"][0]
+    lines = [
+        f"The {first['pattern']} {first['dataset']} models on the same {first['bytes']:,} held-out bytes, "
+        "of which each sees at least so many earlier ones:",
+        "",
+        "| minimum context | bits per byte | seeds |",
+        "|---|---|---|",
+    ]
+    for minimum in sorted({row["minimum_context"] for row in found["minimum_contexts"]}):
+        bits = [row["bits_per_byte"] for row in found["minimum_contexts"] if row["minimum_context"] == minimum]
+        lines.append(f"| {minimum:,} | {spread(bits)} | {len(bits)} |")
+    return "\n".join(lines) + "\n"
+
+
+def order_line(dataset: str, runs: Sequence[dict[str, Any]]) -> str:
+    """The patterns from the fewest bits to the most, beside the paper's order."""
+    own = {p: statistics.fmean(run["bits_per_byte"] for run in runs if run["pattern"] == p) for p in PATTERNS}
+    name, theirs = PAPER[dataset]
+    orders = (sorted(own, key=own.__getitem__), sorted(theirs, key=lambda pattern: theirs[pattern][0]))
+    here, there = (" < ".join(order) for order in orders)
+    return f"Bits per byte on {dataset}: {here}; the paper's on {name}: {there}.\n"
+
+
+def times_dense(found: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float:
+    """How many times faster than dense attention a pattern's step was: the mean over seeds of the ratio in the seed."""
+    dense = {run["seed"]: run["seconds_per_step"] for run in runs_of(found, runs[0]["dataset"], "dense")}
+    return statistics.fmean(dense[run["seed"]] / run["seconds_per_step"] for run in runs)
+
+
+def paper_cells(dataset: str, pattern: str) -> list[str]:
+    """The paper's bits per byte on its own data set, and how many times faster than dense its iteration was."""
+    name, theirs = PAPER[dataset]
+    bits, seconds = theirs[pattern]
+    return [f"{bits:.2f} ({name})", f"{theirs['dense'][1] / seconds:.2f}×"]
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean, and the least and the most where there are several."""
+    mean = f"{statistics.fmean(values):.4f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.4f}–{max(values):.4f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""One model of `benchmarks/paper/paper.py`: trained in turn with its peers on the same bytes, then scored.
+
+A plain loop in one process, without DeepSpeed: what is compared are patterns, eighteen starts of the engine would take
+longer than some of the trainings, and turns by the step need all models in one process. Optimiser, schedule and
+clipping are the trainer's. In 16 bits the weights are bf16 beside fp32 masters, which the optimiser steps, as the
+engine has it.
+Letters: B contexts, N positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.attention.peers import dense_attention
+from benchmarks.machine import synchronize
+from benchmarks.paper.cases import Case
+from benchmarks.training.training_step import attention_replaced
+from longstride.data_pipelines.order.evaluation import EvaluationBatch
+from longstride.data_pipelines.order.stream import Batch
+from longstride.launcher.engine.optimizer import make_optimizer, make_schedule
+from longstride.sparse_model import SparseTransformer
+
+CLIPPING = 1.0
+CURVE_POINTS = 20
+BITS = 1 / math.log(2)  # a nat
+
+
+class Learner:
+    """One model with one pattern: its weights, optimiser, losses and times."""
+
+    def __init__(self, case: Case, pattern: str, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.case, self.pattern, self.seed, self._device = case, pattern, seed, device
+        torch.manual_seed(seed)
+        model = SparseTransformer(case.model_config(pattern))
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.initial_weights_crc32 = crc32_of(parameter.detach() for parameter in model.parameters())
+        self.model = model.to(device)
+        self._weights = list(model.parameters())
+        self._masters = self._weights
+        if dtype != torch.float32:
+            self._masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
+            self.model.to(dtype)
+        names = [name for name, _ in model.named_parameters()]
+        train = case.train_config()
+        self._optimizer = make_optimizer(dict(zip(names, self._masters, strict=True)), train)
+        self._schedule = make_schedule(self._optimizer, train)
+        self._nats: list[Tensor] = []  # of each step, where it was computed: reading one would wait for the device
+        self._seconds: list[float] = []
+        self.data_order_crc32 = 0
+        self.bytes_trained = 0
+
+    def take_step(self, batch: Batch) -> None:
+        """Trains on one batch, and notes loss, seconds and what was read."""
+        tokens = batch.tokens.to(self._device)
+        synchronize(self._device)
+        start = time.perf_counter()
+        with self._attention():
+            nats = self.model(tokens, return_nats=True).mean()  # training contexts are full
+            nats.backward()
+        self._update()
+        synchronize(self._device)
+        self._seconds.append(time.perf_counter() - start)
+        self._nats.append(nats.detach())
+        self.bytes_trained += int(batch.lengths.sum())
+        for tensor in (batch.sample_ids, batch.tokens):
+            self.data_order_crc32 = zlib.crc32(tensor.numpy().tobytes(), self.data_order_crc32)
+
+    def _update(self) -> None:
+        """The optimiser's step, on the masters where there are any."""
+        separate = self._masters is not self._weights
+        if separate:
+            for master, weight in zip(self._masters, self._weights, strict=True):
+                assert weight.grad is not None
+                master.grad = weight.grad.float()
+        nn.utils.clip_grad_norm_(self._masters, CLIPPING)
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if separate:
+            with torch.no_grad():
+                for master, weight in zip(self._masters, self._weights, strict=True):
+                    weight.copy_(master)
+            self.model.zero_grad(set_to_none=True)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken."""
+        return len(self._nats)
+
+    def seconds_per_step(self) -> float:
+        """The median."""
+        return statistics.median(self._seconds)
+
+    def training_bits(self) -> list[float]:
+        """Bits per byte of every step's batch, before the step."""
+        return [nats * BITS for nats in torch.stack(self._nats).double().tolist()] if self._nats else []
+
+    def score(self, batches: Iterable[EvaluationBatch]) -> tuple[float, int]:
+        """Bits per byte of held-out contexts, and how many bytes they are."""
+        nats, num_bytes = 0.0, 0
+        for batch in batches:
+            each = self._nats_of(batch.tokens)
+            nats += each[torch.arange(each.shape[1]) < batch.lengths[:, None]].sum().item()
+            num_bytes += int(batch.lengths.sum())
+        return nats / num_bytes * BITS, num_bytes
+
+    def score_at(self, text: Tensor, regions: Sequence[range], minimum: int) -> tuple[float, int]:
+        """Bits per byte of regions of a text (bytes,) uint8 where each byte sees at least ``minimum`` earlier ones."""
+        places = [place for region in regions for place in windows(region, self.case.context, minimum)]
+        nats, num_bytes = 0.0, 0
+        for first in range(0, len(places), self.case.evaluation_batch):
+            some = places[first : first + self.case.evaluation_batch]
+            each = self._nats_of(torch.stack([text[start : start + self.case.context] for start, _ in some]))
+            for row, (_, scored) in zip(each, some, strict=True):
+                nats += row[scored.start : scored.stop].sum().item()
+                num_bytes += len(scored)
+        return nats / num_bytes * BITS, num_bytes
+
+    def _nats_of(self, tokens: Tensor) -> Tensor:
+        """(B, N) uint8 to (B, N) fp64 on the CPU."""
+        with torch.no_grad(), self._attention():
+            return self.model(tokens.to(self._device), return_nats=True).double().cpu()
+
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        """Dense attention is torch's own, which is faster than ours with a dense pattern, and the same sum."""
+        if self.pattern != "dense":
+            return contextlib.nullcontext()
+        attention = dense_attention()
+        return attention_replaced(lambda q, k, v, patterns, backend: attention(q, k, v))
+
+
+def train_in_turns(learners: Sequence[Learner], batches: Iterator[Batch], say: Callable[[str], None]) -> None:
+    """Every learner takes every step on the same batch before the next one; who begins goes round."""
+    case = learners[0].case
+    for step, batch in zip(range(case.steps), batches, strict=False):
+        assert bool((batch.lengths == case.context).all())  # the mean over a batch is the mean over its bytes
+        turn = step % len(learners)
+        for learner in (*learners[turn:], *learners[:turn]):
+            learner.take_step(batch)
+        if (step + 1) % max(1, case.steps // 4) == 0:
+            now = ", ".join(f"{one.pattern} {one.training_bits()[-1]:.3f}" for one in learners)
+            say(f"step {step + 1} of {case.steps}, training bits per byte: {now}")
+
+
+def windows(region: range, context: int, minimum: int) -> Iterator[tuple[int, range]]:
+    """Contexts that score each byte of a region once, behind at least ``minimum`` others: (begin, rows scored)."""
+    for first in range(region.start, region.stop, context - minimum):
+        count = min(context - minimum, region.stop - first)
+        yield first - minimum, range(minimum, minimum + count)
+
+
+def spread_regions(num_bytes: int, count: int, context: int) -> list[range]:
+    """So many regions of 2N bytes, evenly spread, with N bytes before and behind each."""
+    room = num_bytes - 4 * context
+    assert room >= 0 and count > 1
+    starts = (context + place * room // (count - 1) for place in range(count))
+    return [range(start, start + 2 * context) for start in starts]
+
+
+def curve(bits: Sequence[float]) -> list[tuple[int, float]]:
+    """(step, mean since the point before) of a run's steps, in few points."""
+    size = -(-len(bits) // CURVE_POINTS)
+    parts = [bits[first : first + size] for first in range(0, len(bits), size)]
+    return [(min(size * (number + 1), len(bits)), statistics.fmean(part)) for number, part in enumerate(parts)]
+
+
+def crc32_of(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of fp32 tensors on the CPU."""
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(tensor.contiguous().numpy().tobytes(), found)
+    return found

@@ -1,0 +1,145 @@
+"""Predicted bytes of a step held against those that DeepSpeed and torch count.
+
+Tiny runs of every ZeRO stage and precision, with one and two micro-batches, and DistributedAttention alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
+from benchmarks.scaling.ulysses import attention_collectives
+from benchmarks.scaling.zero_communication import Run
+from longstride.launcher.config.run_config import RunConfig, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = ROOT / "benchmarks/scaling/communication_worker.py"
+PRECISIONS, STAGES, MICRO_BATCHES = ("fp16", "bf16", "fp32"), (0, 1, 2, 3), (1, 2)
+# Settings of stage 3 under which a tiny network shows what large ones do: weights that are not kept, are released
+# between the passes, and are fetched ahead or not.
+STAGE_3: dict[str, dict[str, int]] = {
+    "defaults": {},
+    "nothing persistent": {"stage3_param_persistence_threshold": 0},
+    "small ones persistent": {"stage3_param_persistence_threshold": 1500},
+    "released": {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0},
+    "released, none ahead": {
+        "stage3_param_persistence_threshold": 100,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+    },
+    "few ahead": {
+        "stage3_param_persistence_threshold": 100,
+        "stage3_max_reuse_distance": 4_000,
+        "stage3_prefetch_bucket_size": 3_000,
+    },
+}
+LIMIT_SECONDS = 3600  # of a grid, on a machine that has other things to do
+ULYSSES = [
+    {"batch": 2, "context": 48, "heads": 4, "query_key_width": 6, "value_width": 10},
+    {"batch": 1, "context": 96, "heads": 12, "query_key_width": 8, "value_width": 8},
+]
+
+
+def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """A run of three small layers whose parameters divide by nothing; ``changes`` are of zero_optimization."""
+    overrides = [
+        "model.context=60",
+        "model.layers=3",
+        "model.width=36",
+        "model.heads=2",
+        'model.attention={"type": "fixed", "stride": 6, "summary": 2, "combine": "merged"}',
+        "model.embedding.row_width=6",
+        "model.backend=reference",
+        f"train.global_batch={2 * micro_batches * ranks}",
+        "train.micro_batch=2",
+        f"deepspeed=zero{stage}_{kind}",
+        'deepspeed.comms_logger={"enabled": true, "prof_all": true}',
+        *(f"deepspeed.zero_optimization.{name}={json.dumps(value)}" for name, value in changes.items()),
+    ]
+    config = load_config("demo", overrides).to_json()
+    return {**config, "notes": ""}
+
+
+def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
+    """The grid for a number of ranks; a few of it where ranks are so many that a case takes half a minute."""
+    found = []
+
+    def add(title: str, stage: int, kind: str, micro_batches: int, changes: dict[str, Any], **train: Any) -> None:
+        config = configuration(stage, kind, micro_batches, ranks, changes)
+        config["train"] |= train
+        found.append({"title": f"ZeRO {stage}, {kind}, {micro_batches} micro-batches, {title}", "config": config})
+
+    for kind in PRECISIONS:
+        for micro_batches in MICRO_BATCHES[: 1 if few else None]:
+            for stage in STAGES:
+                add("defaults", stage, kind, micro_batches, {})
+            add("released, none ahead", 3, kind, micro_batches, STAGE_3["released, none ahead"])
+    if few:
+        return found
+    for title, changes in STAGE_3.items():
+        add(title, 3, "bf16", 2, changes, activation_checkpointing=True)
+    for title in ("nothing persistent", "small ones persistent", "released", "few ahead"):
+        add(title, 3, "fp16", 2, STAGE_3[title])
+    add("reduced to owners", 2, "fp16", 2, {"use_multi_rank_bucket_allreduce": False})
+    return found + [
+        {"title": f"Ulysses of {case['heads']} heads", **case}
+        for case in ULYSSES
+        if case["heads"] % ranks == 0 and case["context"] % ranks == 0
+    ]
+
+
+def predicted(case: dict[str, Any], ranks: int) -> list[Collective]:
+    """What the formulas say of a case."""
+    if "heads" in case:
+        names = ("batch", "context", "heads", "query_key_width", "value_width")
+        return attention_collectives(ranks=ranks, element_bytes=2, **{name: case[name] for name in names})
+    config = RunConfig.model_validate(case["config"])
+    train = config.train
+    return Run(config).step(ranks, train.global_batch // (train.micro_batch * ranks))
+
+
+def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> list[list[dict[str, Any]]]:
+    """What every rank counted of every case: real processes, or one that takes itself for the first of W."""
+    plan = folder / "cases.json"
+    plan.write_text(json.dumps(found))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | ({"FAKE_RANKS": str(ranks)} if fake else {})
+    command = [sys.executable, str(WORKER), str(plan), str(folder)]
+    with (folder / "log").open("w+") as log:
+        # A session of its own: should the first rank be killed, the others end with it.
+        first = subprocess.Popen(command, env=os.environ | place, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = first.wait(timeout=LIMIT_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+            first.wait()
+        log.seek(0)
+        assert code == 0, log.read()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(1 if fake else ranks)]
+
+
+def differences(case: dict[str, Any], ranks: int, counted: dict[str, Any]) -> list[str]:
+    """Where a rank's counts are not those predicted: bytes and calls by owner, and the logger's own bytes."""
+    expected = predicted(case, ranks)
+    wanted = {
+        "bytes": {owner: message_bytes(expected, owner) for owner in (DEEPSPEED, OURS)},
+        "calls": {owner: num_calls(expected, owner) for owner in (DEEPSPEED, OURS)},
+        "logged": message_bytes(expected, DEEPSPEED),
+    }
+    return [
+        f"{case['title']}, {ranks} ranks, {kind}: predicted {wanted[kind]}, counted {counted[kind]}"
+        for kind in wanted
+        if wanted[kind] != counted[kind]
+    ]

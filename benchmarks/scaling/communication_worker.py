@@ -1,0 +1,139 @@
+"""Ranks whose steps are counted: ``python benchmarks/scaling/communication_worker.py CASES.json FOLDER``.
+
+WORLD_SIZE of the environment says how many; they are forked from one that has imported everything. For every case they
+build the engine of a run and take its steps by the training loop's own functions, on batches of noise; the last step is
+counted. A case of Ulysses calls DeepSpeed's DistributedAttention alone, forward and backward. What a rank counted goes
+to FOLDER/rank-R.json.
+
+With FAKE_RANKS=W this one process is rank 0 of W whose collectives go nowhere (torch's own fake process group): what
+DeepSpeed asks of a rank can be counted so for any W, though not what it computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.distributed
+from deepspeed.comm.comm import comms_logger
+
+from benchmarks.scaling.counted import Counted, logged
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
+from longstride.launcher.config.run_config import RunConfig
+from longstride.launcher.data.run_data import together
+from longstride.launcher.engine.build import build_engine
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.ranks.processes import Ranks, process_group
+from longstride.launcher.training.guards import Guards
+from longstride.launcher.training.loop import train_step
+
+WARM_MICRO_BATCHES = 2  # ZeRO 3 learns the order of the modules in them, and gathers otherwise
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code."""
+    cases, folder = json.loads(Path(arguments[0]).read_text()), Path(arguments[1])
+    fake = int(os.environ.get("FAKE_RANKS", "0"))
+    children = [] if fake else _fork(int(os.environ["WORLD_SIZE"]))
+    ranks = Ranks(0, 0, fake) if fake else Ranks.from_environment(os.environ)
+    prepare_accelerator()
+    if fake:
+        _pretend(fake)
+    with process_group(ranks, 120):
+        found = [ulysses(case, ranks) if "heads" in case else step(case, ranks) for case in cases]
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
+    return max([0, *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)])
+
+
+def _fork(ranks: int) -> list[int]:
+    """Makes ranks 1 to W - 1 of this process, which is 0; each takes its place in its environment."""
+    children = []
+    for rank in range(1, ranks):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return []
+        children.append(child)
+    return children
+
+
+def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What a rank communicates in a step of a run once it is warm."""
+    config = RunConfig.model_validate(case["config"])
+    prepare_accelerator(config)
+    engine = build_engine(config, ranks)
+    rows = config.train.global_batch // ranks.world_size
+    micro_batches = rows // config.train.micro_batch
+    warm = -(-WARM_MICRO_BATCHES // micro_batches)
+    batches = together(lambda: _noise(config, rows), rows, ranks, engine.device)
+    with Counted() as counted:
+        for _ in range(warm + 1):
+            counted.take()
+            comms_logger.reset_data()
+            train_step(engine, next(batches), config.train.micro_batch, ranks, Guards(config.train.guards, None))
+    found = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
+    engine.destroy()
+    return found
+
+
+def ulysses(case: dict[str, int], ranks: Ranks) -> dict[str, Any]:
+    """What a rank communicates in DistributedAttention, forward and backward: q and k narrower than v."""
+    from deepspeed.sequence.layer import DistributedAttention
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v  # a shape is all that matters here
+
+    local = case["context"] // ranks.world_size
+    shape = (case["batch"], local, case["heads"])  # (B, N / W, H)
+    widths = [case["query_key_width"], case["query_key_width"], case["value_width"]]
+    q, k, v = (torch.randn(*shape, width, dtype=torch.bfloat16, requires_grad=True) for width in widths)
+    comms_logger.enabled = comms_logger.prof_all = True
+    comms_logger.reset_data()
+    layer = DistributedAttention(attention, torch.distributed.group.WORLD, scatter_idx=2, gather_idx=1)
+    with Counted() as counted:
+        layer(q, k, v, 0).sum().backward()
+    return {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
+
+
+def _noise(config: RunConfig, rows: int) -> Iterator[Batch]:
+    generator, context = torch.Generator().manual_seed(0), config.model.context
+    for number in itertools.count(1):
+        yield Batch(
+            tokens=torch.randint(256, (rows, context), dtype=torch.uint8, generator=generator),
+            lengths=torch.full((rows,), context),
+            sample_ids=torch.arange(rows),
+            state=StreamState(
+                fingerprint="noise", seed=0, epoch=0, step=number, global_batch=config.train.global_batch
+            ),
+        )
+
+
+def _pretend(ranks: int) -> None:
+    """Joins W processes of which there is one; gathering what we gather ourselves brings W copies of it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    gather = torch.distributed.all_gather
+
+    def gather_copies(everyone: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = gather(everyone, own, *args, **kwargs)
+        for each in everyone:
+            each.copy_(own)
+        return work
+
+    setattr(torch.distributed, "all_gather", gather_copies)  # noqa: B010  its signature is another
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Counts what a process communicates, collective by collective, however it is called.
+
+torch sends every collective through its dispatcher, as an operation of ``c10d``: a dispatch mode sees those of
+DeepSpeed, which its communication logger sees too, and those of torch.distributed itself, which it does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.scaling.collectives import DEEPSPEED, OURS
+
+# By torch's operation: what it is here, and which argument holds S bytes (see collectives.py).
+_OPERATIONS = {
+    "allreduce_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+}
+_WITHOUT_BYTES = ("barrier",)
+
+
+class Counted(TorchDispatchMode):
+    """Calls and bytes by (owner, operation), until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Counts a collective, and runs whatever it is."""
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d" and name not in _WITHOUT_BYTES:
+            operation, place = _OPERATIONS[name]  # KeyError: one that nobody has thought of
+            tensors = [each for each in tree_leaves(args[place]) if isinstance(each, Tensor)]
+            owner = DEEPSPEED if _through_deepspeed() else OURS
+            self.num_bytes[owner, operation] += sum(each.numel() * each.element_size() for each in tensors)
+            self.calls[owner, operation] += 1
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> dict[str, dict[str, dict[str, int]]]:
+        """What was counted since the last time: bytes and calls by owner and operation."""
+        taken: dict[str, dict[str, dict[str, int]]] = {}
+        for kind, counter in (("bytes", self.num_bytes), ("calls", self.calls)):
+            taken[kind] = {owner: {} for owner in (DEEPSPEED, OURS)}
+            for (owner, operation), count in counter.items():
+                taken[kind][owner][operation] = count
+            counter.clear()
+        return taken
+
+
+def _through_deepspeed() -> bool:
+    """Whether DeepSpeed's wrapper of torch.distributed is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "deepspeed.comm.comm":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def logged(comms: dict[str, dict[int, list[Any]]], ranks: int) -> dict[str, int]:
+    """Bytes by operation, as collectives.py counts them, from the dictionary of DeepSpeed's communication logger."""
+    # It takes an all_gather to move what one rank brings, and everything else what is reduced or exchanged.
+    names = {
+        "all_reduce": ("all_reduce", 1),
+        "all_gather_into_tensor": ("all_gather", ranks),
+        "reduce_scatter_tensor": ("reduce_scatter", 1),
+        "all_to_all_single": ("all_to_all", 1),
+        "broadcast": ("broadcast", 1),
+        "reduce": ("reduce", 1),
+    }
+    totals: Counter[str] = Counter()
+    for name, sizes in comms.items():
+        if name not in ("barrier", "log_summary_barrier"):
+            operation, factor = names[name]
+            totals[operation] += sum(size * values[0] * factor for size, values in sizes.items())
+    return dict(totals)

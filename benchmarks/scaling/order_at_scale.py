@@ -1,0 +1,136 @@
+"""The data order of a set of many shards for thousands of ranks: what opening and planning cost, and that ranks agree.
+
+Letters: G contexts a global batch, W ranks.
+
+The manifest is synthetic: its shards exist on paper alone, as the order is a function of the manifest. The order is
+computed by the stream's own code (``LanesReader``), with the reading of bytes left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+
+from benchmarks.training.data import resident_bytes
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.order.loading import LanesReader, StreamSettings
+from longstride.data_pipelines.order.stream import ByteStream
+from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
+from longstride.data_pipelines.shards.reading import DataFolder
+
+CONTEXT = 12_288
+SHARD_BYTES = 2**27  # of content, more or less
+STEPS = (0, 1, 1_000)  # of the first epoch: at its beginning, and where lanes are further on
+
+
+def measure(folder: Path, shards: int, global_batch: int, world_sizes: list[int]) -> dict[str, Any]:
+    """Costs and equality, in a process of its own."""
+    data = paper_manifest(folder, shards)
+    command = [sys.executable, str(Path(__file__).resolve()), str(data), str(global_batch), json.dumps(world_sizes)]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"shards": shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **found}
+
+
+def paper_manifest(folder: Path, shards: int) -> Path:
+    """A data folder that holds a manifest alone; its shards differ in size."""
+    source, data = folder / "source", folder / "many"
+    source.mkdir()
+    (source / "document.txt").write_bytes(bytes(3 * CONTEXT))
+    made = build([source], folder / "one", validation_fraction=0)
+    (shard,) = made.splits["train"].shards
+    generator = random.Random(0)
+    many = tuple(
+        replace(shard, name=f"train-{number:05d}.tar", content_bytes=SHARD_BYTES - generator.randrange(2**20))
+        for number in range(shards)
+    )
+    data.mkdir()
+    whole = DataManifest("text", {}, {"train": SplitRecord(shards, many)}, made.made)
+    (data / DataManifest.FILE_NAME).write_text(whole.to_json(), encoding="utf-8")
+    return data
+
+
+class _Unread:
+    """The contexts of a split, of which nothing is read: every row is one byte, and stays as it is."""
+
+    context = 1
+
+    def __init__(self, stream: ByteStream) -> None:
+        self.split, self._context = stream.contexts.split, stream.contexts.context
+
+    def read(self, reader: Any, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
+        """Says that all contexts are whole."""
+        lengths[:] = self._context
+
+
+def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list[int], list[str]]]:
+    """Of some steps: the contexts that a rank reads, by slot, and the shards in which they begin."""
+    lanes, planned = stream.lanes, []
+    own = lanes.of_rank(rank, world_size)
+    reader = LanesReader(_Unread(stream), lanes, own, stream.settings)  # type: ignore[arg-type]
+    for step in STEPS:
+        ids = reader.take(0, step).sample_ids.tolist()
+        planned.append(
+            (ids, [stream.contexts.place(each * stream.contexts.context, stream.settings.seed) for each in ids])
+        )
+    return planned
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the measurement of one folder."""
+    data, global_batch, world_sizes = Path(arguments[0]), int(arguments[1]), json.loads(arguments[2])
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is none of the set's
+    start = time.perf_counter()
+    folder = DataFolder(data)
+    opened = time.perf_counter() - start
+    stream = ByteStream(folder, StreamSettings(context=CONTEXT, global_batch=global_batch))
+    memory = resident_bytes("VmHWM") - before
+    start = time.perf_counter()
+    stream.contexts.place(0, stream.settings.seed)  # the permutation of the shards, once an epoch
+    permuted = time.perf_counter() - start
+    whole = plan_rank(stream, 0, 1)
+    rows = []
+    for world_size in world_sizes:
+        start = time.perf_counter()
+        ranks = [plan_rank(stream, rank, world_size) for rank in range(world_size)]
+        seconds = time.perf_counter() - start
+        joined = [
+            tuple(list(itertools.chain.from_iterable(rank[step][part] for rank in ranks)) for part in (0, 1))
+            for step in range(len(STEPS))
+        ]
+        rows.append(
+            {
+                "ranks": world_size,
+                "lanes_per_rank": global_batch // world_size,
+                "seconds_per_rank": seconds / world_size,
+                "equal": joined == whole,
+            }
+        )
+    found = {
+        "context": CONTEXT,
+        "global_batch": global_batch,
+        "content_bytes": stream.contexts.total_units,
+        "steps_compared": list(STEPS),
+        "opened_seconds": opened,
+        "memory_bytes": memory,
+        "permuted_seconds": permuted,
+        "ranks": rows,
+    }
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

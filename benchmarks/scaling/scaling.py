@@ -1,0 +1,258 @@
+"""From one card to 4,096: ``python benchmarks/scaling/scaling.py [RUN [path.to.key=value …]]``.
+
+With a run, by name or file: what a rank sends in a step and what a card holds, for every ZeRO stage and number of
+cards, and what Ulysses would exchange; printed, and nothing else. Every card has the same work whatever their number:
+``--micro-batches`` of the run's micro-batch a step.
+
+Without one: the runs of RUNS, and beside them what the figures rest on. Predicted bytes are held against those that
+DeepSpeed's communication logger and torch's dispatcher count over real steps of tiny runs, at 1 to 4 processes and as
+the first of up to 4,096 on torch's fake process group; and the data order of 100,000 shards is planned for every
+number of ranks. All of it goes to a result file, from which benchmarks/scaling/tables.py makes the docs' tables.
+
+Seconds of communication are never measured here: ``--within`` and ``--between`` (bytes a second that a card sends
+within its host and to others) give a model of them, in which nothing overlaps and no call costs anything by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.scaling import communication, order_at_scale, ulysses
+from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
+from benchmarks.scaling.zero_communication import Run
+from longstride.kernels import ConfigError
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.planning import memory as plan_memory
+
+CARDS = [2**power for power in range(13)]
+# Name, run and changes: the paper's text and longest music, and what music would be at the size of today's models.
+RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("enwik8_fixed", "enwik8_fixed", ()),
+    ("music_65k", "music_65k", ()),
+    ("music_1m", "music_1m", ("deepspeed=zero1_fp16",)),
+    ("music_65k, widened", "music_65k", ("model.width=4096", "model.heads=32", "model.layers=32")),
+)
+REAL_RANKS, FAKE_RANKS, FEW_BEYOND = (1, 2, 3, 4), (8, 64, 4096), 8
+ACCUMULATED = 8  # micro-batches, where what more of them cost is told
+SHARDS, LANES = 100_000, 4_096
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    links = Links(options.within, options.between, options.cards_per_host)
+    if options.run:
+        try:
+            found = scale(options.run, load_config(options.run, options.changes), options.cards, options.micro_batches)
+        except (ConfigError, OSError) as error:
+            print(f"scaling: error: {error}", file=sys.stderr)
+            return 2
+        print(described(found, links))
+        return 0
+    runs = []
+    for name, run, changes in RUNS:
+        config = load_config(run, list(changes))
+        runs.append({"changes": list(changes), **scale(name, config, options.cards, options.micro_batches)})
+        print(described(runs[-1], links) + "\n", flush=True)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        order = order_at_scale.measure(Path(name), SHARDS, LANES, CARDS)
+        checks = check(Path(name), options.real, options.pretended)
+    found = {**about(torch.device("cpu")), "deepspeed": importlib.metadata.version("deepspeed"), "runs": runs}
+    write_json(options.output, {**found, "checks": checks, "order": order})
+    print(f"wrote {options.output}")
+    return 1 if any(each["differences"] for each in checks) else 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", help="a run's JSON, or the name of one in ds_configs/experiments")
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
+    parser.add_argument("--cards", nargs="+", default=[], metavar="W", help="(default: powers of 2 up to 4,096)")
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="m", help="of a card and step")
+    parser.add_argument("--within", type=float, default=300e9, help="bytes a second a card sends within its host")
+    parser.add_argument("--between", type=float, default=25e9, help="and to other hosts")
+    parser.add_argument("--cards-per-host", type=int, default=8)
+    parser.add_argument("--real", type=int, nargs="*", default=REAL_RANKS, help="processes to count the bytes of")
+    parser.add_argument("--pretended", type=int, nargs="*", default=FAKE_RANKS, help="of which one is the first")
+    parser.add_argument("--folder", type=Path, default=None, help="for what is measured (default: the temporary one)")
+    add_output_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    for name in ("micro_batches", "within", "between", "cards_per_host"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: must be more than 0")
+    # What stands behind --cards and is no number of them was meant to follow it.
+    options.changes += [word for word in options.cards if "=" in word]
+    given = [word for word in options.cards if "=" not in word]
+    for word in given:
+        if not (word.isascii() and word.isdecimal() and int(word)):
+            parser.error(f"--cards={word}: must be whole numbers of at least 1")
+    options.cards = [int(word) for word in given] or CARDS
+    if not options.run:
+        check_output(parser, options, f"scaling-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+class Links:
+    """A model of a cluster's links: a ring is as slow as the slowest link on its way."""
+
+    def __init__(self, within: float, between: float, cards_per_host: int) -> None:
+        self.within, self.between, self.cards_per_host = within, between, cards_per_host
+
+    def seconds(self, sent: float, cards: int) -> float:
+        """Of sending so many bytes a rank, one collective after the other."""
+        return sent / (self.within if cards <= self.cards_per_host else self.between)
+
+
+def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int) -> dict[str, Any]:
+    """Everything about a run, as JSON values.
+
+    Raises:
+        ConfigError: the run has a setting whose communication is not modelled.
+    """
+    run, train = Run(config), config.train
+    activations = plan_memory.activations(config, train.activation_checkpointing)
+    rows = []
+    for count in cards:
+        for stage in plan_memory.STAGES:
+            collectives = run.step(count, micro_batches, stage)
+            held = plan_memory.states(run.parameters.total, config, count, stage)
+            rows.append(
+                {
+                    "cards": count,
+                    "stage": stage,
+                    "sent": total_sent(_of(collectives, DEEPSPEED), count),
+                    "calls": sum(num_calls(collectives, DEEPSPEED).values()),
+                    "own_sent": sum(total_sent(_of(collectives, OURS), count).values()),
+                    "resident_bytes": held.resident(),
+                    "peak_bytes": held.peak(activations),
+                }
+            )
+    return {
+        "name": name,
+        "parameters": run.parameters.total,
+        "context": config.model.context,
+        "micro_batch": train.micro_batch,
+        "micro_batches": micro_batches,
+        "precision": config.precision,
+        "activation_checkpointing": train.activation_checkpointing,
+        "activations": asdict(activations),
+        "cards": rows,
+        "accumulated": [_accumulated(run, max(cards), stage) for stage in plan_memory.STAGES],
+        "ulysses": [_shared(config, ranks, micro_batches) for ranks in ulysses.shares(config.model)],
+        "largest": largest(config),
+    }
+
+
+def _accumulated(run: Run, cards: int, stage: int) -> dict[str, Any]:
+    """Bytes that a rank sends in a step of several micro-batches."""
+    sent = total_sent(_of(run.step(cards, ACCUMULATED, stage), DEEPSPEED), cards)
+    return {"cards": cards, "stage": stage, "micro_batches": ACCUMULATED, "sent": sum(sent.values())}
+
+
+def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
+    return [each for each in collectives if each.owner == owner]
+
+
+def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]:
+    """What changes where so many cards share a context."""
+    collectives = ulysses.step_collectives(config, ranks, micro_batches)
+    row: dict[str, Any] = {
+        "ranks": ranks,
+        "sent": sum(total_sent(collectives, ranks).values()),
+        "calls": sum(num_calls(collectives).values()) if ranks > 1 else 0,
+        "activations": None,
+    }
+    model, positions = config.model, config.model.context // ranks
+    # Pictures have one shape; positions of text fold to any number of rows.
+    if model.embedding.type == "text" and positions % model.embedding.row_width == 0:
+        shorter = config.model_copy(update={"model": model.model_copy(update={"context": positions})})
+        row["activations"] = asdict(plan_memory.activations(shorter, config.train.activation_checkpointing))
+    return row
+
+
+def largest(config: RunConfig) -> dict[str, int]:
+    """How many cards a run's own global batch keeps busy, and the global batch that 4,096 would ask for."""
+    train, heads = config.train, max(ulysses.shares(config.model))
+    return {
+        "global_batch": train.global_batch,
+        "cards": train.global_batch // train.micro_batch,
+        "cards_of_one_context": train.global_batch,
+        "cards_with_ulysses": train.global_batch * heads,
+        "least_global_batch_of_4096": max(1, CARDS[-1] // heads),
+        "bytes_of_a_step_on_4096": CARDS[-1] * config.model.context,
+    }
+
+
+def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[dict[str, Any]]:
+    """Predicted and counted bytes of the grid of tiny runs, at every number of ranks."""
+    found = []
+    for ranks, fake in [*((count, False) for count in real), *((count, True) for count in pretended)]:
+        place = folder / f"ranks-{ranks}"
+        place.mkdir()
+        cases = communication.cases(ranks, few=ranks > FEW_BEYOND)
+        counted = communication.measured(cases, ranks, place, fake)
+        differing = [
+            line
+            for rank in counted
+            for case, own in zip(cases, rank, strict=True)
+            for line in communication.differences(case, ranks, own)
+        ]
+        rows = [
+            {"case": case["title"], "bytes": own["bytes"][DEEPSPEED]}
+            for case, own in zip(cases, counted[0], strict=True)
+        ]
+        print(
+            f"{ranks} {'pretended' if fake else 'real'} ranks: {len(cases)} cases, {len(differing)} differ", flush=True
+        )
+        found.append({"ranks": ranks, "fake": fake, "differences": differing, "cases": rows})
+    return found
+
+
+def described(found: dict[str, Any], links: Links) -> str:
+    """A run as a person reads it."""
+    lines = [
+        f"{found['name']}: {found['parameters']:,} parameters, {found['context']:,} bytes a context, "
+        f"{found['micro_batches']} × {found['micro_batch']} of them a card and step, {found['precision']}",
+        "  cards  ZeRO   MB sent a rank   collectives   ours, kB   GiB a card   modelled ms",
+    ]
+    for row in found["cards"]:
+        sent, own = sum(row["sent"].values()), row["own_sent"] / 1e3
+        lines.append(
+            f"  {row['cards']:>5}{row['stage']:>6}{sent / 1e6:>17,.1f}{row['calls']:>14,}{own:>11,.1f}"
+            f"{row['peak_bytes'] / 2**30:>13.2f}{links.seconds(sent, row['cards']) * 1e3:>14.1f}"
+        )
+    lines.append("  Ulysses, cards that share a context:   MB sent a rank   collectives   activations of a card, GiB")
+    for row in found["ulysses"]:
+        held = row["activations"]["peak"] / 2**30 if row["activations"] else None
+        shown = "not rehearsed" if held is None else f"{held:.2f}"
+        lines.append(f"  {row['ranks']:>35}{row['sent'] / 1e6:>19,.1f}{row['calls']:>14,}{shown:>29}")
+    limits, least = found["largest"], found["largest"]["least_global_batch_of_4096"]
+    lines.append(
+        f"  its {limits['global_batch']:,} contexts a step keep {limits['cards_of_one_context']:,} cards busy, "
+        f"{limits['cards_with_ulysses']:,} with Ulysses; 4,096 cards take "
+        f"{limits['bytes_of_a_step_on_4096']:,} bytes a step, or {least:,} contexts with Ulysses"
+    )
+    lines.append(
+        f"  modelled: {links.within / 1e9:g} GB/s within {links.cards_per_host} cards, {links.between / 1e9:g} GB/s "
+        "a card between hosts, nothing overlapped"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

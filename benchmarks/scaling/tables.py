@@ -1,0 +1,190 @@
+"""The tables of docs/clusters.md, made from the file that benchmarks/scaling/scaling.py writes.
+
+`python benchmarks/scaling/tables.py` writes them into the page and draws the picture anew. A test holds that
+they agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "clusters.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = (
+    "<!-- made by benchmarks/scaling/tables.py: begin -->",
+    "<!-- made by benchmarks/scaling/tables.py: end -->",
+)
+SHOWN_CARDS = (1, 8, 64, 512, 4096)
+SHOWN_RANKS = (1, 8, 64, 512, 4096)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrites the page where it differs."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    (path,) = RESULTS.glob("scaling-*.json")
+    plot(json.loads(path.read_text()), path.with_suffix(".png"))
+    PAGE.write_text(with_tables(PAGE.read_text(), json.loads(path.read_text()), path.with_suffix(".png").name))
+    return 0
+
+
+def with_tables(page: str, found: dict[str, Any], picture: str) -> str:
+    """The page's text with its tables as the result file has them."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    parts = [zero_table(found), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
+    parts += [
+        accumulated_line(found),
+        ulysses_table(found),
+        limits_table(found),
+        checks_lines(found),
+        order_table(found),
+    ]
+    return f"{before}{BEGIN}\n{chr(10).join(parts)}{END}{after}"
+
+
+def zero_table(found: dict[str, Any]) -> str:
+    """Megabytes sent, collectives and memory, by run, cards and stage."""
+    header = ["run", "cards", *(f"ZeRO {stage}: MB sent / calls / GiB" for stage in range(4))]
+    lines = _header(header)
+    for run in found["runs"]:
+        for cards in SHOWN_CARDS:
+            rows = {row["stage"]: row for row in run["cards"] if row["cards"] == cards}
+            cells = [_zero_cell(rows[stage]) for stage in range(4)]
+            lines.append(f"| {' | '.join([_title(run), f'{cards:,}', *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _zero_cell(row: dict[str, Any]) -> str:
+    sent = sum(row["sent"].values()) / 1e6
+    return f"{sent:,.0f} / {row['calls']:,} / {row['peak_bytes'] / 2**30:,.1f}"
+
+
+def _title(run: dict[str, Any]) -> str:
+    return f"{run['name']}, {_millions(run['parameters'])}"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+
+
+def accumulated_line(found: dict[str, Any]) -> str:
+    """What more micro-batches cost, as a multiple of one's bytes."""
+    parts = []
+    for run in found["runs"]:
+        times = []
+        for row in run["accumulated"]:
+            (one,) = (each for each in run["cards"] if (each["cards"], each["stage"]) == (row["cards"], row["stage"]))
+            times.append(f"{row['sent'] / sum(one['sent'].values()):.2f}")
+        parts.append(f"{run['name']} {' / '.join(times)}")
+    count, cards = (found["runs"][0]["accumulated"][0][name] for name in ("micro_batches", "cards"))
+    return (
+        f"A step of {count} micro-batches sends so many times the bytes of a step of one, under ZeRO 0 / 1 / 2 / 3 on "
+        f"{cards:,} cards: {'; '.join(parts)}.\n"
+    )
+
+
+def ulysses_table(found: dict[str, Any]) -> str:
+    """What sharing a context costs in bytes and saves in activations."""
+    lines = _header(["run", "cards a context", "MB sent a rank and step", "calls", "activations of a card, GiB"])
+    for run in found["runs"]:
+        for row in run["ulysses"]:
+            held = f"{row['activations']['peak'] / 2**30:.2f}" if row["activations"] else "not rehearsed"
+            cells = [_title(run), f"{row['ranks']}", f"{row['sent'] / 1e6:,.0f}", f"{row['calls']:,}", held]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def limits_table(found: dict[str, Any]) -> str:
+    """How many cards the runs' own batches keep busy."""
+    titles = ["run", "contexts a step", "cards", "cards with Ulysses", "4,096 cards: bytes a step", "with Ulysses"]
+    lines = _header(titles)
+    for run in found["runs"]:
+        limits = run["largest"]
+        shared = limits["least_global_batch_of_4096"] * run["context"]
+        numbers = [limits["global_batch"], limits["cards_of_one_context"], limits["cards_with_ulysses"]]
+        numbers += [limits["bytes_of_a_step_on_4096"], shared]
+        lines.append(f"| {' | '.join([run['name'], *(f'{each:,}' for each in numbers)])} |")
+    return "\n".join(lines) + "\n"
+
+
+def checks_lines(found: dict[str, Any]) -> str:
+    """What the predictions were held against."""
+    real, fake = ([each for each in found["checks"] if each["fake"] == asked] for asked in (False, True))
+
+    def told(checks: Sequence[dict[str, Any]]) -> str:
+        return ", ".join(f"{each['ranks']:,} ({len(each['cases'])} cases)" for each in checks)
+
+    differing = sum(len(each["differences"]) for each in found["checks"])
+    return (
+        f"**Checked** on {found['device']}, torch {found['torch']}, DeepSpeed "
+        f"{found['deepspeed']}, {found['date']}: at {told(real)} real processes over gloo, and as the first of "
+        f"{told(fake)} on a process group that sends nothing, {differing} cases differ from the prediction by a byte "
+        "or a call.\n"
+    )
+
+
+def order_table(found: dict[str, Any]) -> str:
+    """What the order of a set of many shards costs."""
+    order = found["order"]
+    lines = [
+        f"**The data order** of {order['shards']:,} shards ({order['content_bytes'] / 1e12:.1f} TB on paper, "
+        f"a manifest of {order['manifest_bytes'] / 1e6:.0f} MB): opened in {order['opened_seconds']:.1f} s and "
+        f"{order['memory_bytes'] / 1e6:.0f} MB by every process; an epoch's permutation takes "
+        f"{order['permuted_seconds'] * 1e3:.0f} ms. A rank then finds its contexts of {len(order['steps_compared'])} "
+        f"steps, {order['global_batch']:,} contexts a step:",
+        "",
+        *_header(["ranks", "lanes a rank", "ms a rank", "the ranks' together are those of one process"]),
+    ]
+    for row in order["ranks"]:
+        if row["ranks"] in SHOWN_RANKS:
+            cells = [f"{row['ranks']:,}", f"{row['lanes_per_rank']:,}", f"{row['seconds_per_rank'] * 1e3:,.1f}"]
+            lines.append(f"| {' | '.join([*cells, 'yes' if row['equal'] else 'NO'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _header(titles: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """A column a run: bytes that a rank sends above, memory of a card below, over cards; a line a stage."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = found["runs"]
+    figure, panels = plt.subplots(2, len(runs), figsize=(3.6 * len(runs), 6.4), layout="constrained", squeeze=False)
+    styles = ("-", "-", "--", "-")  # stages 1 and 2 send the same where there is one micro-batch
+    for column, run in enumerate(runs):
+        for stage in range(4):
+            rows = [row for row in run["cards"] if row["stage"] == stage]
+            cards = [row["cards"] for row in rows]
+            values = [sum(row["sent"].values()) / 1e6 for row in rows], [row["peak_bytes"] / 2**30 for row in rows]
+            for axes, line in zip(panels[:, column], values, strict=True):
+                axes.plot(cards, line, styles[stage], label=f"ZeRO {stage}", linewidth=2, alpha=0.8)
+        panels[0][column].set_title(_title(run), fontsize=10)
+        panels[1][column].set_xlabel("cards")
+        for axes in panels[:, column]:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(SHOWN_CARDS, [f"{cards:,}" for cards in SHOWN_CARDS])
+            axes.set_ylim(bottom=0)
+            axes.grid(True, alpha=0.3)
+    panels[0][0].set_ylabel("MB that a rank sends in a step")
+    panels[1][0].set_ylabel("GiB of a card at most, as planned")
+    panels[0][0].legend(frameon=False, fontsize=9, loc="lower right")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Reading data: ``python benchmarks/training/data.py``.
+
+Throughput, one process, warm cache: for sets of short documents, of pictures and of long documents, in every repeat
+all readers take turns over the whole set, and the ratio to WebDataset's own sequential reading is the median over
+repeats. WebDataset iterates over plain samples, checks nothing and cuts nothing; Longstride checks every sample, cuts
+contexts and gives them out in its shuffled order.
+
+Start: a set of many shards (100,000 unless told otherwise) is opened in a process of its own, checked as a run checks
+it (the sizes of all files, the beginnings of a thousand shards) and read to the first batch; its memory is what the
+process holds at most beyond what it held after its imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+import torch
+import webdataset as wds
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.order import ByteStream, StreamSettings
+from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
+from longstride.data_pipelines.shards.reading import DataFolder
+from longstride.data_pipelines.shards.verify import check_split
+
+CONTEXT = 12_288
+BATCH = 8
+# Document bytes by name of a set; a set is cut off at the size that is asked for.
+SETS: dict[str, Callable[[random.Random], int]] = {
+    "documents of about 10 kB": lambda generator: int(generator.lognormvariate(8.6, 1.1)) + 1,
+    "pictures of 64 x 64": lambda generator: 64 * 64 * 3,
+    "documents of 16 MiB": lambda generator: 2**24,
+}
+LINKS = 20_000  # names that share one file: file systems limit them
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    if options.open_folder:
+        print(json.dumps(open_once(options.open_folder)))
+        return 0
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        rows = [row for kind in SETS for row in throughput(kind, folder, options)]
+        start = measure_start(folder, options.shards)
+    print_tables(rows, start)
+    found = {**about(torch.device("cpu")), "context": CONTEXT, "batch": BATCH, "repeats": options.repeats}
+    write_json(options.output, {**found, "set_bytes": options.set_bytes, "throughput": rows, "start": start})
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set-bytes", type=int, default=2**27, help="of each set")
+    parser.add_argument("--shards", type=int, default=100_000, help="of the set whose start is measured")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=None, help="for the sets (default: the system's temporary one)")
+    parser.add_argument("--open-folder", type=Path, default=None, help=argparse.SUPPRESS)
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    if options.open_folder is None:
+        check_output(parser, options, f"data-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+def throughput(kind: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The readers' rates over one set: rows of bytes a second, and the ratio to WebDataset's own reading."""
+    data = make_set(kind, folder, options.set_bytes)
+    readers: dict[str, Callable[[Path], int]] = {
+        "WebDataset, samples alone": read_samples,
+        "WebDataset, cut into contexts": read_cut_samples,
+        "Longstride": read_stream,
+        "Longstride, in sequence": read_in_sequence,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    sizes: dict[str, int] = {}
+    for repeat in range(options.repeats + 1):
+        for name, read in readers.items():
+            start = time.perf_counter()
+            sizes[name] = read(data)
+            if repeat:  # the first one warms the cache
+                seconds[name].append(time.perf_counter() - start)
+    shutil.rmtree(data)
+    rates = {name: [sizes[name] / each for each in times] for name, times in seconds.items()}
+    own = rates["WebDataset, samples alone"]
+    return [
+        {
+            "set": kind,
+            "reader": name,
+            "bytes_per_second": statistics.median(rate),
+            "ratio": statistics.median(ours / theirs for ours, theirs in zip(rate, own, strict=True)),
+        }
+        for name, rate in rates.items()
+    ]
+
+
+def make_set(kind: str, folder: Path, size: int) -> Path:
+    """A data folder of documents of random bytes."""
+    generator = random.Random(0)
+    source = folder / "source"
+    source.mkdir()
+    for number in itertools.count():
+        length = SETS[kind](generator)
+        (source / f"{number}.txt").write_bytes(generator.randbytes(length))
+        size -= length
+        if size <= 0:
+            break
+    build([source], folder / "data", validation_fraction=0)
+    shutil.rmtree(source)
+    return folder / "data"
+
+
+def samples_of(data: Path) -> Iterator[bytes]:
+    """WebDataset's own sequential reading."""
+    urls = sorted(str(path) for path in data.glob("train-*.tar"))
+    return (sample["txt"] for sample in wds.WebDataset(urls, shardshuffle=False))
+
+
+def read_samples(data: Path) -> int:
+    """Bytes of all samples, looked at by nobody."""
+    return sum(map(len, samples_of(data)))
+
+
+def read_cut_samples(data: Path) -> int:
+    """Bytes of all batches of contexts, cut from the samples as they come."""
+    row, filled, total = np.empty((BATCH, CONTEXT), dtype=np.uint8).reshape(-1), 0, 0
+    for sample in samples_of(data):
+        content = np.frombuffer(sample, dtype=np.uint8)
+        while len(content):
+            part = content[: len(row) - filled]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+            content = content[len(part) :]
+            if filled == len(row):
+                total += torch.from_numpy(row.copy()).numel()
+                filled = 0
+    return total
+
+
+def read_stream(data: Path, **changes: Any) -> int:
+    """Bytes of all batches of an epoch."""
+    stream = ByteStream(data, StreamSettings(context=CONTEXT, global_batch=BATCH, **changes))
+    return sum(batch.tokens.numel() for batch in itertools.islice(stream, stream.lanes.steps_in(0)))
+
+
+def read_in_sequence(data: Path) -> int:
+    """The same without the shuffle."""
+    return read_stream(data, shuffle_bytes=0)
+
+
+def measure_start(folder: Path, num_shards: int) -> dict[str, Any]:
+    """What opening a set of many shards costs, in a process of its own."""
+    data = make_many_shards(folder, num_shards)
+    command = [sys.executable, str(Path(__file__).resolve()), "--open-folder", str(data)]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"shards": num_shards, "manifest_bytes": (data / DataManifest.FILE_NAME).stat().st_size, **found}
+
+
+def make_many_shards(folder: Path, num_shards: int) -> Path:
+    """A data folder whose shards, all names of one file and its copies, are read like any other."""
+    source, data = folder / "source", folder / "many"
+    source.mkdir()
+    (source / "document.txt").write_bytes(random.Random(0).randbytes(3 * CONTEXT))
+    manifest = build([source], data, validation_fraction=0)
+    (shard,) = manifest.splits["train"].shards
+    shards = []
+    for number in range(num_shards):
+        one = replace(shard, name=f"train-{number:05d}.tar")
+        shards.append(one)
+        for name, first in ((one.name, shard.name), (one.index_name, shard.index_name)):
+            original = data / (first if number < LINKS else f"{number // LINKS}-{first}")
+            if not original.exists():
+                shutil.copy(data / first, original)
+            if name != first:
+                os.link(original, data / name)
+    whole = DataManifest("text", {}, {"train": SplitRecord(num_shards, tuple(shards))}, manifest.made)
+    (data / DataManifest.FILE_NAME).write_text(whole.to_json(), encoding="utf-8")
+    return data
+
+
+def open_once(data: Path) -> dict[str, Any]:
+    """Seconds to the first batch, and the memory it took."""
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of the imports is none of the set's
+    start = time.perf_counter()
+    folder = DataFolder(data)
+    stream = ByteStream(folder, StreamSettings(context=CONTEXT, global_batch=BATCH))
+    opened = time.perf_counter() - start
+    check_split(folder, "train")
+    next(iter(stream))
+    first = time.perf_counter() - start
+    peak = resident_bytes("VmHWM") - before
+    return {"opened_seconds": opened, "first_batch_seconds": first, "memory_bytes": peak}
+
+
+def resident_bytes(field: str) -> int:
+    """What Linux says of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def print_tables(rows: list[dict[str, Any]], start: dict[str, Any]) -> None:
+    """Both tables, to the terminal."""
+    print(f"{'set':<28}{'reader':<34}{'MB/s':>8}{'ratio':>8}")
+    for row in rows:
+        rate = row["bytes_per_second"] / 1e6
+        print(f"{row['set']:<28}{row['reader']:<34}{rate:>8.0f}{row['ratio']:>8.2f}")
+    print(
+        f"\n{start['shards']:,} shards: opened in {start['opened_seconds']:.2f} s, checked and first batch after "
+        f"{start['first_batch_seconds']:.2f} s, {start['memory_bytes'] / 1e6:.0f} MB"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

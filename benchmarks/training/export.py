@@ -1,0 +1,229 @@
+"""Peak memory of `longstride export`: a 152M-parameter model saved in ZeRO 3 by four ranks.
+
+``python benchmarks/training/export.py``: four processes save a checkpoint by the trainer's own code, behind one step on
+few positions; then a fresh process a case exports it. Private memory (RssAnon of /proc/PID/status: what a process has
+of its own; mapped files are the system's cache, and are given back under pressure) is read a thousand times a second
+from outside; the peak of all resident pages (VmHWM) is the kernel's own. Both are told above what the process held once
+it had imported everything, and as they are. The bar: 1.3 × (the largest tensor + the largest file written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
+from longstride.launcher.config.run_config import load_config
+from longstride.launcher.models import DTYPES
+
+ROOT = Path(__file__).resolve().parents[2]
+BAR = 1.3
+POLL_SECONDS = 0.001
+CASES = (  # type of the weights, --shard-size, whether the probe is computed
+    ("fp32", "5GB", False),
+    ("fp32", "50MB", False),
+    ("bf16", "50MB", False),
+    ("fp32", "5GB", True),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where a peak is above its bar."""
+    options = read_options(arguments)
+    if options.inside:
+        return inside(options)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        run = options.run or save_run(options, folder)
+        found = measure(options, run, folder)
+    write_json(options.output, found)
+    print_found(found)
+    print(f"\nwrote {options.output}")
+    return 0 if all(row["within_bar"] for row in found["cases"] if not row["checked"]) else 1
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="imagenet64_strided", help="a run (default: imagenet64_strided)")
+    parser.add_argument("--deepspeed", default="zero3_bf16", help="a file of ds_configs/ (default: zero3_bf16)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--run", type=Path, default=None, help="export a run that is there, instead of saving one")
+    parser.add_argument("--folder", type=Path, default=None, help="where files go for the while (default: /tmp)")
+    parser.add_argument("--inside", nargs=4, metavar=("DIR", "DTYPE", "SIZE", "CHECK"), help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    if not options.inside:
+        check_output(parser, options, f"export-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+def save_run(options: argparse.Namespace, folder: Path) -> Path:
+    """Has so many ranks save a checkpoint; returns the run's folder."""
+    run = folder / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    fixed = [f"train.output={run}", "train.micro_batch=1", f"train.global_batch={options.ranks}"]
+    config = load_config(options.config, [f"deepspeed={options.deepspeed}", *fixed, *options.overrides])
+    (run / "config.json").write_text(json.dumps(config.to_json()))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(ROOT / "benchmarks/training/export_worker.py"), str(run / "config.json")]
+    place = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    began, ranks = time.monotonic(), []
+    try:
+        for rank in range(options.ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=os.environ | place | own, start_new_session=True))
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for each in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
+    assert codes == [0] * options.ranks, codes
+    print(f"{options.ranks} ranks saved {run} in {time.monotonic() - began:.0f} s", flush=True)
+    return run
+
+
+def measure(options: argparse.Namespace, run: Path, folder: Path) -> dict[str, Any]:
+    """A row a case, and what they are held against."""
+    (newest,) = sorted((run / "checkpoints").glob("step-????????"))[-1:]
+    manifest = json.loads((newest / "manifest.json").read_text())
+    rows = [measure_case(run, folder / f"export-{number}", *case) for number, case in enumerate(CASES)]
+    return {
+        **about(torch.device("cpu")),
+        "config": options.config,
+        **{name: manifest[name] for name in ("world_size", "zero_stage", "precision")},
+        "checkpoint_bytes": sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()),
+        "cases": rows,
+    }
+
+
+def measure_case(run: Path, output: Path, dtype: str, size: str, check: bool) -> dict[str, Any]:
+    """Exports in a process of its own, whose memory is watched."""
+    words = ["--run", str(run), "--inside", str(output), dtype, size, "check" if check else "no"]
+    command = [sys.executable, str(ROOT / "benchmarks/training/export.py"), *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # VmHWM begins anew
+            before = memory(process.pid)
+            watch = Watch(process.pid)
+            began = time.monotonic()
+            print("go", file=process.stdin, flush=True)
+            line = process.stdout.readline()
+            seconds = time.monotonic() - began
+            peak_private, after = watch.close(), memory(process.pid)
+            assert line, "the export failed"
+        finally:
+            process.kill()
+    files = sorted(output.glob("*.safetensors"))
+    largest_tensor = max(tensor_bytes(file) for file in files)
+    largest_file = max(file.stat().st_size for file in files)
+    bar = BAR * (largest_tensor + largest_file)
+    return {
+        "dtype": dtype,
+        "shard_size": size,
+        "checked": check,
+        "seen": json.loads(line),
+        "files": len(files),
+        "weight_bytes": sum(file.stat().st_size for file in files),
+        "largest_tensor_bytes": largest_tensor,
+        "largest_file_bytes": largest_file,
+        "bar_bytes": int(bar),
+        "start_private_bytes": before["RssAnon"],
+        "peak_private_bytes": peak_private,
+        "above_start_private_bytes": peak_private - before["RssAnon"],
+        "start_resident_bytes": before["VmRSS"],
+        "peak_resident_bytes": after["VmHWM"],
+        "above_start_resident_bytes": after["VmHWM"] - before["VmRSS"],
+        "within_bar": peak_private - before["RssAnon"] <= bar,
+        "seconds": round(seconds, 2),
+    }
+
+
+class Watch(threading.Thread):
+    """Reads a process's private memory until it is closed."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self.peak, self._is_done = pid, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Keeps the peak."""
+        while not self._is_done.wait(POLL_SECONDS):
+            self.peak = max(self.peak, memory(self._pid)["RssAnon"])
+
+    def close(self) -> int:
+        """The peak, in bytes."""
+        self._is_done.set()
+        self.join()
+        return max(self.peak, memory(self._pid)["RssAnon"])
+
+
+def memory(pid: int) -> dict[str, int]:
+    """A process's RssAnon, VmRSS and VmHWM in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "VmRSS:", "VmHWM:")}
+
+
+def tensor_bytes(path: Path) -> int:
+    """The largest tensor of a file, as the checkpoint holds it: in fp32."""
+    with safe_open(path, "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  no dictionary
+    return 4 * max(torch.Size(shape).numel() for shape in shapes)
+
+
+def inside(options: argparse.Namespace) -> int:
+    """The process that is watched: imports everything, waits for the word, exports, and waits to be read."""
+    from longstride.launcher.exports.export import Options, export
+    from longstride.launcher.exports.weight_files import parse_size
+
+    output, dtype, size, check = options.inside
+    assert dtype in DTYPES
+    print("ready", flush=True)
+    sys.stdin.readline()
+    how = Options(dtype=dtype, shard_bytes=parse_size(size), check=check == "check")
+    _, seen = export(options.run, None, Path(output), how)
+    print(json.dumps(seen), flush=True)
+    sys.stdin.readline()
+    return 0
+
+
+def print_found(found: dict[str, Any]) -> None:
+    """A table, in MB."""
+    what = f"ZeRO {found['zero_stage']}, {found['precision']}, {found['world_size']} ranks"
+    print(f"{found['config']}, {what}: a checkpoint of {found['checkpoint_bytes'] / 1e6:,.0f} MB; all in MB\n")
+    print("| type | shard size | files | probe | largest file | bar | private, above start | private | resident |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in found["cases"]:
+        names = ("largest_file", "bar", "above_start_private", "peak_private", "peak_resident")
+        cells = [row["dtype"], row["shard_size"], row["files"], "yes" if row["checked"] else "no"]
+        cells += [f"{row[f'{name}_bytes'] / 1e6:,.0f}" for name in names]
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Seconds for which a checkpoint holds up training, written at once and in the background.
+
+``python benchmarks/training/saving.py``: one process trains a model by DeepSpeed's engine and saves by the trainer's
+own code. The two ways take turns within one run: some steps alone, then a save and the same number of steps. What a
+save costs is what that takes longer, whether the loop stands still or the writing slows the steps down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
+from longstride.launcher.checkpoints.saving import Saver
+from longstride.launcher.config.json_file import load_json_object
+from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig
+from longstride.launcher.engine.build import build_engine
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.engine.step import EngineStep
+from longstride.launcher.ranks.processes import Ranks, process_group
+from longstride.launcher.training.loop import sum_nats
+from longstride.launcher.training.recorder import device_seconds
+
+WAYS = {"at once": False, "in the background": True}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    prepare_accelerator()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder, process_group(Ranks(), 600):
+        found = measure(options, Path(folder))
+    write_json(options.output, found)
+    print_found(found)
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--context", type=int, default=1_024)
+    parser.add_argument("--deepspeed", default="zero1_bf16", help="a file of ds_configs/ (default: zero1_bf16)")
+    parser.add_argument("--steps", type=int, default=6, help="behind each save (default: 6)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where checkpoints go for the while (default: /tmp)")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_output(parser, options, f"saving-{slug(device)}.json")
+    return options
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Each way's seconds, and what they are held against."""
+    (folder / "checkpoints").mkdir()
+    config = configuration(options, folder)
+    prepare_accelerator(config)
+    engine = build_engine(config, Ranks())
+    savers = {name: Saver(engine, in_background(config, way), Ranks(), print) for name, way in WAYS.items()}
+    found: dict[str, Any] = {
+        **about(engine.device),
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        **{name: getattr(options, name) for name in ("layers", "width", "context", "deepspeed", "steps", "repeats")},
+        "steps_alone_seconds": [],
+        "ways": {name: {"still_seconds": [], "longer_seconds": []} for name in WAYS},
+    }
+    take_steps(engine, config, 2, None)  # whatever is made at the first
+    for _ in range(options.repeats):
+        for name, saver in savers.items():
+            alone, _ = take_steps(engine, config, options.steps, None)
+            saved, still = take_steps(engine, config, options.steps, saver)
+            found["steps_alone_seconds"].append(alone)
+            found["ways"][name]["still_seconds"].append(still)
+            found["ways"][name]["longer_seconds"].append(saved - alone)
+    (newest,) = (folder / "checkpoints").glob("step-*")
+    found["checkpoint_bytes"] = sum(path.stat().st_size for path in newest.rglob("*"))
+    engine.destroy()
+    return found
+
+
+def configuration(options: argparse.Namespace, folder: Path) -> RunConfig:
+    """A run that reads no data: its steps are taken here."""
+    content = {
+        "model": {
+            "context": options.context,
+            "layers": options.layers,
+            "heads": 8,
+            "width": options.width,
+            "attention": {"type": "fixed", "stride": 32, "summary": 4},
+            "embedding": {"type": "text", "row_width": 32},
+        },
+        "data": {"path": "none"},
+        "train": {
+            "output": str(folder),
+            "steps": 10**6,
+            "global_batch": 1,
+            "micro_batch": 1,
+            "learning_rate": 1e-4,
+            "keep_last": 1,
+        },
+        "deepspeed": load_json_object(DEEPSPEED_CONFIGS / f"{options.deepspeed}.json"),
+    }
+    return RunConfig.model_validate(content)
+
+
+def in_background(config: RunConfig, is_so: bool) -> RunConfig:
+    """The same run, saving in one way or the other."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_in_background": is_so})})
+
+
+def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) -> tuple[float, float]:
+    """Seconds of some steps, behind a save by ``saver`` if there is one, and those in which nothing but it went on."""
+    context, still = config.model.context, 0.0
+    state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=engine.global_steps, global_batch=1)
+    tokens, lengths = torch.randint(0, 256, (1, context), dtype=torch.uint8), torch.tensor([context])
+    batch = Batch(tokens=tokens, lengths=lengths, sample_ids=torch.zeros(1, dtype=torch.int64), state=state)
+    start = device_seconds(engine.device)
+    if saver is not None:
+        saver.save(state, {})
+        still += device_seconds(engine.device) - start
+    for step in range(steps):
+        EngineStep(engine).take(sum_nats(engine, batch, slice(None)) / context)
+        if saver is not None:
+            before = device_seconds(engine.device)
+            saver.finish() if step == steps - 1 else saver.poll()
+            still += time.perf_counter() - before
+    return device_seconds(engine.device) - start, still
+
+
+def print_found(found: dict[str, Any]) -> None:
+    """A table."""
+    alone = statistics.median(found["steps_alone_seconds"])
+    size = found["checkpoint_bytes"] / 1e6
+    print(f"{found['parameters']:,} parameters, {found['deepspeed']}: {size:,.0f} MB a checkpoint on {found['device']}")
+    print(f"{found['steps']} steps alone: {alone:.2f} s\n")
+    print("| written | the loop stands still, s | steps and save take longer, s |\n|---|---|---|")
+    for name, way in found["ways"].items():
+        still, longer = (statistics.median(way[key]) for key in ("still_seconds", "longer_seconds"))
+        print(f"| {name} | {still:.2f} | {longer:.2f} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Seconds of one whole training step with our sparse attention, and of the same model with torch's dense attention.
+
+``python benchmarks/training/training_step.py``: forward, loss, backward and fused AdamW of the enwik8 model (30 layers,
+context 12,288), with activation checkpointing and without. One model serves all variants: where it calls
+``sparse_attention``, another function stands in its place, and the variants take turns. In bf16 the weights are bf16,
+as the engine trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from benchmarks.attention.peers import DENSE_KERNELS, dense_attention, reason_of
+from benchmarks.machine import about, slug, synchronize
+from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
+from longstride.kernels import sparse_attention
+from longstride.kernels.patterns import Dense, Strided
+from longstride.sparse_model import ModelConfig, SparseTransformer, attention
+
+STRIDE, SUMMARY = 128, 32
+HEADS, WIDTH, DROPOUT = 8, 512, 0.4
+SPARSE = "sparse"
+Replacement = Callable[..., Tensor]  # called as the model calls sparse_attention
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where one of our own variants fails."""
+    options = read_options(arguments)
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    model = model_of(options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    tokens = torch.randint(0, 256, (options.batch, options.context), device=device)
+    found = {
+        **about(device),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "stride": options.stride,
+        "summary": options.summary,
+        **{name: getattr(options, name) for name in ("context", "layers", "batch", "dtype", "backend", "repeats")},
+        "steps": [],
+        "failures": [],
+    }
+    for checkpointing in (True, False):
+        model.activation_checkpoint = recompute if checkpointing else None
+        step = functools.partial(training_step, model, optimizer, tokens)
+        measure(step, variants(options, device), checkpointing, found, device)
+        write_json(options.output, found)
+    print_steps(found)
+    print(f"\nwrote {options.output}")
+    return 1 if any(one["variant"] == SPARSE for one in found["failures"]) else 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=12_288)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=None, help="4 on a card, 1 on the CPU")
+    parser.add_argument("--stride", type=int, default=STRIDE)
+    parser.add_argument("--summary", type=int, default=SUMMARY)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default=None, help="bfloat16 on a card, float32 on the CPU")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--repeats", type=int, default=5)
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    on_card = device.type == "cuda"
+    options.batch = options.batch or (4 if on_card else 1)
+    options.dtype = options.dtype or ("bfloat16" if on_card else "float32")
+    check_output(parser, options, f"training-step-{slug(device)}.json")
+    return options
+
+
+def model_of(options: argparse.Namespace, device: torch.device) -> SparseTransformer:
+    """The enwik8 model, in training."""
+    config = ModelConfig.model_validate(
+        {
+            "context": options.context,
+            "layers": options.layers,
+            "heads": HEADS,
+            "width": WIDTH,
+            "dropout": DROPOUT,
+            "attention": {
+                "type": "fixed",
+                "stride": options.stride,
+                "summary": options.summary,
+                "combine": "merged",
+            },
+            "embedding": {"type": "text", "row_width": options.stride},
+            "backend": options.backend,
+        }
+    )
+    return SparseTransformer(config).to(device=device, dtype=getattr(torch, options.dtype)).train()
+
+
+def recompute(block: torch.nn.Module, h: Tensor) -> Tensor:
+    """A residual block whose activations are computed again in the backward pass."""
+    found = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Replacement | None]:
+    """What stands in the place of ``sparse_attention``; None leaves the model as it is."""
+
+    def dense(kernel: Any = None) -> Replacement:
+        attention = dense_attention(kernel)
+        return lambda q, k, v, patterns, backend: attention(q, k, v)
+
+    def ours(pattern: Any) -> Replacement:
+        return lambda q, k, v, patterns, backend: sparse_attention(q, k, v, pattern, backend=backend)
+
+    peers = {f"dense {name}": dense(kernel) for name, kernel in DENSE_KERNELS.items()}
+    return {
+        SPARSE: None,
+        **(peers if device.type == "cuda" else {"dense torch": dense()}),
+        "our strided": ours(Strided(options.stride)),
+        "our dense": ours(Dense()),
+    }
+
+
+@contextlib.contextmanager
+def attention_replaced(replacement: Replacement | None) -> Iterator[None]:
+    """Puts another function where the model calls ``sparse_attention``, for as long as the block runs."""
+    original = attention.sparse_attention
+    if replacement is not None:
+        attention.sparse_attention = replacement  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        attention.sparse_attention = original
+
+
+def training_step(model: SparseTransformer, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    """One step; its gradients are freed even where it fails, so that every step allocates alike."""
+    try:
+        model(tokens, return_nats=True).mean().backward()
+        optimizer.step()
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def measure(
+    step: Callable[[], None],
+    found_variants: dict[str, Replacement | None],
+    checkpointing: bool,
+    found: dict[str, Any],
+    device: torch.device,
+) -> None:
+    """Adds a row a variant to what was found: of several turns the median on a card, the minimum on a CPU."""
+    best = statistics.median if device.type == "cuda" else min
+    running = dict(found_variants)
+    for name, replacement in found_variants.items():
+        try:
+            timed(step, replacement, device)
+        except Exception as error:  # a peer that cannot run, or a variant that does not fit, leaves the others
+            del running[name]
+            found["failures"].append({"variant": name, "checkpointing": checkpointing, "reason": reason_of(error)})
+            print(f"{name}, checkpointing {checkpointing}: {reason_of(error)}", file=sys.stderr)
+    runs: dict[str, list[tuple[float, int | None]]] = {name: [] for name in running}
+    for _ in range(found["repeats"]):
+        for name, replacement in running.items():
+            runs[name].append(timed(step, replacement, device))
+    seconds = {name: best([second for second, _ in some]) for name, some in runs.items()}
+    dense = {name: x for name, x in seconds.items() if name.startswith("dense ")}
+    for name, x in seconds.items():
+        peak = max((peak for _, peak in runs[name] if peak is not None), default=None)
+        found["steps"].append(
+            {
+                "variant": name,
+                "checkpointing": checkpointing,
+                "seconds": rounded(x),
+                "tokens_per_second": rounded(found["batch"] * found["context"] / x),
+                "times_dense": {one: rounded(ratio(theirs, x)) for one, theirs in dense.items()},
+                "peak_bytes": peak,
+            }
+        )
+
+
+def timed(step: Callable[[], None], replacement: Replacement | None, device: torch.device) -> tuple[float, int | None]:
+    """Seconds of a step by the wall, gaps between launches included, and the most memory it held."""
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    with attention_replaced(replacement):
+        step()
+        synchronize(device)
+    seconds = time.perf_counter() - start
+    return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def print_steps(found: dict[str, Any]) -> None:
+    """The table."""
+    print(
+        f"\n{found['device']}: {found['parameters']:,} parameters, {found['layers']} layers, n = {found['context']:,}, "
+        f"batch {found['batch']}, {found['dtype']}"
+    )
+    print(f"{'variant':<16}{'checkpoints':>12}{'seconds':>10}{'tokens/s':>12}{'GiB':>8}  times dense")
+    for row in found["steps"]:
+        times = ", ".join(f"{cell(x)} x {name}" for name, x in row["times_dense"].items())
+        print(
+            f"{row['variant']:<16}{'yes' if row['checkpointing'] else 'no':>12}{row['seconds']:>10.4f}"
+            f"{row['tokens_per_second']:>12,.0f}{cell(row['peak_bytes'], '.2f', 2**-30):>8}  {times}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

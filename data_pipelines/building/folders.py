@@ -1,0 +1,358 @@
+"""The folders of a build: inputs apart from the output, an output that is already there, and an unfinished build.
+
+An output that is there is left as it is if the build would make the same, and never overwritten. A build that is not
+finished is kept when it is killed or fails, and the next one goes on from there:
+
+    .NAME.unfinished/       beside the output NAME
+      lock                  held by the running build
+      plan.json             which settings and which files
+      data/                 becomes the output by one rename: whole files only
+      records/              a file for each finished shard: its record in the manifest
+      partial/              files that are being written
+
+A record is written when its shard and index are on the disk: a shard with a record need not be made again. Without
+``data``, or without records, nothing is worth keeping: the build ended, or finished no shard.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
+from longstride.data_pipelines.building.shard_writer import Piece
+from longstride.data_pipelines.durable import durable_file, flush_folder
+from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
+from longstride.data_pipelines.stores import open_store
+
+_KEPT = "nothing is overwritten: name another output, or remove this one first"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_log = logging.getLogger(__name__)
+
+
+def real_path(path: Path) -> Path:
+    """The path with links followed. A link that leads in a circle stays as it is."""
+    return Path(os.path.realpath(path))
+
+
+def check_apart(inputs: Sequence[Path], output: Path) -> None:
+    """Raises DataError for inputs that overlap each other or the resolved ``output``.
+
+    A file in two inputs would be two documents: one might be trained on, and the other validated with.
+    """
+    given_as: dict[Path, Path] = {}
+    for given in inputs:
+        place = real_path(given)
+        if place in given_as:
+            other = f" (as {given_as[place]})" if given_as[place] != given else ""
+            raise DataError(f"{given}: is given twice{other}; name every input once")
+        given_as[place] = given
+    for place, given in given_as.items():
+        outer = next((given_as[folder] for folder in place.parents if folder in given_as), None)
+        if outer is not None:
+            raise DataError(f"{given}: lies inside {outer}, and no file is taken twice; name one of the two")
+        for written in (output, _unfinished_folder(output)):
+            if written.is_relative_to(place):
+                raise DataError(f"{output}: lies inside the input {given}; name an output beside it")
+            if place.is_relative_to(written):
+                raise DataError(f"{given}: lies inside the output, {written}; name an output beside the input")
+
+
+def is_occupied(output: Path) -> bool:
+    """Whether anything lies where the output is to be. An empty folder does not count."""
+    return os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
+
+
+def check_output(output: Path, settings: BuildSettings) -> None:
+    """Raises DataError for an output that cannot become an identical build, before any file is looked for."""
+    try:
+        if not output.name or output.is_mount():
+            raise DataError(f"{output}: a whole file system, which no rename can make appear; name a folder in it")
+        if not is_occupied(output):
+            # Refused before a long search. A failure that this does not foresee is told when the folder is made.
+            above = next(folder for folder in output.parents if folder.exists())
+            if not above.is_dir():
+                raise _cannot_be_made(output, f"{above} is no folder")
+            if not os.access(above, os.W_OK | os.X_OK):
+                raise _cannot_be_made(output, f"{above} cannot be written to")
+            return
+        if not (output / DataManifest.FILE_NAME).is_file():
+            raise DataError(f"{output}: there already, and no data folder; nothing is overwritten: name another output")
+        present = _load_present(output)
+        if present.modality != settings.modality.name or dict(present.made["settings"]) != settings.to_json():
+            raise DataError(f"{output}: holds a data set made with other settings; {_KEPT}")
+    except OSError as error:  # no permission for the output, or for a folder above it
+        raise _cannot_be_made(output, error.strerror or str(error)) from error
+
+
+def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBuild":
+    """The output that is there, to compare with; or its unfinished build, locked and prepared for the plan.
+
+    Raises DataError where the output holds something else, and where an unfinished build of it is locked, has another
+    plan, or cannot be begun.
+    """
+    if is_occupied(output):
+        return PresentOutput(output, plan)
+    unfinished = UnfinishedBuild(output)
+    try:
+        if not is_occupied(output):
+            unfinished.begin(plan)
+            return unfinished
+        unfinished.tidy()  # another build has ended while this one looked for files
+    except BaseException:
+        unfinished.close()
+        raise
+    unfinished.close()
+    return PresentOutput(output, plan)
+
+
+class PresentOutput:
+    """A data folder that a build is compared with, shard by shard. Nothing is written."""
+
+    place = None
+
+    def __init__(self, output: Path, plan: BuildPlan) -> None:
+        """Raises DataError where the plan alone shows that the folder holds something else."""
+        self._output = output
+        check_output(output, plan.settings)
+        manifest = _load_present(output)
+        self._records = {record.name: record for record in manifest.shards()}
+        planned = {
+            name: (len(pieces), sum(piece.ends for piece in pieces), sum(piece.size for piece in pieces))
+            for name, pieces in plan.shards()
+        }
+        present = {
+            name: (record.samples, record.documents, record.content_bytes) for name, record in self._records.items()
+        }
+        same_properties = dict(manifest.properties) == dict(plan.properties)
+        if planned != present or dict(manifest.made) != plan.made or not same_properties:
+            raise self.holds_other_files(output)
+
+    def finished(self, name: str, pieces: list[Piece]) -> None:
+        """None: every shard is compared."""
+
+    def present(self, name: str) -> ShardRecord:
+        """The record of a shard as it is there."""
+        return self._records[name]
+
+    def finish(self, manifest: DataManifest) -> None:
+        """Raises DataError where the folder is not, to the last bit, what the build would have made.
+
+        Else removes what is left of a build that was killed after its output was whole.
+        """
+        if _load_present(self._output).fingerprint != manifest.fingerprint:
+            raise self.holds_other_files(self._output)
+        findings = verify(self._output)
+        if findings:
+            raise DataError(f"{findings[0]}; {_KEPT}")
+        _log.info("%s: already there, and identical", self._output)
+        if _unfinished_folder(self._output).is_dir():
+            with suppress(DataError):  # another build may hold it, or the folder may be read-only: no harm
+                leftover = UnfinishedBuild(self._output)
+                leftover.tidy()
+                leftover.close()
+
+    def close(self) -> None:
+        """Does nothing: nothing is locked."""
+
+    @staticmethod
+    def holds_other_files(output: Path) -> DataError:
+        """The error where the output was made from other files."""
+        return DataError(f"{output}: holds a data set made from other files; {_KEPT}")
+
+
+def _load_present(output: Path) -> DataManifest:
+    try:
+        return DataManifest.load(open_store(output))
+    except DataError as error:
+        raise DataError(f"{error}; {_KEPT}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedFolder:
+    """The folder of an unfinished build, to which every rank writes."""
+
+    folder: Path
+
+    @property
+    def data(self) -> Path:
+        """Becomes the output."""
+        return self.folder / "data"
+
+    @property
+    def partial(self) -> Path:
+        """Files that are being written."""
+        return self.folder / "partial"
+
+    @property
+    def records(self) -> Path:
+        """Records of finished shards."""
+        return self.folder / "records"
+
+    def record_path(self, shard_name: str) -> Path:
+        """The record of a shard."""
+        return self.records / f"{shard_name.removesuffix('.tar')}.json"
+
+    def keep_record(self, record: ShardRecord) -> None:
+        """Marks a shard as finished, also for later builds. Raises DataError or OSError where it cannot be written."""
+        flush_folder(self.data)
+        with durable_file(self.record_path(record.name), self.partial) as file:
+            file.write(json.dumps(record.to_json()).encode())
+
+    @property
+    def holds_finished(self) -> bool:
+        """Whether any shard is finished: something to go on from."""
+        return self.data.is_dir() and self.records.is_dir() and any(self.records.iterdir())
+
+
+def kept_folder(output: Path) -> Path | None:
+    """The folder of an unfinished build of ``output`` that holds finished shards; None where there is none."""
+    place = UnfinishedFolder(_unfinished_folder(real_path(output)))
+    try:
+        return place.folder if place.holds_finished else None
+    except OSError:
+        return None
+
+
+class UnfinishedBuild:
+    """The first rank's lock on an unfinished build: no other build works on it until it is closed."""
+
+    def __init__(self, output: Path) -> None:
+        """Raises DataError where another build into ``output`` is under way, or none can be."""
+        self._output = output
+        self.place = UnfinishedFolder(_unfinished_folder(output))
+        self._lock = _lock(self.place.folder, output)
+
+    def begin(self, plan: BuildPlan) -> None:
+        """Prepares the folder for the plan, or for going on with it.
+
+        Raises DataError where shards of another plan are finished.
+        """
+        place = self.place
+        plan_path = place.folder / "plan.json"
+        with os_errors_as_data_errors(place.folder):
+            if place.holds_finished:
+                _check_plan(plan_path, plan)
+            else:
+                self._clear()
+            if place.partial.is_dir():
+                shutil.rmtree(place.partial)
+            place.partial.mkdir()
+            if not plan_path.is_file():
+                with durable_file(plan_path, place.partial) as file:
+                    file.write(json.dumps(plan.identity).encode())
+            place.data.mkdir(exist_ok=True)
+            place.records.mkdir(exist_ok=True)
+            flush_folder(place.folder)
+
+    def finished(self, name: str, pieces: list[Piece]) -> ShardRecord | None:
+        """The record of a shard if it is finished and holds these pieces, else None."""
+        place = self.place
+        try:
+            record = ShardRecord(**json.loads(place.record_path(name).read_bytes()))
+            sizes = [(place.data / file).stat().st_size for file in (name, record.index_name)]
+            recorded_sizes = [record.file_bytes, record.index_file.size]
+        except (OSError, TypeError, ValueError):
+            return None
+        planned = (name, len(pieces), sum(piece.size for piece in pieces))
+        is_planned = (record.name, record.samples, record.content_bytes) == planned
+        return record if sizes == recorded_sizes and is_planned else None
+
+    def present(self, name: str) -> None:
+        """None: there is no output to compare with."""
+
+    def finish(self, manifest: DataManifest) -> None:
+        """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
+        with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
+            file.write(manifest.to_json().encode())
+        with os_errors_as_data_errors(self._output):
+            flush_folder(self.place.data)
+            self.place.data.rename(self._output)  # replaces an empty folder; the system refuses to replace more
+            flush_folder(self._output.parent)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Removes what is left of a build that has ended. An unfinished build stays."""
+        if self.place.data.exists():
+            return
+        with suppress(OSError):  # the output is whole, whatever stays here
+            self._clear()
+            (self.place.folder / "lock").unlink()
+            self.place.folder.rmdir()
+
+    def close(self) -> None:
+        """Lets other builds begin."""
+        os.close(self._lock)
+
+    def _clear(self) -> None:
+        for path in list(self.place.folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+
+def _unfinished_folder(output: Path) -> Path:
+    """Beside the output, so that a rename finishes the build."""
+    return output.parent / f".{output.name}.unfinished"
+
+
+def _cannot_be_made(output: Path, reason: str) -> DataError:
+    return DataError(f"{output}: cannot be made ({reason}); name an output where you may write, such as data/mine")
+
+
+def _check_plan(plan_path: Path, plan: BuildPlan) -> None:
+    try:
+        begun = json.loads(plan_path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{plan_path}: damaged ({error}); remove {plan_path.parent} to start over") from error
+    if begun != plan.identity:
+        same_settings = isinstance(begun, dict) and begun.get("settings") == plan.identity["settings"]
+        what = "other files, or files that changed since" if same_settings else "other settings"
+        raise DataError(
+            f"{plan_path.parent}: holds an unfinished build of {what}; remove that folder to start over, "
+            "or name another output"
+        )
+
+
+def _lock(folder: Path, output: Path) -> int:
+    """A descriptor that holds the folder's lock. The system releases it however this process ends."""
+    path = folder / "lock"
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_be_made(output, error.strerror or str(error)) from error
+        with os_errors_as_data_errors(folder):
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:
+                continue  # a build that ended has just removed the folder
+        try:
+            _lock_descriptor(descriptor, path)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # a build that ended has just removed this file: its lock means nothing
+
+
+def _lock_descriptor(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataError(f"{path.parent}: another build into the same output is under way; wait for its end") from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
+        _log.warning("%s: the file system has no locks; start no second build into the same output", path)

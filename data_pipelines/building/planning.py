@@ -1,0 +1,213 @@
+"""What a build will write, known before a byte is written: splits, order of documents, and every shard's pieces.
+
+The split of a file is a hash of (seed, its path under the input), so that it stays there when other files are added.
+Another such hash is its place in the split, so that each shard is a mixture of all folders.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, Piece, pack
+from longstride.data_pipelines.datasets import Dataset
+from longstride.data_pipelines.documents import Document, FileDocument, LeftOut, find_documents, mix
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import Modality, Properties, modality_named
+from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
+
+
+class BuildSettings(Protocol):
+    """What decides the bytes of a build, beside the content of the input."""
+
+    @property
+    def modality(self) -> Modality:
+        """The kind of data."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Content bytes of a shard at most."""
+
+    def check(self) -> None:
+        """Raises DataError for a value that is not allowed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest records it."""
+
+    def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
+        """Finds and measures the documents. Raises DataError for inputs and documents that cannot be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """Settings of a build from files: see ``BuildSettings``."""
+
+    modality: Modality
+    wanted: Properties  # that documents are converted to
+    suffixes: tuple[str, ...]
+    exclude: tuple[str, ...]
+    validation_fraction: float
+    shard_bytes: int
+    seed: int
+
+    def check(self) -> None:
+        """Raises DataError for a value that is not allowed."""
+        for name in self.wanted:
+            if name not in self.modality.asks:
+                good = ", ".join(self.modality.asks) or "none"
+                raise DataError(f"{name}: no property of {self.modality.name}; it asks for {good}")
+        if not 0 <= self.validation_fraction < 1:
+            raise DataError(
+                f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
+            )
+        _check_shard_bytes(self.shard_bytes)
+        for name in self.exclude:  # a pattern would match no name, and silently exclude nothing
+            if not name or set(name) & set("/*?"):
+                good = PurePath(name).name.strip("*?.") or "vendor"
+                raise DataError(f"exclude={name}: must be a plain name, such as {good}")
+        for suffix in self.suffixes:
+            end = suffix.rpartition(".")[2].strip("*/") or "txt"
+            if not suffix.startswith("."):
+                raise DataError(f"suffixes={suffix}: must begin with a dot, such as .{end}")
+            if suffix != f".{end}":
+                raise DataError(f"suffixes={suffix}: must be what a name ends in from its last dot, such as .{end}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest records it."""
+        return {
+            "asked": dict(self.wanted),
+            "suffixes": list(self.suffixes),
+            "exclude": list(self.exclude),
+            "validation_fraction": self.validation_fraction,
+            "shard_bytes": self.shard_bytes,
+            "sample_bytes": SAMPLE_BYTES,
+            "seed": self.seed,
+        }
+
+    def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
+        """See ``BuildSettings``."""
+        documents, properties, left_out = find_documents(
+            inputs, self.suffixes, self.exclude, self.modality, self.wanted
+        )
+        return BuildPlan(self, properties, self._split(documents), left_out)
+
+    def _split(self, documents: list[FileDocument]) -> dict[str, list[FileDocument]]:
+        """Train and validation documents, each in the order in which they are written."""
+        fraction = self.validation_fraction
+        splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
+        for document in documents:
+            place = document.hashed(self.seed, "split")
+            splits["validation" if place < fraction * 2**64 else "train"].append(document)
+        if fraction and all(document.relative == documents[0].relative for document in documents):
+            raise DataError(
+                f"validation_fraction={fraction}: the only file, {documents[0].path}, cannot be in both splits; "
+                "add files or set it to 0"
+            )
+        for empty, full, nearest in (("validation", "train", min), ("train", "validation", max)):
+            if fraction and not splits[empty]:  # too few files for the fraction: take the file nearest to the border
+                chosen = nearest(splits[full], key=lambda document: document.hashed(self.seed, "split")).relative
+                splits[empty] = [document for document in documents if document.relative == chosen]
+                splits[full] = [document for document in documents if document.relative != chosen]
+        for members in splits.values():
+            mix(members, self.seed)
+        return {name: members for name, members in splits.items() if members}
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSettings:
+    """Settings of a build from a published dataset: see ``BuildSettings``."""
+
+    dataset: Dataset
+    unpublished: bool  # whether content that differs from the published one is taken
+    shard_bytes: int
+
+    @property
+    def modality(self) -> Modality:
+        """The dataset's."""
+        return modality_named(self.dataset.modality)
+
+    def check(self) -> None:
+        """Raises DataError for a value that is not allowed."""
+        _check_shard_bytes(self.shard_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest records it. It does not say in which of its forms the dataset was read."""
+        return {
+            "dataset": self.dataset.name,
+            "unpublished": self.unpublished,
+            "shard_bytes": self.shard_bytes,
+            "sample_bytes": SAMPLE_BYTES,
+        }
+
+    def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
+        """See ``BuildSettings``. A dataset has one input."""
+        (given,) = inputs
+        content = self.dataset.find(given, self.unpublished)
+        return BuildPlan(self, dict(content.properties), content.splits, content.left_out)
+
+
+def _check_shard_bytes(shard_bytes: int) -> None:
+    if shard_bytes < 1:
+        raise DataError(f"shard_bytes={shard_bytes}: must be at least 1, such as 16777216")
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """All that a build will write, but for the contents."""
+
+    settings: BuildSettings
+    properties: Properties  # of every document
+    splits: Mapping[str, Sequence[Document]]  # in the order in which they are written
+    left_out: LeftOut
+
+    @property
+    def content_bytes(self) -> int:
+        """Content bytes over all splits."""
+        return sum(document.size for members in self.splits.values() for document in members)
+
+    def shards(self) -> Iterator[tuple[str, list[Piece]]]:
+        """The name of each shard, in canonical order, and its pieces. Computed anew each time, a shard at a time."""
+        for split, members in self.splits.items():
+            for number, pieces in enumerate(pack(members, self.settings.shard_bytes, self.settings.modality)):
+                yield f"{split}-{number:05d}.tar", pieces
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Two SHA-256 (hexadecimal) that decide the shards: of the settings, and of the documents as they are now.
+
+        Where the input lies does not count.
+        """
+        settings = [
+            DataManifest.FORMAT_VERSION,
+            self.settings.modality.name,
+            self.settings.to_json(),
+            dict(self.properties),
+        ]
+        documents = hashlib.sha256()
+        for split, members in self.splits.items():
+            for document in members:
+                documents.update(json.dumps((split, *document.identity)).encode())
+        whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        return {"settings": whole.hexdigest(), "files": documents.hexdigest()}
+
+    def manifest(self, records: Mapping[str, ShardRecord]) -> DataManifest:
+        """The manifest of the whole, from the records of all shards by name."""
+        shards: dict[str, list[ShardRecord]] = {split: [] for split in self.splits}
+        for name, record in records.items():
+            shards[name.partition("-")[0]].append(record)
+        splits = {
+            split: SplitRecord(
+                len(members), tuple(sorted(shards[split], key=lambda record: (len(record.name), record.name)))
+            )
+            for split, members in self.splits.items()
+        }
+        return DataManifest(self.settings.modality.name, self.properties, splits, self.made)
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """How the set was made, for the manifest: nothing of the machine or the moment."""
+        left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.symlinks}
+        return {"settings": self.settings.to_json(), "left_out": left_out}

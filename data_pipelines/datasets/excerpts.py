@@ -1,0 +1,136 @@
+"""Documents that are excerpts of larger files: made one at a time, so that a million of them cost a few numbers.
+
+CIFAR-10 and the downsampled ImageNet are distributed in planes: rows of fixed size, each with all red bytes of a
+picture, then all green, then all blue ones. Content is in the order of the image modality: row after row, in a row
+pixel after pixel, in a pixel red, green, blue.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from longstride.data_pipelines.datasets.members import Member
+from longstride.data_pipelines.documents import OpenInput
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import CHANNELS, Modality, Properties
+
+
+class Source(Protocol):
+    """The content of a whole file of a dataset, as one row of bytes. It can be pickled."""
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """See ``Document``."""
+
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        """Content bytes ``[offset, offset + size)``. Reading on is cheap. Raises DataError where that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A document: ``size`` bytes of a source from ``start`` on."""
+
+    source: Source
+    start: int
+    size: int
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The source's, and where in it."""
+        return (*self.source.identity, self.start, self.size)
+
+    def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
+        """A piece of the content: see ``Document``."""
+        return self.source.read(open_input, self.start + offset, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Documents of one size that follow each other in a source."""
+
+    source: Source
+    first: int  # content bytes before them
+    count: int
+    size: int  # bytes of each
+
+
+class Excerpts(Sequence[Excerpt]):
+    """The documents of stretches, in order."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self.stretches = [stretch for stretch in stretches if stretch.count]
+
+    def __len__(self) -> int:
+        return sum(stretch.count for stretch in self.stretches)
+
+    def __iter__(self) -> Iterator[Excerpt]:
+        for stretch in self.stretches:
+            for number in range(stretch.count):
+                yield Excerpt(stretch.source, stretch.first + number * stretch.size, stretch.size)
+
+    @overload
+    def __getitem__(self, place: int) -> Excerpt: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "Excerpts": ...
+
+    def __getitem__(self, place: "int | slice") -> "Excerpt | Excerpts":
+        """One document, or those of a slice without a step."""
+        if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            assert step == 1, "documents are taken in order"
+            return self._between(start, max(start, stop))
+        number = range(len(self))[place]
+        (excerpt,) = self._between(number, number + 1)
+        return excerpt
+
+    def _between(self, start: int, stop: int) -> "Excerpts":
+        kept, before = [], 0
+        for stretch in self.stretches:
+            low, high = max(start - before, 0), min(stop - before, stretch.count)
+            if low < high:
+                first = stretch.first + low * stretch.size
+                kept.append(Stretch(stretch.source, first, high - low, stretch.size))
+            before += stretch.count
+        return Excerpts(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneRows:
+    """The pictures of a member: a ``Source``."""
+
+    member: Member
+    offset: int  # of the first row in the member
+    edge: int  # pixels, of a square picture
+    labels: int = 0  # number of classes: a row begins with a byte of its class; 0: no such byte
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The member's."""
+        return self.member.identity
+
+    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
+        """See ``Source``. Raises DataError for a class that does not exist: the bytes are then no rows."""
+        content_bytes = CHANNELS * self.edge**2
+        row_bytes = content_bytes + bool(self.labels)
+        first, stop = offset // content_bytes, -(-(offset + size) // content_bytes)
+        raw = self.member.read(open_input, self.offset + first * row_bytes, (stop - first) * row_bytes)
+        rows = np.frombuffer(raw, dtype=np.uint8).reshape(-1, row_bytes)
+        if self.labels:
+            if rows[:, 0].max() >= self.labels:
+                raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}, not under {self.labels}")
+            rows = rows[:, 1:]
+        skipped = offset - first * content_bytes
+        return interleaved(rows, self.edge)[skipped : skipped + size]
+
+
+def interleaved(rows: np.ndarray, edge: int) -> bytes:
+    """(n, 3 x edge x edge) uint8 in planes -> the bytes of n pictures, pixel after pixel."""
+    return rows.reshape(-1, CHANNELS, edge, edge).transpose(0, 2, 3, 1).tobytes()
+
+
+def picture_properties(edge: int) -> dict[str, int]:
+    """Properties of square pictures in the image modality."""
+    return {"height": edge, "width": edge, "channels": CHANNELS, "resized": 0}

@@ -1,0 +1,231 @@
+"""The drawings of README.md and docs/. ``python docs/draw.py`` makes them anew; a test holds that they are up to date.
+
+- ``docs/pictures/rooms.svg``: the rooms, from the imports of every file.
+- ``docs/pictures/patterns.svg``: who reads whom under each pattern, with what it costs, from benchmarks/results/.
+- ``docs/pictures/dilated.svg``: the mask of the pattern that docs/tour.md writes, from its own code.
+
+The script also puts the lines into docs/tour.md at which its stops stand.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import defaultdict
+from graphlib import TopologicalSorter
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402  the path comes first
+
+from longstride.kernels.patterns import Pattern, pattern_from_json  # noqa: E402
+
+PICTURES = ROOT / "docs" / "pictures"
+TOUR = ROOT / "docs" / "tour.md"
+BIG_ROOMS = {"launcher": "#dbe9f6", "sparse_model": "#e3f1de", "kernels": "#fbe5cf", "data_pipelines": "#eee3f3"}
+INK, FAINT = "#24292f", "#8b949e"
+FONT = "font-family='system-ui, sans-serif'"
+BOX_WIDTH, BOX_HEIGHT, GAP, FLOOR = 118, 34, 14, 66  # pixels
+
+SHOWN = 32  # positions of a drawn pattern
+STRIDE, SUMMARY = 8, 2
+CELL = 5  # pixels of a pair
+CONTEXT, HEAD_WIDTH = 12_288, 64  # of the measurement that stands below a pattern
+DRAWN = {
+    "dense": {"type": "dense"},
+    "local": {"type": "local", "window": STRIDE},
+    "strided merged": {"type": "strided", "stride": STRIDE},
+    "fixed merged": {"type": "fixed", "stride": STRIDE, "summary": SUMMARY},
+}
+
+
+def main() -> None:
+    """Writes both drawings."""
+    PICTURES.mkdir(exist_ok=True)
+    for name, drawing in drawings().items():
+        (PICTURES / name).write_text(drawing)
+    TOUR.write_text(re.sub(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)(?:#L\d+)?\)", _with_line, TOUR.read_text()))
+
+
+def drawings() -> dict[str, str]:
+    """File names and contents of all drawings."""
+    tours = mask_drawing(pattern_of_the_tour()(window=5, dilation=4))
+    return {"rooms.svg": rooms_drawing(arrows_of_rooms()), "patterns.svg": patterns_drawing(), "dilated.svg": tours}
+
+
+def pattern_of_the_tour() -> Any:
+    """The class that docs/tour.md writes in front of its reader."""
+    (code,) = re.findall(r"```python\n(.*?)```", TOUR.read_text(), flags=re.DOTALL)
+    module = ModuleType("tour")
+    sys.modules["tour"] = module  # where dataclasses looks for it
+    exec(compile(code, str(TOUR), "exec"), vars(module))
+    return module.Dilated
+
+
+def _with_line(stop: re.Match[str]) -> str:
+    """A stop's link with the line at which its class or function begins."""
+    name, path = stop.group(1), stop.group(2)
+    lines = (ROOT / path).read_text().splitlines()
+    pattern = re.compile(rf"\s*(def|class) {name.split('.')[-1]}\b")
+    begin = next((i for i, line in enumerate(lines) if re.match(rf"class {name.split('.')[0]}\b", line)), 0)
+    number = next(i for i, line in enumerate(lines[begin:], begin + 1) if pattern.match(line))
+    return f"[`{name}`](../{path}#L{number})"
+
+
+def arrows_of_rooms() -> dict[str, set[str]]:
+    """For every room, and every file beside the rooms, those that it imports, by names such as ``launcher/data``."""
+    arrows: dict[str, set[str]] = {}
+    for big in BIG_ROOMS:
+        for path in sorted((ROOT / big).rglob("*.py")):
+            room = _room(("longstride", *path.relative_to(ROOT).with_suffix("").parts))
+            if room is None:
+                continue
+            arrows.setdefault(room, set())
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    targets = {_room((*node.module.split("."), alias.name)) for alias in node.names}
+                    arrows[room] |= {target for target in targets if target not in (None, room)}
+    return arrows
+
+
+def _room(parts: tuple[str, ...]) -> str | None:
+    """The room of a full name; sparse_model and kernels are one room each. None for what is no room of ours."""
+    if parts[0] != "longstride" or len(parts) < 2 or parts[1] not in BIG_ROOMS:
+        return None
+    if parts[1] in ("sparse_model", "kernels"):
+        return parts[1]
+    inside = ROOT / parts[1] / parts[2] if len(parts) > 2 else None
+    if inside is None or parts[2] == "__init__" or not (inside.is_dir() or inside.with_suffix(".py").exists()):
+        return None
+    return f"{parts[1]}/{parts[2]}"
+
+
+def rooms_drawing(arrows: dict[str, set[str]]) -> str:
+    """The rooms on floors: each stands above all that it imports. An arrow that others imply is left out."""
+    reached: dict[str, set[str]] = defaultdict(set)
+    floor: dict[str, int] = {}
+    for room in TopologicalSorter(arrows).static_order():
+        floor[room] = max((floor[below] + 1 for below in arrows[room]), default=0)
+        reached[room] = arrows[room].union(*(reached[below] for below in arrows[room]))
+    drawn = {
+        room: {below for below in targets if not any(below in reached[other] for other in targets)}
+        for room, targets in arrows.items()
+    }
+    floors = [sorted(room for room in floor if floor[room] == level) for level in range(max(floor.values()) + 1)]
+    places = _arranged(floors, drawn)
+    width = max(len(rooms) for rooms in floors) * (BOX_WIDTH + GAP) + GAP
+    height = len(floors) * FLOOR + GAP
+    lines = []
+    for room, targets in sorted(drawn.items()):
+        x, y = places[room]
+        for below in sorted(targets):
+            to_x, to_y = places[below]
+            lines.append(
+                f"<path d='M{x:.0f} {y + BOX_HEIGHT / 2:.0f} C{x:.0f} {y + FLOOR * 0.7:.0f} {to_x:.0f} "
+                f"{to_y - FLOOR * 0.7:.0f} {to_x:.0f} {to_y - BOX_HEIGHT / 2 - 5:.0f}' fill='none' stroke='{FAINT}' "
+                "marker-end='url(#head)'/>"
+            )
+    for room, (x, y) in sorted(places.items()):
+        big, _, inside = room.partition("/")
+        files = len(list((ROOT / room).rglob("*.py"))) if (ROOT / room).is_dir() else 0
+        lines.append(
+            f"<rect x='{x - BOX_WIDTH / 2:.0f}' y='{y - BOX_HEIGHT / 2:.0f}' width='{BOX_WIDTH}' height='{BOX_HEIGHT}' "
+            f"rx='5' fill='{BIG_ROOMS[big]}' stroke='{INK}'/>"
+        )
+        text = f"{inside or big}" + ("" if files else ".py")
+        below = f"{big}, {files} files" if files else big
+        lines += [_text(x, y - 2, 13, text), _text(x, y + 11, 9, below)]
+    head = (
+        f"<marker id='head' viewBox='0 0 8 8' refX='6' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
+        f"<path d='M0 0L8 4L0 8z' fill='{FAINT}'/></marker>"
+    )
+    return _svg(width, height, [f"<defs>{head}</defs>", *lines])
+
+
+def _arranged(floors: list[list[str]], arrows: dict[str, set[str]]) -> dict[str, tuple[float, float]]:
+    """The middle of every box: each floor in the order of where its boxes' arrows lead, a few times over."""
+    width = max(len(rooms) for rooms in floors) * (BOX_WIDTH + GAP)
+    neighbours: dict[str, set[str]] = defaultdict(set)
+    for room, targets in arrows.items():
+        neighbours[room] |= targets
+        for target in targets:
+            neighbours[target].add(room)
+    places: dict[str, tuple[float, float]] = {}
+    for turn in range(12):
+        for level, rooms in enumerate(floors):
+            if turn:
+                rooms.sort(key=lambda room: fmean([places[n][0] for n in sorted(neighbours[room])] or [0]))
+            step = width / len(rooms)
+            y = (len(floors) - level - 0.5) * FLOOR + GAP / 2
+            places |= {room: (GAP / 2 + step * (number + 0.5), y) for number, room in enumerate(rooms)}
+    return places
+
+
+def patterns_drawing() -> str:
+    """Four patterns as matrices, each with its density and speed at a context of 12,288."""
+    (path,) = sorted((ROOT / "benchmarks" / "results").glob("attention-amd-epyc.json"))
+    measured = json.loads(path.read_text())
+    side, lines = SHOWN * CELL, []
+    for number, (name, settings) in enumerate(DRAWN.items()):
+        left = GAP + number * (side + 2 * GAP)
+        lines += _mask_lines(pattern_from_json(settings), left)
+        speed, density = _cost(measured, name)
+        middle, below = left + side // 2, GAP + side
+        cost = "torch's own: 1×" if name == "dense" else f"{speed:.1f}× as fast"
+        captions = ((16, 13, name), (33, 11, f"{density:.1%} of the pairs"), (48, 11, cost))
+        lines += [_text(middle, below + down, size, words) for down, size, words in captions]
+    return _svg(len(DRAWN) * (side + 2 * GAP), side + 2 * GAP + 44, lines)
+
+
+def mask_drawing(pattern: Pattern) -> str:
+    """One pattern as a matrix, queries down and keys across."""
+    side = SHOWN * CELL + 2 * GAP
+    return _svg(side, side, _mask_lines(pattern, GAP))
+
+
+def _mask_lines(pattern: Pattern, left: int) -> list[str]:
+    positions, side = torch.arange(SHOWN), SHOWN * CELL
+    pairs = pattern.mask(positions[:, None], positions[None, :]).nonzero().tolist()
+    cell = f"h{CELL - 1}v{CELL - 1}h-{CELL - 1}z"
+    cells = "".join(f"M{left + key * CELL} {GAP + query * CELL}{cell}" for query, key in pairs)
+    frame = f"width='{side}' height='{side}' fill='#f6f8fa' stroke='{FAINT}' stroke-width='0.5'"
+    return [f"<rect x='{left}' y='{GAP}' {frame}/>", f"<path fill='#0969da' d='{cells}'/>"]
+
+
+def _cost(measured: dict, name: str) -> tuple[float, float]:
+    """(speed against torch's dense causal attention, forward and backward; density) of a pattern."""
+    (timing,) = (
+        timing
+        for timing in measured["timings"]
+        if (timing["pattern"], timing["context"], timing["head_width"], timing["dtype"], timing["stride"])
+        == (name, CONTEXT, HEAD_WIDTH, "float32", 128)
+    )
+    return timing["ratio_to_dense"]["both"], timing["density"]
+
+
+def _text(x: float, y: float, size: int, words: str) -> str:
+    return f"<text x='{x:.0f}' y='{y:.0f}' text-anchor='middle' font-size='{size}' fill='{INK}'>{words}</text>"
+
+
+def _svg(width: int, height: int, lines: list[str]) -> str:
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
+            f"viewBox='0 0 {width} {height}' {FONT}>",
+            f"<rect width='{width}' height='{height}' fill='white'/>",
+            *lines,
+            "</svg>\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Launches the kernels. Forward: pass by pass. Backward: delta, then passes over keys and passes over queries.
+
+Where runs of rows are independent (``closed_kernel``), one pass over them gives all three gradients at once.
+Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R rows of the workspace.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends.triton.call import Call, positive_scale
+from longstride.kernels.backends.triton.closed_kernel import closed_kernel
+from longstride.kernels.backends.triton.configurations import Choice, closed_choice
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dq_kernel import dq_kernel
+from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.packing import Form, Parts, groups, sources
+from longstride.kernels.patterns import Pattern
+
+BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+    q, scale = positive_scale(q, scale)
+    call = Call(q, v, patterns)
+    out = empty_like_rows(v, call.readable_dtype())
+    q, k, v = (call.readable(t) for t in (q, k, v))
+    lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
+    choices = call.choices("forward", "all")
+    between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
+    for number, choice in enumerate(choices):
+        final = number == len(choices) - 1
+        packed = call.packed("queries", "all", number, choice)
+        target = out if final else between
+        descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
+        call.launch(
+            forward_kernel,
+            packed.num_row_tiles,
+            (q, k, v, between, target, lse, packed.table, packed.data, *descriptors),
+            (q, k, v, target),
+            (packed.num_row_tiles,),
+            choice.configuration,
+            **call.widths,
+            **call.forms(packed),
+            SHAPES=shapes,
+            SCALE=scale,
+            RESUME=number > 0,
+            FINAL=final,
+        )
+    return out.to(call.dtype), lse
+
+
+class BackwardInputs(NamedTuple):
+    """What every backward kernel reads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    lse: Tensor  # (B, H, N)
+    delta: Tensor  # (B, H, N)
+
+
+class Sums(NamedTuple):
+    """dK and dV as passes over keys leave them: rows in the order of each pass, one set for each slice of queries."""
+
+    workspace: Tensor  # (B, H, R, D + Dv), accumulator dtype
+    table: Tensor  # where the rows of a position are: see ``packing.sources``
+    data: Tensor
+    form: Form
+
+    def sizes(self) -> tuple[int, int]:
+        """R, and the number of sources."""
+        return self.workspace.shape[2], self.table.shape[1]
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    patterns: tuple[Pattern, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
+    call = Call(q, v, patterns)
+    dtype = call.readable_dtype()
+    results = (empty_like_rows(q, dtype), empty_like_rows(k, dtype), empty_like_rows(v, dtype))
+    sign = float(np.sign(scale))
+    q, scale = positive_scale(q, scale)
+    q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    closed = closed_choice(call.candidates("closed"), patterns, call.context)
+    if closed is None:
+        inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
+        over_keys(call, inputs, "all", (results[1], results[2]), scale)
+        over_queries(call, inputs, "all", results[0], scale)
+    else:
+        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
+    dq, dk, dv = results
+    dq = dq if sign == 1 else dq * sign
+    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
+
+
+def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """For each query the sum of out * grad_out, minus the gradient of lse: (B, H, N)."""
+    delta = torch.empty_like(lse)
+    blocks = triton.cdiv(call.context, BLOCK_ROWS)
+    call.launch(
+        delta_kernel,
+        blocks,
+        (out, grad_out, lse, lse if grad_lse is None else grad_lse, delta),
+        (out, grad_out),
+        (blocks,),
+        None,
+        VALUE_WIDTH=call.widths["VALUE_WIDTH"],
+        WV=call.widths["WV"],
+        BLOCK=BLOCK_ROWS,
+        GRAD_LSE=grad_lse is not None,
+    )
+    return delta
+
+
+def over_keys(
+    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float
+) -> Sums:
+    """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
+    choices = call.choices("dkdv", parts)
+    passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
+    slices = [call.num_slices(packed, choice) for packed, choice in zip(passes, choices, strict=True)]
+    # Where the last pass holds every key of every head and is not split, it adds up as it finishes each key.
+    last = groups(call.patterns, call.context, "keys", parts)[-1]
+    in_place = results is not None and slices[-1] == 1 and all(head[0].num_rows == call.context for head in last)
+    through = len(passes) - in_place
+    rows = [packed.num_rows * count for packed, count in zip(passes[:through], slices, strict=False)]
+    q, k, v, grad_out = inputs[:4]
+    workspace = q.new_empty((*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1]), dtype=call.wide)
+    sums = Sums(workspace, *sources(call.patterns, call.context, parts, tuple(slices[:through]), q.device))
+    targets = results or (workspace, workspace)  # written by the last pass alone
+    for number, (packed, choice) in enumerate(zip(passes, choices, strict=True)):
+        descriptors, shapes = call.descriptors(choice, "keys", parts, number, q, grad_out)
+        call.launch(
+            dkdv_kernel,
+            packed.num_row_tiles * slices[number],
+            (*inputs, workspace, *targets, packed.table, packed.data, sums.table, sums.data, *descriptors[:2]),
+            (q, k, v, grad_out, *targets),
+            (packed.num_row_tiles, slices[number], packed.num_rows, sum(rows[:number]), *sums.sizes()),
+            choice.configuration,
+            **call.widths,
+            ROWS=int(packed.rows),
+            COLUMNS=int(packed.columns[0]),
+            BOUNDS=int(packed.bounds[0]),
+            SHAPE=shapes[0],
+            SCALE=scale,
+            FINAL=number == through,
+            SOURCES=sums.table.shape[1] > 0,
+            SOURCE_FORM=int(sums.form),
+        )
+    if results is not None and not in_place:
+        blocks = triton.cdiv(call.context, BLOCK_ROWS)
+        tensors = (workspace, *results, sums.table, sums.data)
+        constants = {"BLOCK": BLOCK_ROWS, "SOURCE_FORM": int(sums.form), **call.widths}
+        call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes()), None, **constants)
+    return sums
+
+
+def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tensor | None, scale: float) -> Tensor:
+    """dQ of some parts: into ``result``, or where there is none into a new accumulator, (B, H, N, D) contiguous."""
+    q, k, v, grad_out = inputs[:4]
+    choices = call.choices("dq", parts)
+    several = len(choices) > 1 or result is None
+    between = torch.empty(q.shape, dtype=call.wide, device=q.device) if several else q
+    result = between if result is None else result
+    for number, choice in enumerate(choices):
+        packed = call.packed("queries", parts, number, choice)
+        target = result if number == len(choices) - 1 else between
+        descriptors, shapes = call.descriptors(choice, "queries", parts, number, k, v)
+        call.launch(
+            dq_kernel,
+            packed.num_row_tiles,
+            (*inputs, between, target, packed.table, packed.data, *descriptors),
+            (q, k, v, grad_out, target),
+            (packed.num_row_tiles,),
+            choice.configuration,
+            **call.widths,
+            **call.forms(packed),
+            SHAPES=shapes,
+            SCALE=scale,
+            RESUME=number > 0,
+        )
+    return result
+
+
+def over_closed_runs(
+    call: Call,
+    choice: Choice,
+    tensors: tuple[Tensor, ...],
+    grad_lse: Tensor | None,
+    results: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+) -> None:
+    """All gradients: first those of the other parts, then closed runs add theirs, dQ, dK and dV at once."""
+    q, k, v, out, grad_out, lse = tensors
+    resume = len(groups(call.patterns, call.context, "queries", "open")) > 0
+    # Without other parts, the kernel reads neither of these two.
+    previous, sums = lse, Sums(lse[..., None], *sources(call.patterns, call.context, "open", (), q.device))
+    delta = lse if grad_lse is None else grad_lse
+    if resume:
+        delta = delta_of(call, out, grad_out, lse, grad_lse)
+        inputs = BackwardInputs(q, k, v, grad_out, lse, delta)
+        sums = over_keys(call, inputs, "open", None, scale)
+        previous = over_queries(call, inputs, "open", None, scale)
+    packed, tiles = call.packed("keys", "closed", 0, choice), choice.configuration
+    call.launch(
+        closed_kernel,
+        packed.num_row_tiles,
+        (*tensors, delta, previous, sums.workspace, *results, packed.table, packed.data, sums.table, sums.data),
+        (q, k, v, out, grad_out, *results),
+        (packed.num_row_tiles, *sums.sizes()),
+        None,
+        **call.widths,
+        BLOCK=tiles.block_k,
+        ROWS=int(packed.rows),
+        BOUNDS=int(packed.bounds[0]),
+        SCALE=scale,
+        RESUME=resume,
+        GRAD_LSE=grad_lse is not None,
+        SOURCE_FORM=int(sums.form),
+        ROUND_BF16=call.round_bf16,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

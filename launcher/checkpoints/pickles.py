@@ -1,0 +1,255 @@
+"""How an engine reads and writes the pickles of its checkpoints. Imports deepspeed.
+
+Reading runs no code. torch's weights-only unpickler takes tensors, numbers, texts and their containers. Besides these,
+DeepSpeed writes four plain classes alone.
+
+Writing raises nothing. DeepSpeed saves between collectives: where a rank raised on a full disk, the others would wait
+for it. So a failure is remembered, the rank goes on to where all meet, and the caller asks for it there.
+
+Saving in the background copies to the host's memory, and a thread writes the copies while training goes on. DeepSpeed's
+own background writer is a second process for each rank. Only that rank notices its end, and the next optimiser step has
+to wait for it, as it reads the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+import sys
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints.manifest import FileRecord
+from longstride.launcher.config import TRUST_OPTION
+
+FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
+_BUFFER_BYTES = 1 << 20
+_PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
+_NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
+
+
+def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
+    """What torch.save wrote to a file; ``mapped`` leaves its tensors on the disk until they are used.
+
+    Raises:
+        ConfigError: reading it would run code, and it is not ``trusted``.
+    """
+    try:
+        with torch.serialization.safe_globals(_PLAIN_CLASSES):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        content = unsafe_content(path)
+        if content in (None, _NO_ARCHIVE):
+            content = " ".join(str(error).partition("\n")[2].split())[:200]
+    if not trusted:
+        raise ConfigError(f"{path}: {refusal_line(content)}")
+    print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
+    return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
+
+
+def unsafe_content(path: Path | str) -> str | None:
+    """The code that reading a file would run, in words; None: none. Looks without reading it.
+
+    A file that is no zip archive counts as unsafe: Longstride writes none.
+    """
+    try:
+        with torch.serialization.safe_globals(_PLAIN_CLASSES):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (ValueError, RuntimeError, pickle.UnpicklingError):
+        return _NO_ARCHIVE
+    return ", ".join(sorted(names)) or None
+
+
+def refusal_line(content: str) -> str:
+    """What is wrong with a file of unsafe content."""
+    return (
+        f"holds more than tensors and numbers ({content}), which only running its code would bring; where you trust "
+        f"whoever wrote it, {TRUST_OPTION} opens it"
+    )
+
+
+class CheckpointFiles(TorchCheckpointEngine):
+    """Reads and writes in DeepSpeed's place: its names and contents, our way to the disk."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._is_background = False
+        self.trusted = False  # whether files may hold more than tensors and numbers
+        self.failure: Exception | None = None
+        self.records: dict[Path, FileRecord] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._writes: list[Future[None]] = []
+
+    def begin(self, *, background: bool = False) -> None:
+        """Prepares for a new checkpoint, once the last one is written."""
+        self.wait()
+        self.failure, self.records, self._writes = None, {}, []
+        if background and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._is_background = background
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """A folder."""
+        try:
+            os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103  as the base class's
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file, hashed and flushed, now or in the background. After the first failure nothing is written."""
+        if not self._is_background:
+            self._write(state_dict, Path(path))
+            return
+        assert self._thread is not None
+        try:
+            copied = host_copy(state_dict)
+        except FAILURES as error:
+            self.failure = self.failure or error
+        else:
+            self._writes.append(self._thread.submit(self._write, copied, Path(path)))
+
+    def is_done(self) -> bool:
+        """Whether everything is written, or has failed."""
+        return all(write.done() for write in self._writes)
+
+    def wait(self) -> None:
+        """Waits until everything is written, or has failed."""
+        for write in self._writes:
+            write.result()
+
+    def _write(self, content: Any, path: Path) -> None:
+        if self.failure is not None:
+            return
+        try:
+            self.records[path] = write_pickle(content, path)
+        except FAILURES as error:
+            self.failure = error
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The content of a file."""
+        return read_pickle(path, map_location=map_location, trusted=self.trusted)
+
+
+def checkpoint_files(engine: DeepSpeedEngine) -> CheckpointFiles:
+    """What an engine reads and writes its checkpoints by, from the first call on."""
+    if not isinstance(engine.checkpoint_engine, CheckpointFiles):
+        engine.checkpoint_engine = CheckpointFiles(engine._config)
+        # It copies programs beside the data, between two collectives; `longstride export` does what they do.
+        engine._copy_recovery_script = lambda _: None
+    return engine.checkpoint_engine
+
+
+def write_pickle(content: Any, path: Path) -> FileRecord:
+    """Writes what torch.save makes of something to a new file, flushed to the disk.
+
+    Raises:
+        OSError: with the path and the system's reason.
+    """
+    file = _HashedFile(path)
+    try:
+        torch.save(content, cast(IO[bytes], file), pickle_module=_PickleModule)
+    finally:
+        record = file.finish()
+    return record
+
+
+def host_copy(value: Any) -> Any:
+    """A copy in the host's memory that shares what the original shares, so that the same bytes are saved."""
+    copies: dict[int, Any] = {}  # by the id of the original, which is kept beside its copy: no other gets its id
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if id(value) in copies:
+            return copies[id(value)][0]
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            storage = value.untyped_storage()
+            if storage._cdata not in storages:
+                storages[storage._cdata] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            result = torch.empty(0, dtype=value.dtype)
+            result.set_(storages[storage._cdata], value.storage_offset(), value.size(), value.stride())
+            if type(value) is torch.Tensor:
+                result.requires_grad_(value.requires_grad)
+            else:
+                result = torch.nn.Parameter(result, requires_grad=value.requires_grad)
+        elif type(value) in (dict, OrderedDict):
+            result = type(value)((key, copied(part)) for key, part in value.items())
+        elif type(value) in (list, tuple):
+            result = type(value)(copied(part) for part in value)
+        else:
+            result = copy.deepcopy(value)
+        if isinstance(value, torch.Tensor | OrderedDict) and vars(value):  # attributes that DeepSpeed and torch set
+            vars(result).update(copied(vars(value)))
+        copies[id(value)] = result, value
+        return result
+
+    return copied(value)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes DeepSpeed's enumeration by value: the first releases of Python 3.11 would write a call of getattr."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a value is written; NotImplemented: as always."""
+        return (ZeroStageEnum, (value.value,)) if isinstance(value, ZeroStageEnum) else NotImplemented
+
+
+class _PickleModule:
+    """What torch.save takes from the module pickle."""
+
+    Pickler = _Pickler
+
+
+class _HashedFile:
+    """A new file that counts and hashes what is written to it.
+
+    An error is kept until ``finish``: torch's writer would raise another one about positions, which hides the reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._digest, self._size = hashlib.sha256(), 0
+        self._error: OSError | None = None
+
+    def write(self, piece: Any) -> int:
+        """Takes bytes."""
+        size = memoryview(piece).nbytes
+        if self._error is None:
+            try:
+                self._file.write(piece)
+                self._digest.update(piece)
+                self._size += size
+            except OSError as error:
+                self._error = error
+        return size
+
+    def flush(self) -> None:
+        """Does nothing: torch calls it before the last bytes. ``finish`` flushes."""
+
+    def finish(self) -> FileRecord:
+        """Flushes to the disk and closes. Raises the first OSError that there was."""
+        try:
+            if self._error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._error = error
+        try:
+            self._file.close()  # tries again to flush what it could not
+        except OSError as error:
+            self._error = self._error or error
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror, str(self._path)) from None
+        return FileRecord(bytes=self._size, sha256=self._digest.hexdigest())

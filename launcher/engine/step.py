@@ -1,0 +1,140 @@
+"""One optimiser step of DeepSpeed's engine, which can be dropped or undone whole under every ZeRO stage and precision.
+
+DeepSpeed drops a step by itself where a gradient is no finite number: under every stage but 0 in fp32 it then leaves
+weights, moments and schedule as they are, on all ranks alike. So a batch that is not wanted gets such gradients, and
+what a dropped step changes nonetheless is restored here.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from longstride.launcher.engine.device import random_states, set_random_states
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Overflow(enum.Enum):
+    """Why the optimiser did not take a step whose loss was a number."""
+
+    SCALE = enum.auto()  # fp16: the loss scale was too high and falls, as it is meant to
+    FLOOR = enum.auto()  # fp16: so it was, and cannot fall
+    FIXED = enum.auto()  # fp16 with a fixed scale
+    GRADIENT = enum.auto()  # bf16, fp32: a gradient is no finite number by itself
+
+
+class EngineStep:
+    """One step: ``accumulate`` the losses of all micro-batches but the last, then ``take`` it with the last one's."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._scaler = getattr(engine.optimizer, "loss_scaler", None) or getattr(
+            engine.optimizer, "loss_scale_config", None
+        )  # holds the loss scale; None where nothing does
+        # What a dropped step changes although the weights stay.
+        self._counters = {name: getattr(engine, name) for name in _COUNTERS}
+        self._random = random_states(engine.device)
+        self._overflow = getattr(engine.optimizer, "overflow", None)  # how its last step went, which it saves
+        self._scaler_before: dict[str, Any] = {} if self._scaler is None else dict(vars(self._scaler))
+        self.learning_rate = float(engine.get_lr()[0])
+        self._is_unfused = isinstance(engine.optimizer, FP16_UnfusedOptimizer)  # fp16 under ZeRO 0
+        self.loss_scale = 1.0  # outside fp16
+        if engine.fp16_enabled():
+            holder = engine.optimizer.loss_scale_config if self._is_unfused else engine.optimizer
+            self.loss_scale = float(holder.cur_scale)
+
+    def accumulate(self, loss: Tensor) -> None:
+        """The backward pass of a micro-batch that is not the last."""
+        self._backward(loss)
+        self._engine.step()
+
+    def take(self, loss: Tensor, *, drop: bool = False) -> float | None:
+        """The last backward pass and the optimiser's step; returns the norm of the unclipped, unscaled gradients.
+
+        None where they are no finite numbers, as with ``drop``: then the step is dropped, and counted in
+        ``engine.skipped_steps``.
+        """
+        engine = self._engine
+        self._backward(loss * math.nan if drop else loss)
+        if self._scaler is not None and "raise_error_at_min_scale" in vars(self._scaler):
+            # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise under ZeRO 1
+            # to 3. Said at every step, as a loaded checkpoint brings a scaler of its own.
+            self._scaler.raise_error_at_min_scale = False
+        norm = None
+        if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
+            gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            if not math.isfinite(norm):
+                self._drop_plain_step()
+                return None
+        engine.step()
+        if engine.skipped_steps > self._counters["skipped_steps"]:
+            self._forget_gradients()
+        if norm is None:
+            norm = float(engine.get_global_grad_norm())
+            if self._is_unfused:
+                norm /= self.loss_scale
+        return norm if math.isfinite(norm) else None
+
+    def overflow(self) -> Overflow | None:
+        """Why the engine has dropped the step by itself; None where it has taken it."""
+        if self._engine.skipped_steps == self._counters["skipped_steps"]:
+            return None
+        if not self._engine.fp16_enabled():
+            return Overflow.GRADIENT
+        before = self._scaler_before
+        if not before.get("dynamic", before.get("dynamic_loss_scale")):
+            return Overflow.FIXED
+        lowest = before["min_scale"] if "min_scale" in before else before["min_loss_scale"]
+        # With hysteresis left the scale would have stayed anyway.
+        patient = before.get("delayed_shift", 1) > 1 and before["cur_hysteresis"] > 1
+        return Overflow.FLOOR if before["cur_scale"] <= lowest and not patient else Overflow.SCALE
+
+    def undo_scale(self) -> None:
+        """Has the loss scale forget the step: a batch that was dropped on purpose is no overflow."""
+        if self._scaler is not None:
+            vars(self._scaler).update(self._scaler_before)
+
+    def undo(self) -> None:
+        """Has the engine and the random generators forget a dropped step."""
+        self.undo_scale()
+        for name, value in self._counters.items():
+            setattr(self._engine, name, value)
+        if self._overflow is not None:
+            self._engine.optimizer.overflow = self._overflow
+        set_random_states(self._random, self._engine.device)
+
+    def _backward(self, loss: Tensor) -> None:
+        """``engine.backward``, with the loss scale that DeepSpeed leaves out in fp16 under ZeRO 0.
+
+        Its unfused fp16 optimiser divides the gradients by the scale, but nothing multiplies the loss by it.
+        """
+        self._engine.backward(loss * self.loss_scale if self._is_unfused else loss)
+
+    def _drop_plain_step(self) -> None:
+        """Drops the step of a plain optimiser (ZeRO 0 in fp32), to which DeepSpeed would give any gradient."""
+        engine = self._engine
+        engine.zero_grad()
+        engine.tput_timer.stop(global_step=True, report_speed=False)
+        engine.skipped_steps += 1
+        engine.global_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        engine.micro_steps += 1
+
+    def _forget_gradients(self) -> None:
+        """Has ZeRO 1 and 2 forget the gradients of a step that was dropped.
+
+        Where the optimiser is offloaded and gradients gather in another type than the model's, DeepSpeed would add
+        those of every step after it to them, and drop them all.
+        """
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))

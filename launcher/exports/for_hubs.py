@@ -1,0 +1,138 @@
+"""What an export has for people and programs elsewhere: a model card, and the files by which transformers loads it.
+
+transformers takes the classes of ``longstride.launcher.hub``: by the stub beside the weights, which imports the
+installed Longstride, or by ``longstride.launcher.hub.register()``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints import Checkpoint, write_text
+from longstride.launcher.engine import AVERAGE
+from longstride.launcher.models import Exported, empty_model
+from longstride.launcher.output import file_names, metrics_file
+from longstride.sparse_model import ModelConfig
+
+_MODULE = "modeling_longstride"
+_STUB = f"{_MODULE}.py"
+# In a `try`: transformers takes other imports for packages to be installed by their names.
+_STUB_TEXT = '''"""What transformers runs by `trust_remote_code=True`: it leads to the installed Longstride."""
+
+try:
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM, LongstrideTokenizer
+except ImportError as error:
+    raise ImportError(f"this model needs Longstride, and transformers 5.23 or newer, installed: {error}") from error
+
+__all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer"]
+'''
+_BYTE_VALUES = 256
+
+_DATA = {"text": "text, byte by byte", "image": "pictures, channel by channel", "audio": "sound, byte by byte"}
+_EXAMPLES = {
+    "text": ('longstride sample . --prompt "…"', "longstride sample . --temperature 0.8 --seed 1 > sample.txt"),
+    "image": ("longstride sample . --count 16 --output samples.png",),
+    "audio": ("longstride sample . --output sample.wav",),
+}
+
+
+def hub_fields() -> dict[str, Any]:
+    """What config.json has for transformers."""
+    classes = {"AutoConfig": "LongstrideConfig", "AutoModelForCausalLM": "LongstrideForCausalLM"}
+    return {
+        "model_type": "longstride",  # as longstride.launcher.hub.LongstrideConfig has it
+        "architectures": ["LongstrideForCausalLM"],
+        "auto_map": {auto: f"{_MODULE}.{name}" for auto, name in classes.items()},
+    }
+
+
+def hub_files(model: ModelConfig) -> dict[str, str]:
+    """Names and contents of files; a tokenizer only where all tokens are bytes of a text."""
+    files = {_STUB: _STUB_TEXT}
+    if model.embedding.type == "text" and model.vocabulary == _BYTE_VALUES:
+        content = {
+            "tokenizer_class": "LongstrideTokenizer",
+            "auto_map": {"AutoTokenizer": [f"{_MODULE}.LongstrideTokenizer", None]},
+            "model_max_length": model.context,
+        }
+        files["tokenizer_config.json"] = json.dumps(content, indent=2) + "\n"
+    return files
+
+
+def refresh_stub(folder: Path) -> str:
+    """Writes the stub for transformers anew in an export made by an earlier Longstride; returns a line about it.
+
+    Nothing else in the folder changes. Such a stub imports modules by names that they no longer have.
+
+    Raises:
+        ConfigError: the folder holds no export, or one from before exports had stubs.
+    """
+    exported, path = Exported(folder), folder / _STUB
+    if exported.content.get("auto_map") != hub_fields()["auto_map"]:
+        rule = f"names no classes of {_STUB} for transformers; export the model again"
+        raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
+    if path.is_file() and path.read_bytes() == _STUB_TEXT.encode():
+        return f"{path}: is this version's already; nothing is written"
+    write_text(path, _STUB_TEXT)
+    return f"{path}: written anew; nothing else is changed"
+
+
+def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerprint: str) -> str:
+    """The text of README.md: what is known of the run that a checkpoint is of.
+
+    Args:
+        run, checkpoint: the run folder, and which step is exported.
+        kind: of the weights, one of ``WEIGHTS_KINDS``.
+        dtype: of the weights, one of ``DTYPES``.
+        fingerprint: of the exported model.
+    """
+    config, manifest = checkpoint.config, checkpoint.manifest
+    model, modality = config.model, config.model.embedding.type
+    # The last part of a folder's path or URL: no more of a machine belongs into a card.
+    data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
+    weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
+    rows = {
+        "parameters": f"{sum(parameter.numel() for parameter in empty_model(model).parameters()):,}",
+        "context": f"{model.context:,} bytes",
+        "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
+        "attention": f"`{json.dumps(model.attention)}`",
+        "data": f"{data}: {_DATA[modality]}",
+        "steps": f"{manifest.step:,}, each of {config.train.global_batch} contexts",
+        "trained in": f"{manifest.precision}, ZeRO {manifest.zero_stage}, {manifest.world_size} processes",
+        "weights": f"{dtype}, {weights}",
+    }
+    for title, split in (("training", "train"), ("validation", config.data.validation_split)):
+        line: dict[str, Any] = metrics_file.find_lines(run, split).get(manifest.step, {})
+        if isinstance(bits := line.get("bits_per_byte"), int | float):
+            what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} bytes of {split}"
+            rows[f"{title} bits per byte"] = f"{bits:.4f} on {what}"
+    escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
+    task = ["pipeline_tag: text-generation"] if modality == "text" else []
+    tags = ["longstride", "sparse-transformer", "byte-level", modality]
+    notes = config.notes.strip()
+    lines = [
+        *("---", "library_name: longstride", *task, "tags:", *(f"- {tag}" for tag in tags), "---"),
+        "",
+        f"# {run.resolve().name}",
+        "",
+        "A Sparse Transformer (Child et al. 2019) over bytes, trained with Longstride and exported by it.",
+        *(["", notes] if notes else []),
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {title} | {text} |" for title, text in escaped.items()),
+        f"| fingerprint | `{fingerprint}` |",
+        "",
+        "With Longstride installed, in this folder:",
+        "",
+        "```",
+        *_EXAMPLES[modality],
+        "longstride sample . --likelihood FILE",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,11 @@
+"""File names in a run folder and in an exported model, documented in docs/training.md."""
+
+CONFIG = "config.json"  # in a run, in each of its checkpoints and in an exported model
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+GUARDS = "guards"  # a file for each step that a guard rejected
+STACKS = "stacks"  # of ranks whose collective timed out
+LOCK = ".lock"  # held by the run that writes to the folder
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"  # instead, where the weights are split over several files
+MODEL_CARD = "README.md"

@@ -1,0 +1,149 @@
+"""Standard error: what a run says, a mistake of the user in one line, and output that a run outlives."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from longstride.launcher.output.exit_codes import WRONG_INPUT
+
+_FIRST_RANK_SECONDS = 30.0  # long enough for a slow start of rank 0
+_NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a write, which names no file
+_CLOSED = (errno.EIO, errno.EPIPE)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_COUNTER_SECONDS = 0.2
+
+
+def say(text: str) -> None:
+    """Writes ``longstride: text`` to standard error; a closed terminal or a full disk costs the line and no more."""
+    with suppress(OSError):
+        print(f"longstride: {text}", file=sys.stderr, flush=True)
+
+
+class AgreedError(ValueError):
+    """A mistake of the user that every rank knows of, whichever rank met it: rank 0 reports it for all."""
+
+
+def mistake(error: BaseException) -> str | None:
+    """The message of a mistake that the user can mend, a line a problem; None for any other error.
+
+    Such mistakes are a ConfigError, a DataError, an AgreedError, and a file that cannot be read or written.
+    """
+    if isinstance(error, OSError):
+        if error.strerror is None or (error.filename is None and error.errno not in _NAMELESS):
+            return None
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    # Looked up in modules that are loaded already: importing them here would cost every verb their time.
+    families = (("longstride.kernels.errors", "ConfigError"), ("longstride.data_pipelines.errors", "DataError"))
+    classes = [getattr(sys.modules[module], name) for module, name in families if module in sys.modules]
+    return str(error) if isinstance(error, (AgreedError, *classes)) else None
+
+
+def report(error: Exception) -> int:
+    """Says what the user did wrong, a line a problem; returns the exit code 2.
+
+    All ranks find the same mistake at the same time. Rank 0 reports it; the others wait for the launcher to end them,
+    and report only if it has not after 30 seconds.
+
+    Raises:
+        Exception: the error itself, where it is no mistake of the user.
+    """
+    if mistake(error) is None:
+        raise error
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_FIRST_RANK_SECONDS)
+    _say_mistake(error)
+    return WRONG_INPUT
+
+
+@contextmanager
+def exit_on_mistake(meet: Callable[[], None]) -> Iterator[None]:
+    """Reports a mistake of the user inside the block and exits by code 2.
+
+    A mistake that one rank alone has met, such as a bad sample, is reported at once: the other ranks wait in a
+    collective and would bring the run down first. An ``AgreedError`` is reported by rank 0; then all ranks leave
+    together, for which ``meet`` waits for the others.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if mistake(error) is None:
+            raise
+        agreed = isinstance(error, AgreedError)
+        if not agreed or os.environ.get("RANK", "0") == "0":
+            _say_mistake(error)
+        if agreed:
+            meet()  # the launcher ends all ranks once one has ended: none may leave before rank 0 has reported
+        sys.exit(WRONG_INPUT)
+
+
+def _say_mistake(error: Exception) -> None:
+    for line in (mistake(error) or "").splitlines():
+        say(f"error: {line}")
+
+
+class LastingOutput:
+    """A text stream that drops what it cannot write; ``dropped``: the numbers of the errors that it passes over."""
+
+    def __init__(self, stream: TextIO, dropped: tuple[int, ...] = _CLOSED) -> None:
+        self._stream, self._dropped = stream, dropped
+
+    def write(self, text: str) -> int:
+        """Writes the text; returns 0 where it was dropped."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._drop(error)
+            return 0
+
+    def flush(self) -> None:
+        """Flushes what can be flushed."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno not in self._dropped:
+            raise error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Keeps a closed terminal, a reader that has gone, or a full disk from ending the block.
+
+    A full disk costs standard error its lines. On standard output, which carries a verb's result, it stays an error.
+    """
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr, _CLOSED + _FULL)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+class ByteCounter:
+    """A line on the terminal that counts bytes up to ``total``; nothing where standard error is no terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._shown = total, sys.stderr.isatty()
+        self._next = time.monotonic() + _COUNTER_SECONDS
+
+    def at(self, done: int) -> None:
+        """Shows how many bytes are done."""
+        if self._shown and time.monotonic() >= self._next:
+            print(f"\r{done:,} of {self._total:,} bytes", end="", file=sys.stderr, flush=True)
+            self._next = time.monotonic() + _COUNTER_SECONDS
+
+    def end(self) -> None:
+        """Wipes the line, so that the result takes its place."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""Which cases are measured."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.attention import cases
+from benchmarks.attention.attention import groups_of, read_options
+from benchmarks.attention.bars import CPU_BARS, GPU_BARS, Found, Measured
+from benchmarks.attention.tiles import allowed_pairs, visited_pairs
+
+
+def row(group: cases.Group, name: str) -> dict:
+    """A made-up row of a case."""
+    phases = {"forward": 1.0, "backward": 1.0, "both": 1.0}
+    kinds = ("ratio_to_dense", "seconds", "tflops_on_visited", "tflops_on_allowed", "gigabytes_per_second")
+    return {
+        "pattern": name,
+        **group.sizes(),
+        **dict.fromkeys(kinds, phases),
+        "dense_kernels": {"flash": phases},
+        "dense_kernel": dict.fromkeys(phases, "flash"),
+        "bound": dict.fromkeys(phases, "bytes"),
+        "deterministic": True,
+        "peak_bytes": 1,
+        "bytes_per_position": 1.0,
+    }
+
+
+def measured_by(preset: list[cases.Group], device_type: str, bars: tuple) -> list[Measured | None]:
+    rows = [row(group, name) for group in preset for name in group.names]
+    file = {"device": "a", "device_type": device_type, "copy_bytes_per_second": 1e9, "timings": rows}
+    return [bar.measure(Found(device_type, [file])) for bar in bars]
+
+
+def test_the_bars_preset_holds_every_case_that_a_bar_is_on() -> None:
+    on_gpu = measured_by(cases.bars("cuda"), "cuda", GPU_BARS)
+    assert [bar.what for bar, found in zip(GPU_BARS, on_gpu, strict=True) if found is None] == [
+        bar.what for bar in GPU_BARS if "training step" in bar.what
+    ]
+    on_cpu = measured_by(cases.bars("cpu"), "cpu", CPU_BARS)
+    assert [bar.what for bar, found in zip(CPU_BARS, on_cpu, strict=True) if found is None] == [
+        bar.what for bar in CPU_BARS if bar.what.startswith("plan")
+    ]
+
+
+def test_the_cpu_grid_is_small() -> None:
+    groups = groups_of(read_options(["--device", "cpu", "--output", "/tmp/none.json"]))
+    assert [(group.context, group.stride, group.head_width, group.dtype) for group in groups] == [
+        (3_072, 64, 64, "float32"),
+        (12_288, 128, 64, "float32"),
+    ]
+    assert all(group.names == cases.NAMES for group in groups)
+
+
+def test_long_contexts_have_the_same_heads_on_a_card() -> None:
+    assert {cases.heads_of(context, "cuda") for context in (131_072, 262_144, 1_048_576)} == {cases.FEWEST_HEADS}
+    assert cases.heads_of(3_072, "cuda") == cases.MOST_HEADS
+
+
+def test_options_reach_the_groups() -> None:
+    words = "--device cpu --contexts 64 --stride 4 --heads 3 --batch 2 --summary 1 --output /tmp/none.json"
+    (group,) = groups_of(read_options(words.split()))
+    assert (group.heads, group.batch, group.stride, group.summary) == (3, 2, 4, 1)
+
+
+def test_pairs_agree_with_the_mask() -> None:
+    position = torch.arange(96)
+    for name, pattern in cases.patterns_of(16, 2).items():
+        allowed = int(pattern.mask(position[:, None], position[None, :]).sum())
+        assert allowed_pairs(pattern, 96) == allowed, name
+        for phase in ("forward", "backward"):
+            visited = visited_pairs(pattern, 96, phase, device=torch.device("cpu"), dtype=torch.float32, head_width=16)
+            assert visited is None or visited >= allowed, name

@@ -1,0 +1,70 @@
+"""The benchmark of scaling: what it prints of a run, and what it says of batches and shared contexts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.scaling import scaling
+from benchmarks.scaling.scaling import Links, largest, main, read_options, scale
+from longstride.launcher.config.run_config import load_config
+
+
+def test_a_run_is_scaled_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--cards", "1", "4", "train.global_batch=8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("demo: 864,128 parameters, 256 bytes a context, 1 × 1 of them a card and step, fp32")
+    rows = [line.split() for line in lines[2:10]]
+    assert [row[:2] for row in rows] == [[cards, stage] for cards in "14" for stage in "0123"]
+    # 2·P·4 bytes · 3/4, and half as much again for the updated weights
+    assert [row[2] for row in rows] == ["0.0"] * 4 + ["5.2", "7.8", "7.8", "5.2"]
+    assert float(rows[7][5]) < float(rows[3][5])  # a card of four holds less than one alone
+
+
+def test_what_a_person_gets_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demmo"]) == 2
+    assert "demmo: no such file" in capsys.readouterr().err
+    assert main(["demo", "deepspeed=zero3_bf16", "deepspeed.zero_optimization.zero_hpz_partition_size=8"]) == 2
+    assert "not modelled" in capsys.readouterr().err
+    for wrong in (["--micro-batches", "0"], ["--cards", "0"], ["--cards", "two"], ["--between", "-1"]):
+        with pytest.raises(SystemExit):
+            read_options(["demo", *wrong])
+
+
+def test_contexts_are_shared_by_what_divides_heads_and_positions() -> None:
+    found = scale("demo", load_config("demo", ["model.layers=3"]), [1, 2], 1)
+    assert [row["ranks"] for row in found["ulysses"]] == [1, 2, 4]
+    alone, *shared = found["ulysses"]
+    assert alone["sent"] == alone["calls"] == 0
+    # 3 layers · (forward + backward) · (q, k, v, out) of 256/U positions of 128 fp32 values
+    assert [row["sent"] for row in shared] == [3 * 2 * 4 * 256 // u * 128 * 4 * (u - 1) / u for u in (2, 4)]
+    peaks = [row["activations"]["peak"] for row in found["ulysses"]]
+    assert peaks[0] > 1.9 * peaks[1] > 3.5 * peaks[2]
+
+
+def test_batches_say_how_many_cards_they_keep_busy() -> None:
+    limits = largest(load_config("music_65k"))
+    assert limits["cards"] == limits["cards_of_one_context"] == 8
+    assert limits["cards_with_ulysses"] == 8 * 16
+    assert limits["least_global_batch_of_4096"] * 16 == 4096
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    links = Links(within=100.0, between=10.0, cards_per_host=8)
+    assert (links.seconds(1000, 8), links.seconds(1000, 9)) == (10, 100)
+
+
+@pytest.mark.campaign
+def test_result_files_hold_what_was_found(monkeypatch, tmp_path) -> None:
+    path = tmp_path / "scaling.json"
+    monkeypatch.setattr(scaling, "RUNS", (("demo", "demo", ("train.global_batch=8",)),))
+    monkeypatch.setattr(scaling, "SHARDS", 50)
+    monkeypatch.setattr(scaling, "LANES", 8)
+    monkeypatch.setattr(scaling, "CARDS", [1, 2, 8])
+    assert main(["--output", str(path), "--real", "--pretended", "--cards", "1", "2", "8"]) == 0
+    found = json.loads(path.read_text())
+    assert [row["cards"] for row in found["runs"][0]["cards"]] == [1] * 4 + [2] * 4 + [8] * 4
+    order = found["order"]
+    assert [row["ranks"] for row in order["ranks"]] == [1, 2, 8] and all(row["equal"] for row in order["ranks"])
+    assert order["shards"] == 50 and order["manifest_bytes"] > 50 * 100

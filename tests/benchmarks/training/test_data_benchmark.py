@@ -1,0 +1,47 @@
+"""The benchmark of reading, on small sets, and the docs' table of what it measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training import data
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # WebDataset leaves its shards open
+
+
+def test_a_small_run_writes_a_row_a_set_and_reader(tmp_path: Path) -> None:
+    output = tmp_path / "data.json"
+    sizes = ["--set-bytes", "300000", "--shards", "40", "--repeats", "1", "--folder", str(tmp_path)]
+    assert data.main([*sizes, "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert {"device", "torch", "date", "threads"} <= set(found)
+    assert {row["set"] for row in found["throughput"]} == set(data.SETS)
+    assert all(row["bytes_per_second"] > 0 for row in found["throughput"])
+    assert found["start"]["shards"] == 40
+    assert 0 < found["start"]["opened_seconds"] < found["start"]["first_batch_seconds"]
+    assert list(tmp_path.iterdir()) == [output]
+    with pytest.raises(SystemExit):
+        data.read_options(["--output", str(output)])
+
+
+@pytest.mark.parametrize("kind", data.SETS)
+def test_readers_read_the_whole_set(tmp_path: Path, kind: str) -> None:
+    folder = data.make_set(kind, tmp_path, 400_000)
+    whole = data.read_samples(folder)
+    step = data.CONTEXT * data.BATCH
+    assert whole >= 400_000
+    for read in (data.read_cut_samples, data.read_stream, data.read_in_sequence):
+        assert read(folder) == whole // step * step
+
+
+def test_the_docs_say_what_was_measured() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("data-*.json")
+    found, said = json.loads(path.read_text()), (ROOT / "docs" / "data.md").read_text()
+    for row in found["throughput"]:
+        cells = [row["set"], row["reader"], f"{row['bytes_per_second'] / 1e6:.0f}", f"{row['ratio']:.2f}"]
+        assert f"| {' | '.join(cells)} |" in said
+    start = found["start"]
+    assert f"{start['shards']:,} shards" in said and f"{start['opened_seconds']:.1f} s" in said
+    assert f"{start['memory_bytes'] / 1e6:.0f} MB" in said

@@ -1,0 +1,50 @@
+"""The benchmark of an export's memory: what it reads, its whole way in small, and what the docs say of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training import export
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_watch_sees_memory_that_is_let_go_of() -> None:
+    before = export.memory(os.getpid())
+    assert 0 < before["RssAnon"] < before["VmRSS"] <= before["VmHWM"]
+    watch = export.Watch(os.getpid())
+    held = bytearray(b"x" * 50_000_000)
+    while watch.peak < before["RssAnon"] + 40_000_000:
+        pass
+    del held
+    assert watch.close() > before["RssAnon"] + 40_000_000
+
+
+@pytest.mark.campaign
+def test_small_run_is_saved_exported_and_measured(tmp_path: Path) -> None:
+    words = ["--config", "demo", "--deepspeed", "zero3_fp32", "--ranks", "2", "--folder", str(tmp_path)]
+    output = tmp_path / "found.json"
+    export.main([*words, "--output", str(output), "data.path=nowhere"])
+    found = json.loads(output.read_text())
+    assert (found["world_size"], found["zero_stage"]) == (2, 3)
+    assert [(row["dtype"], row["shard_size"], row["checked"]) for row in found["cases"]] == list(export.CASES)
+    for row in found["cases"]:
+        assert 0 < row["start_private_bytes"] < row["peak_private_bytes"] < row["peak_resident_bytes"]
+        assert row["seen"].startswith("probe: ") and row["checked"] == ("trainer's" in row["seen"])
+    with pytest.raises(SystemExit):
+        export.read_options(["--output", str(output)])
+
+
+def test_the_docs_say_what_was_measured() -> None:
+    (path,) = (ROOT / "benchmarks/results").glob("export-*.json")
+    said = (ROOT / "docs/training.md").read_text()
+    for row in json.loads(path.read_text())["cases"]:
+        names = ("largest_file", "bar", "above_start_private", "peak_private", "peak_resident")
+        cells = [row["dtype"], row["shard_size"], row["files"], "yes" if row["checked"] else "no"]
+        cells += [f"{row[f'{name}_bytes'] / 1e6:,.0f}" for name in names]
+        assert f"| {' | '.join(map(str, cells))} |" in said
+        assert row["within_bar"]

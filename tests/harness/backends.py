@@ -1,0 +1,45 @@
+"""Backends as tests are parametrised over them, each with its device and its own marks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.kernels.patterns import Column, Dense, Fixed, Local, Pattern, Strided, Summary
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WITH_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu", "cpu": "cpu", "reference": "cpu"}
+IN_THE_INTERPRETER = pytest.mark.skipif(DEVICES["triton"] == "cuda", reason="fp64 runs in Triton's interpreter alone")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Heads that differ: in kind, around another one, and by themselves.
+MIXES: tuple[list[Pattern], ...] = (
+    [Local(20), Column(3), Fixed(8, 2)],
+    [Summary(8, 2, num_summaries=3), Dense(), Summary(8, 2, num_summaries=3)],
+    [Fixed(8, 2, 3), Strided(8), Summary(9, 2, include_self=True)],
+)
+
+
+def on(backend: str, *values: Any, marks: Iterable[Any] = ()) -> Any:
+    """One case of a test whose first parameter is the backend, skipped where that cannot run."""
+    own = [WITH_TRITON] if backend == "triton" else []
+    if backend == "triton" and torch.float64 in values:
+        own.append(IN_THE_INTERPRETER)
+    return pytest.param(backend, *values, marks=[*own, *marks])
+
+
+def use_tiles(
+    monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None, described: bool = False
+) -> None:
+    """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
+    from longstride.kernels.backends.triton import configurations
+
+    entry = configurations.same_for_all(*edges, 1, 1)
+    entry = configurations.described(entry) if described else entry
+    if closed is not None:
+        entry = entry._replace(closed=configurations.squares((closed, 1, 1.0)))
+    monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})

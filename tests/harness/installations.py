@@ -1,0 +1,120 @@
+"""Longstride as people have it: a wheel, an editable install, or a bare checkout. Each gets a Python of its own.
+
+The packages that Longstride needs are those of the tests' own environment, reached by a path. That environment's own
+``longstride`` stays out: Python reads no ``.pth`` files of a folder that is reached by a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness.runs import ROOT
+
+ROOMS = ("kernels", "sparse_model", "data_pipelines", "launcher", "ds_configs")
+# Imports `kernels` first, and notes at the end whose that still is, and which files stand under several names.
+WATCH = """
+import atexit, json, os, sys, tempfile
+
+import kernels
+
+def note():
+    ours = {}  # by file, its modules
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and ("longstride" in file or name.startswith("longstride")):
+            ours.setdefault(os.path.realpath(file), {})[id(module)] = name
+    files = {file: list(names.values()) for file, names in ours.items()}
+    with open(tempfile.mkstemp(".json", dir=os.environ["WATCHED"])[0], "w") as out:
+        json.dump({"argv": sys.argv, "files": files, "kernels": sys.modules["kernels"].__file__}, out)
+
+if "WATCHED" in os.environ:
+    atexit.register(note)
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A Python that has Longstride in some way, and the folder in which its programs are started."""
+
+    prefix: Path
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.prefix / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        """Its site-packages."""
+        (found,) = self.prefix.glob("lib/python*/site-packages")
+        return found
+
+    def run(self, *command: object, **variables: str) -> bytes:
+        """Standard output of a program, which must succeed."""
+        environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
+        environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{self.prefix / 'bin'}:{os.environ['PATH']}", **variables}
+        words = [str(word) for word in command]
+        done = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, timeout=300)
+        assert done.returncode == 0, f"{words}\n{done.stdout.decode(errors='replace')}{done.stderr.decode()}"
+        return done.stdout
+
+    def pip(self, verb: str, *words: object) -> None:
+        """What ``pip VERB`` does with these words, whatever the tests' own environment has."""
+        alone = ["--no-deps", "--ignore-installed", "--no-build-isolation"] if verb == "install" else ["--yes"]
+        self.run(self.python, "-m", "pip", verb, "--quiet", *alone, *words)
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a process had imported when it ended."""
+
+    argv: list[str]
+    files: dict[str, list[str]]  # of Longstride: by file, the names of its modules
+    kernels: str  # the file of the module of that name
+
+
+def watch(installation: Installation, folder: Path) -> Callable[[], list[Process]]:
+    """From now on its processes import ``kernels`` first; returns a function that lists those that have ended.
+
+    The variable ``WATCHED`` of the processes must name ``folder``.
+    """
+    folder.mkdir()
+    (installation.packages / "watch_imports.py").write_text(WATCH)
+    (installation.packages / "watch_imports.pth").write_text("import watch_imports\n")
+    return lambda: [Process(**json.loads(path.read_text())) for path in folder.glob("*.json")]
+
+
+def bare(prefix: Path, folder: Path) -> Installation:
+    """A Python that has what the tests' own has, but Longstride only where ``folder`` is its checkout."""
+    venv.create(prefix, symlinks=True)
+    made = Installation(prefix, folder)
+    others = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    (made.packages / "others.pth").write_text("\n".join(others) + "\n")
+    return made
+
+
+def copy_checkout(target: Path) -> Path:
+    """What a build reads, without what earlier builds and imports left."""
+    target.mkdir()
+    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (*ROOMS, "longstride"):
+        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=left_out)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, target)
+    return target
+
+
+def foreign_kernels(packages: Path) -> None:
+    """A stand-in of the registry's package of that name, which has a ``kernels.backends`` as ours has."""
+    package = packages / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("from kernels.backends import FOREIGN\n")
+    (package / "backends.py").write_text("FOREIGN = True\n")

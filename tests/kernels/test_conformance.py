@@ -1,0 +1,300 @@
+"""What every backend of ``sparse_attention`` must do: each property once, over backends, patterns and dtypes.
+
+Single queries are in ``test_decoding``; what one backend alone does is in its own file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import sparse_attention
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, MIXES, on, use_tiles
+from tests.harness.oracles import (
+    RESULTS,
+    Inputs,
+    Shape,
+    attention_and_gradients,
+    check_against_reference,
+    exact,
+    example_patterns,
+    make_inputs,
+)
+
+HALF, BRAIN, SINGLE, DOUBLE = DTYPES
+FAST = ("cpu", "triton")  # the backends with kernels of their own
+ALL = (*FAST, "reference")
+
+
+def results(backend: str, inputs: Inputs, pattern: Pattern | list[Pattern]) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv."""
+    return attention_and_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, backend=backend, return_lse=True), inputs, DEVICES[backend]
+    )
+
+
+# Precision
+
+# 72 is a multiple of the strides, so that orders and intervals have closed forms; 53 and 101 are multiples of none.
+PRECISION = [
+    *(on("cpu", dtype, Shape(2, 3, n, d, d), True) for dtype in DTYPES for d in (16, 24, 64, 256) for n in (72, 101)),
+    *(on("triton", dtype, Shape(1, 2, n, 24, 16), False) for dtype in DTYPES[:3] for n in (53, 72)),
+    *(on("reference", dtype, Shape(1, 3, 29, 16, 24), True) for dtype in DTYPES),
+]
+
+
+@pytest.mark.parametrize("backend, dtype, shape, grad_lse", PRECISION, ids=str)
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_results_are_within_precision(
+    pattern: Pattern, backend: str, dtype: torch.dtype, shape: Shape, grad_lse: bool
+) -> None:
+    # With one key a query softmax's own backward is exactly 0, as no backward from a stored logsumexp can be: a
+    # gradient of the logsumexp would hide from the oracle that there is no error to compare with.
+    grad_lse &= backend == "reference" or pattern != Local(1)
+    check_against_reference(backend, pattern, dtype, shape, grad_lse=grad_lse, device=DEVICES[backend])
+
+
+# Each width and each dtype at least once by default; test_widths_may_differ has them all, of one pattern.
+WIDTHS = [(16, BRAIN), (64, HALF), (64, SINGLE), (128, BRAIN)]
+OTHER_WIDTHS = [(w, d) for w in (16, 64, 128, 256) for d in DTYPES[:3] if (w, d) not in WIDTHS]
+
+
+@pytest.mark.parametrize(
+    "backend, width, dtype",
+    [
+        *(on("triton", *each) for each in WIDTHS),
+        *(on("triton", *each, marks=[pytest.mark.campaign]) for each in OTHER_WIDTHS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_larger_tiles_are_within_precision_at_every_width(
+    pattern: Pattern, backend: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_tiles(monkeypatch, (32, 32), closed=32)
+    check_against_reference(backend, pattern, dtype, Shape(1, 1, 72, width, width), device=DEVICES[backend])
+
+
+@pytest.mark.parametrize("backend", [on("cpu"), on("triton", marks=[IN_THE_INTERPRETER])])
+def test_fp64_equals_the_specification(backend: str) -> None:
+    inputs = make_inputs(Shape(1, 2, 40, 24, 16), DOUBLE, grad_lse=True)
+    found = results(backend, inputs, Strided(8))
+    for name, wanted in exact(inputs, Strided(8)).items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "backend, pattern",
+    [
+        *(on("cpu", pattern) for pattern in example_patterns()),
+        *(on("triton", pattern, marks=[IN_THE_INTERPRETER]) for pattern in (Strided(4), Fixed(4, 1), Summary(4, 1))),
+    ],
+    ids=str,
+)
+def test_gradients_pass_gradcheck(backend: str, pattern: Pattern) -> None:
+    leaves = [x.requires_grad_() for x in make_inputs(Shape(1, 3 if backend == "cpu" else 1, 19, 3, 2), DOUBLE)[:3]]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(q, k, v, pattern, backend=backend, return_lse=True)
+        return out, torch.where(lse == -math.inf, 0.0, lse)  # -inf has no difference quotient
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=backend == "triton")
+
+
+@pytest.mark.parametrize("backend", [on(name) for name in FAST])
+@pytest.mark.parametrize("exponent", [0, 8, 16])
+def test_gradients_survive_a_loss_scale(backend: str, exponent: int) -> None:
+    shape = Shape(1, 1, 40, 64, 64)
+    inputs = make_inputs(shape, HALF)
+    inputs = inputs._replace(grad_out=inputs.grad_out * 2.0**-16 * 2.0**exponent)
+    check_against_reference(backend, Local(16), HALF, shape, inputs=inputs, device=DEVICES[backend])
+
+
+# Sizes, scales, heads and strides
+
+CONTEXTS = [
+    *(on("cpu", p, n, DOUBLE, Shape(1, 3, n, 16, 16)) for p in example_patterns() for n in (1, 2, 7, 8, 9, 63, 200)),
+    *(  # of the shortest contexts many, for a mean error
+        on("triton", p, n, HALF, Shape(2 if n > 2 else 24, 1, n, 16, 16))
+        for p in (Dense(), Column(4), Fixed(4, 1))
+        for n in (1, 2, 15, 16, 17, 64)
+    ),
+]
+
+
+@pytest.mark.parametrize("backend, pattern, context, dtype, shape", CONTEXTS, ids=str)
+def test_contexts_may_have_any_length(
+    backend: str, pattern: Pattern, context: int, dtype: torch.dtype, shape: Shape
+) -> None:
+    grad_lse, seed = (True, 0) if backend == "cpu" else (False, context)
+    check_against_reference(backend, pattern, dtype, shape, grad_lse=grad_lse, seed=seed, device=DEVICES[backend])
+
+
+@pytest.mark.parametrize(
+    "backend, pattern, dtype, shape",
+    [
+        *(on("cpu", p, SINGLE, Shape(2, 3, 65, 32, width)) for p in example_patterns() for width in (1, 16, 40)),
+        *(
+            on("triton", Strided(8), dtype, Shape(1, 1, 37, *widths))
+            for dtype in DTYPES[:3]
+            for widths in ((16, 24), (64, 64), (96, 40), (128, 128), (256, 256))
+        ),
+    ],
+    ids=str,
+)
+def test_widths_may_differ(backend: str, pattern: Pattern, dtype: torch.dtype, shape: Shape) -> None:
+    scale, grad_lse = (0.3, False) if backend == "cpu" else (None, True)
+    check_against_reference(backend, pattern, dtype, shape, scale=scale, grad_lse=grad_lse, device=DEVICES[backend])
+
+
+@pytest.mark.parametrize("backend", [on(name) for name in FAST])
+@pytest.mark.parametrize("scale", [None, 0.5, 2.0, -0.3, 0.0])
+def test_the_scale_may_be_any_number(backend: str, scale: float | None) -> None:
+    shape = Shape(1, 2, 33, 16, 16)
+    check_against_reference(backend, Fixed(8, 2), HALF, shape, scale=scale, device=DEVICES[backend])
+
+
+@pytest.mark.parametrize(
+    "pattern", [Local(2**31 - 1), Local(2**62), Block(2**31), Column(2**40), Fixed(2**31, 2), Strided(2**33)], ids=str
+)
+@pytest.mark.parametrize("backend", [on(name) for name in FAST])
+def test_sizes_may_be_far_beyond_the_context(backend: str, pattern: Pattern) -> None:
+    check_against_reference(backend, pattern, SINGLE, Shape(1, 1, 40, 16, 16), device=DEVICES[backend])
+
+
+@pytest.mark.parametrize(
+    "backend, dtype, shape",
+    [
+        *(on("cpu", dtype, Shape(2, 3, 75, 16, 24)) for dtype in DTYPES),
+        *(on("triton", dtype, Shape(2, 3, 45, 16, 16)) for dtype in DTYPES[:3]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("patterns", MIXES, ids=str)
+def test_heads_may_differ(patterns: list[Pattern], backend: str, dtype: torch.dtype, shape: Shape) -> None:
+    check_against_reference(backend, patterns, dtype, shape, grad_lse=True, device=DEVICES[backend])
+
+
+@pytest.mark.parametrize(
+    "backend, pattern",
+    [
+        *(on("cpu", pattern) for pattern in example_patterns()),
+        *(on("triton", pattern) for pattern in (Fixed(8, 2), Column(8))),
+    ],
+    ids=str,
+)
+def test_strides_change_nothing(backend: str, pattern: Pattern) -> None:
+    """Heads behind positions with q, k and v side by side, and channels that are not adjacent."""
+    plain = make_inputs(Shape(2, 3, 20, 24, 16), SINGLE)
+    packed = torch.cat([plain.q, plain.k, plain.v], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    turned = plain.grad_out.transpose(-1, -2).contiguous().transpose(-1, -2)
+    behind = Inputs(*packed.split([24, 24, 16], -1), turned, None)
+    spread = Inputs(*(torch.stack([x, x], -1).flatten(-2)[..., ::2] for x in plain[:4]), None)
+    wanted = results(backend, plain, pattern)
+    for strided in (behind, spread):
+        assert not any(x.is_contiguous() for x in strided[:4])
+        found = results(backend, strided, pattern)
+        assert all(torch.equal(found[name], wanted[name]) for name in RESULTS)
+
+
+@pytest.mark.parametrize("backend", [on(name) for name in FAST])
+def test_a_gradient_may_be_expanded(backend: str) -> None:
+    inputs = make_inputs(Shape(1, 1, 20, 16, 16), SINGLE)._replace(grad_out=torch.ones(1).expand(1, 1, 20, 16))
+    found, wanted = results(backend, inputs, Local(4)), results("reference", inputs, Local(4))
+    for name in RESULTS:
+        torch.testing.assert_close(found[name], wanted[name])
+
+
+@pytest.mark.parametrize("backend", [on(name) for name in ALL])
+def test_an_empty_batch_is_empty(backend: str) -> None:
+    out, lse = sparse_attention(
+        *(torch.empty(0, 2, 8, 16, device=DEVICES[backend]) for _ in range(3)),
+        Dense(),
+        backend=backend,
+        return_lse=True,
+    )
+    assert out.shape == (0, 2, 8, 16) and lse.shape == (0, 2, 8)
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    "backend, dtype", [*(on("cpu", d) for d in DTYPES), on("triton", HALF), on("reference", SINGLE)]
+)
+@pytest.mark.parametrize("pattern", [Summary(8, 2), Summary(64, 4), Summary(9, 2, 3)], ids=str)
+def test_queries_without_keys_give_zeros(pattern: Pattern, backend: str, dtype: torch.dtype) -> None:
+    context = 70
+    inputs = make_inputs(Shape(2, 3, context, 16, 16), dtype, grad_lse=True)
+    assert inputs.grad_lse is not None
+    position = torch.arange(context)
+    masks = [resolved.mask(position[:, None], position[None]) for resolved in head_patterns(pattern, 3)]
+    for head, mask in enumerate(masks):
+        inputs.grad_lse[:, head, ~mask.any(1)] = math.nan  # as a merge of two -inf hands back
+    found = results(backend, inputs, pattern)
+    for head, mask in enumerate(masks):
+        blind, unread = ~mask.any(1), ~mask.any(0)
+        assert blind.any() and unread.any()
+        assert not found["out"][:, head, blind].any() and not found["dq"][:, head, blind].any()
+        assert (found["lse"][:, head, blind] == -math.inf).all() and found["lse"][:, head, ~blind].isfinite().all()
+        assert not found["dk"][:, head, unread].any() and not found["dv"][:, head, unread].any()
+    assert all(found[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("backend, changed", [*(on("cpu", n) for n in (1, 23, 39)), on("triton", 23)])
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_later_positions_change_nothing_earlier(pattern: Pattern, backend: str, changed: int) -> None:
+    """23 is inside a tile, a block and a window."""
+    inputs = [x.to(DEVICES[backend]) for x in make_inputs(Shape(1, 3, 40, 16, 16), SINGLE)[:3]]
+    before = sparse_attention(*inputs, pattern, backend=backend, return_lse=True)
+    for x in inputs:
+        x[:, :, changed:] += 1
+    after = sparse_attention(*inputs, pattern, backend=backend, return_lse=True)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, :, :changed], new[:, :, :changed])
+        assert not torch.equal(old[:, :, changed:], new[:, :, changed:])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+@pytest.mark.parametrize("backend", [on(name) for name in FAST])
+def test_what_is_not_finite_is_passed_on(backend: str, which: int, value: float) -> None:
+    inputs = make_inputs(Shape(1, 1, 40, 16, 16), HALF)
+    inputs[which][0, 0, 9] = value
+    found = results(backend, inputs, Strided(8))
+    assert any(not found[name].isfinite().all() for name in ("dq", "dk", "dv"))
+    if which < 3:
+        assert not found["out"][0, 0, 9].isfinite().all()
+    if which == 0 or (which == 1 and backend == "triton"):  # 0 x inf in a tile of values is not masked
+        assert found["out"][0, 0, :8].isfinite().all()
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2)], ids=str)
+@pytest.mark.parametrize("backend", [on(name) for name in FAST])
+def test_two_runs_give_the_same_bits(backend: str, pattern: Pattern) -> None:
+    inputs = make_inputs(Shape(1, 2, 50, 16, 16), BRAIN, grad_lse=True)
+    first, second = results(backend, inputs, pattern), results(backend, inputs, pattern)
+    assert all(torch.equal(first[name], second[name]) for name in RESULTS)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, SINGLE])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_autocast_changes_nothing_inside(backend: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(Shape(2, 2, 33, 16, 16), dtype, grad_lse=True)
+
+    def autocast(*qkv: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return sparse_attention(*qkv, Fixed(8, 2), backend=backend, return_lse=True)
+
+    found, wanted = attention_and_gradients(autocast, inputs), results(backend, inputs, Fixed(8, 2))
+    for name in RESULTS:
+        assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name

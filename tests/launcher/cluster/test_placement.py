@@ -1,0 +1,103 @@
+"""Where ranks are placed, and where after a loss: numbers of processes that divide the batch, GPUs, slots."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from longstride.kernels import ConfigError
+from longstride.launcher.cluster import placement
+from longstride.launcher.cluster.placement import (
+    LocalRanks,
+    count_accelerators,
+    first_slots,
+    first_visible,
+    usable_world_sizes,
+)
+from longstride.launcher.cluster.supervisor import Launch
+from longstride.launcher.config import RunConfig, load_config
+
+OPTIONS = argparse.Namespace(
+    config="X.json", resume="never", overrides=[], master_port=None, trust_checkpoint=False, replay=None
+)
+
+
+def launch(config: RunConfig, processes: int | None) -> Launch:
+    return LocalRanks(config, OPTIONS, processes, 1.5).launch("auto")
+
+
+@pytest.fixture
+def config(config_file: Path) -> RunConfig:
+    """A batch of eight in micro-batches of two."""
+    return load_config(config_file)
+
+
+def test_world_sizes_divide_the_batch(config: RunConfig) -> None:
+    assert usable_world_sizes(config, 7) == [4, 2, 1]
+    assert usable_world_sizes(config, 3) == [2, 1]
+    assert usable_world_sizes(config, 0) == []
+
+
+@pytest.mark.campaign
+def test_accelerators_are_counted_by_a_new_process() -> None:
+    import torch
+
+    assert count_accelerators() == torch.accelerator.device_count()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, "0,1"), ({"CUDA_VISIBLE_DEVICES": "3,5,6"}, "3,5"), ({"CUDA_VISIBLE_DEVICES": ""}, "0,1")],
+)
+def test_first_visible_gpus_are_kept(before: dict[str, str], after: str) -> None:
+    assert first_visible(before, 2)["CUDA_VISIBLE_DEVICES"] == after
+
+
+def test_gpus_must_be_named_by_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"^CUDA_VISIBLE_DEVICES=GPU-8932f937: the deepspeed launcher takes numbers"):
+        first_visible({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, 1)
+
+
+def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    launched = launch(config, 2)
+    assert launched.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "--num_gpus" not in launched.command  # beside which the launcher passes over the variable
+    with pytest.raises(ConfigError, match=r"^--processes=4: each takes a GPU, and 3 can be seen$"):
+        launch(config, 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "--num_gpus" in launch(config, 2).command
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launched = launch(config, 4)
+    assert launched.command[launched.command.index("--num_gpus") + 1] == "4"
+    assert launched.environment["CUDA_VISIBLE_DEVICES"] == "2,3,5"
+
+
+def test_lost_gpu_makes_a_smaller_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    counted = iter([4, 3, 0])
+    monkeypatch.setattr(placement, "count_accelerators", lambda: next(counted))
+    ranks = LocalRanks(config, OPTIONS, None, 1.5)
+    assert ranks.shrink() == "with 4 processes"
+    assert ranks.shrink() == "with 2 processes, as 3 GPUs are left of 4"
+    launched = ranks.launch("auto")
+    assert launched.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "--num_gpus" not in launched.command
+    assert launched.command[-2:] == [f"--stop-file={launched.stop_file}", "--started=1.5"]
+    with pytest.raises(ConfigError, match="0 of 2 GPUs are left"):
+        ranks.shrink()
+
+
+def test_first_slots_go_host_by_host() -> None:
+    slots = {"a": [0, 1], "b": [0, 1, 2], "c": [0]}
+    assert first_slots(slots, 4) == {"a": [0, 1], "b": [0, 1]}
+    assert first_slots(slots, 6) == slots

@@ -1,0 +1,79 @@
+"""What the documentation shows is what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from longstride.kernels import sparse_attention
+from longstride.kernels.patterns import PATTERNS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOUR = ROOT / "docs" / "tour.md"
+MADE_BY_THE_READER = {"kernels/patterns/dilated.py", "benchmarks/results/paper-mine.json"}
+
+
+def drawing_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "draw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_drawings_are_up_to_date() -> None:
+    drawings = drawing_script().drawings()
+    for name, drawing in drawings.items():
+        assert (ROOT / "docs/pictures" / name).read_text() == drawing, f"{name}: run python docs/draw.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    rooms = "launcher|kernels|sparse_model|data_pipelines|benchmarks|tests|ds_configs|docs"
+    for name in set(re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w/.-]*\w)", text)):
+        if name not in MADE_BY_THE_READER:
+            assert (ROOT / name).exists(), name
+
+
+def test_stops_of_the_tour_are_where_it_says() -> None:
+    stops = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)\)", TOUR.read_text())
+    assert len({path for _, path, _ in stops}) >= 8
+    for name, path, line in stops:
+        text = (ROOT / path).read_text().splitlines()[int(line) - 1]
+        assert re.match(rf"\s*(def|class) {name.split('.')[-1]}\b", text), f"{path}:{line}: run python docs/draw.py"
+
+
+def test_pattern_of_the_tour_computes_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern_class = drawing_script().pattern_of_the_tour()
+    monkeypatch.setitem(PATTERNS, "dilated", pattern_class)
+    pattern, context = pattern_class(window=5, dilation=4), 96
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, context, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    results = {}
+    for backend in ("reference", "cpu"):
+        out = sparse_attention(q, k, v, pattern, backend=backend)
+        results[backend] = (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for expected, computed in zip(*results.values(), strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_pages_need_no_second_look_at_the_module_path() -> None:
+    """Modules are named as they are imported: by longstride."""
+    bare = re.compile(r"(?:from|import) (?:launcher|kernels|sparse_model|data_pipelines)\b")
+    assert not [page.name for page in PAGES if bare.search(page.read_text())]
+    assert "longstride" in sys.modules

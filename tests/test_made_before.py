@@ -1,0 +1,192 @@
+"""Files of before the rooms moved are read, gone on with and computed with as they were; made_before/README.md has how.
+
+What rounding decides is held to tolerances, as other processors round otherwise; all else to the bit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longstride.launcher import cli
+from longstride.sparse_model import ModelConfig, SparseTransformer
+
+MADE = Path(__file__).parent / "made_before"
+EXPECTED: dict[str, Any] = json.loads((MADE / "expected.json").read_text())
+ROOT = Path(cli.__file__).parents[cli.__name__.count(".")]  # of the packages
+DATA = {"zero2_fp32": "text", "zero3_bf16": "text", "zero1_fp16": "pictures"}  # that each run is trained on
+# Of a loss, relative to it. Other dropout moves these runs' losses by some 1e-4, so that a resume which lost its random
+# states is seen in fp32 anywhere, and in half precision on a machine like the one that made the files.
+LIKE_MACHINE = 1e-6
+ROUNDING = {"zero2_fp32": 1e-6, "zero3_bf16": 1e-3, "zero1_fp16": 1e-3}
+OTHER_DROPOUT = 2e-3
+GRADIENTS = 10  # times that of a loss, of a gradient's norm
+WRONG_INPUT = 2  # the exit code of what a person can mend
+
+
+def machine() -> dict[str, Any]:
+    """What the last bits depend on, as expected.json has it of the machine that made the files."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "longstride": importlib.metadata.version("longstride"),
+        "torch": torch.__version__,
+        "torch_build_crc32": zlib.crc32(torch.__config__.show().encode()),
+        "numpy": np.__version__,
+        "processor": f"{platform.machine()} {names[0] if names else platform.processor()}",
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def computes_the_same_bits() -> bool:
+    """Whether this machine is like the one that made the files, whatever Longstride's version."""
+    return machine() | {"longstride": None} == EXPECTED["machine"] | {"longstride": None}
+
+
+def drops_the_same() -> bool:
+    """Whether the same state of a generator has dropout keep the same elements; a build or a processor may differ."""
+    kept = torch.empty(4096).bernoulli_(0.9, generator=torch.Generator().manual_seed(0))
+    return zlib.crc32(kept.numpy().tobytes()) == EXPECTED["kept_crc32"]
+
+
+def rounding(name: str) -> float:
+    """How far apart a run's losses may be, relative to them, where nothing but the machine differs."""
+    return LIKE_MACHINE if computes_the_same_bits() else ROUNDING[name]
+
+
+def run_alone(*words: object) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own, on the CPU and with one thread, as the files were made; it succeeds."""
+    told = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in told}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", cli.__name__, *map(str, words)]
+    ended = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def copied(name: str, folder: Path) -> Path:
+    """A copy of a file or folder, so that nothing can change those that are kept."""
+    if (MADE / name).is_dir():
+        return shutil.copytree(MADE / name, folder / name)
+    return shutil.copy(MADE / name, folder / name)
+
+
+def weights_of(name: str) -> list[str]:
+    """The options of a verb that takes the weights which a name in expected.json says."""
+    return ["--weights", "ema"] if name.endswith("_ema") else []
+
+
+def gone_on_with(name: str, folder: Path, *overrides: str) -> tuple[Path, str]:
+    """A copy of a run folder at its step 8, trained on from step 4, and what was told on the way."""
+    run, data = copied(name, folder), copied(DATA[name], folder)
+    words = ["--config", run / "config.json", "--processes", EXPECTED["runs"][name]["processes"], "--resume", "auto"]
+    ended = run_alone("train", *words, f"train.output={run}", f"data.path={data}", *overrides)
+    return run, ended.stderr
+
+
+def check_lines(run: Path, name: str, tolerance: float) -> None:
+    """Whether a run's metrics.jsonl has its first four steps untouched, and then those of the undisturbed run."""
+    before, lines = (MADE / name / "metrics.jsonl").read_text(), (run / "metrics.jsonl").read_text()
+    assert lines.startswith(before)
+    after = [json.loads(line) for line in lines.removeprefix(before).splitlines()]
+    tolerance = tolerance if drops_the_same() else OTHER_DROPOUT
+    rounded = {"loss_nats": tolerance, "grad_norm": GRADIENTS * tolerance}
+    assert len(after) == len(EXPECTED["runs"][name]["lines"])
+    for line, expected in zip(after, EXPECTED["runs"][name]["lines"], strict=True):
+        for key, value in expected.items():
+            assert line[key] == (pytest.approx(value, rel=rounded[key], abs=0) if key in rounded else value), key
+
+
+@pytest.mark.parametrize("name", ["text", "pictures", "sounds"])
+def test_data_folder_is_whole(name: str, tmp_path: Path) -> None:
+    assert cli.main(["data", "verify", str(copied(name, tmp_path))]) == 0
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_run_goes_on_as_if_undisturbed(name: str, tmp_path: Path) -> None:
+    run, told = gone_on_with(name, tmp_path)
+    assert f"longstride: going on from {run}/checkpoints/step-00000004\n" in told
+    assert "converted" not in told
+    check_lines(run, name, rounding(name))
+
+
+def test_run_goes_on_in_another_layout_from_the_universal_form(tmp_path: Path) -> None:
+    run, told = gone_on_with("zero3_bf16", tmp_path, "deepspeed=zero2_bf16")
+    assert "converted for 2 processes in ZeRO 2 (converted before)\n" in told
+    check_lines(run, "zero3_bf16", ROUNDING["zero3_bf16"])
+
+
+@pytest.mark.parametrize("name", ["zero2_fp32", "zero1_fp16_ema"])
+def test_run_has_the_same_score(name: str, tmp_path: Path) -> None:
+    trained = name.removesuffix("_ema")
+    run, data = copied(trained, tmp_path), copied(DATA[trained], tmp_path)
+    line = json.loads(run_alone("evaluate", run, "--data", data, *weights_of(name)).stdout)
+    expected = EXPECTED["evaluations"][name]
+    assert line["tokens"] == expected["tokens"]
+    assert line["loss_nats"] == pytest.approx(expected["loss_nats"], rel=rounding(trained), abs=0)
+
+
+@pytest.mark.parametrize("name", EXPECTED["fingerprints"])
+def test_run_is_exported_as_the_same_model(name: str, tmp_path: Path) -> None:
+    """The export's own check holds its loss against the checkpoint's."""
+    run, output = copied(name.removesuffix("_ema"), tmp_path), tmp_path / "export"
+    assert cli.main(["export", str(run), "--output", str(output), *weights_of(name)]) == 0
+    assert json.loads((output / "config.json").read_text())["fingerprint"] == EXPECTED["fingerprints"][name]
+
+
+def test_exported_model_computes_the_same_logits() -> None:
+    content = json.loads((MADE / "model/config.json").read_text())
+    model = SparseTransformer(ModelConfig.model_validate(content["model"])).eval()
+    model.load_state_dict(load_file(MADE / "model/model.safetensors"))
+    with torch.no_grad():
+        logits = model(torch.tensor([EXPECTED["tokens"]]))[0, 7::8]
+    expected = torch.from_numpy(np.load(MADE / "logits.npy"))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_exported_model_writes_the_same_sample(tmp_path: Path) -> None:
+    """The bytes are promised where bits are the same."""
+    asked, output = EXPECTED["sample"], tmp_path / "sample.txt"
+    words = ["--prompt", asked["prompt"], "--bytes", str(asked["bytes"]), "--seed", str(asked["seed"])]
+    model = str(copied("model", tmp_path))
+    assert cli.main(["sample", model, *words, "--device", "cpu", "--output", str(output)]) == 0
+    written, expected = output.read_bytes(), bytes.fromhex(asked["hex"])
+    assert len(written) == len(expected) and written.startswith(asked["prompt"].encode())
+    if computes_the_same_bits():
+        assert written == expected
+
+
+def test_compressed_file_comes_back_where_bits_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Elsewhere it is refused as documented; --elsewhere then gives the text or nothing."""
+    model, packed = copied("model", tmp_path), copied("poem.lsz", tmp_path)
+    output = tmp_path / "poem.txt"
+    words = ["decompress", str(packed), "--model", str(model), "--output", str(output)]
+    code = cli.main(words)
+    if machine() != EXPECTED["machine"]:
+        assert (code, output.exists()) == (WRONG_INPUT, False)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "was compressed " in line and line.endswith("or try it with --elsewhere")
+        code = cli.main([*words, "--elsewhere"])
+    if code and not computes_the_same_bits():
+        assert (code, output.exists()) == (WRONG_INPUT, False)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("the model computes other bits here than where it was compressed; decompress it there")
+        return
+    assert code == 0
+    assert output.read_bytes() == (MADE / "poem.txt").read_bytes()

@@ -1,0 +1,223 @@
+"""One name in site-packages: Longstride as a wheel, an editable install and a bare checkout, beside other packages."""
+
+from __future__ import annotations
+
+import email
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from longstride.launcher.cli import VERBS
+from tests.harness.installations import ROOMS, Installation, bare, copy_checkout, foreign_kernels, watch
+from tests.harness.runs import ROOT, configuration
+from tests.harness.tiny_models import add_hub_files, tiny_export
+
+WAYS = ("wheel", "editable", "checkout")
+BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+SEVERAL_VERBS = """
+from longstride.launcher import cli
+
+codes = []
+for words in {}:
+    try:
+        codes.append(cli.main(words))
+    except SystemExit as ended:
+        codes.append(ended.code)
+print(codes)
+"""
+# Each case has a process of its own, in which torch is imported already, since that takes seconds.
+BESIDE = """
+import os, sys, torch
+
+theirs = "import kernels"
+ours = "from longstride.kernels import sparse_attention; from longstride.kernels.patterns import Local"
+checks = '''
+assert kernels.FOREIGN and sys.modules["kernels.backends"].FOREIGN
+assert kernels.__file__.endswith("site-packages/kernels/__init__.py"), kernels.__file__
+import longstride.kernels.backends
+assert not hasattr(longstride.kernels.backends, "FOREIGN")
+q, k, v = torch.randn(3, 1, 1, 8, 4)
+assert sparse_attention(q, k, v, Local(2)).shape == q.shape
+'''
+cases = ["; ".join([theirs, ours]) + checks, "; ".join([ours, theirs]) + checks]
+cases += [
+    f"import {name}, longstride.{name}; assert {name}.FOREIGN and {name} is not longstride.{name}"
+    for name in ("launcher", "data_pipelines", "sparse_model")
+]
+for case in cases:
+    child = os.fork()
+    if not child:
+        try:
+            exec(case)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, case
+"""
+# On Python's path, a checkout has no more than folders without code.
+NO_BARE_NAMES = """
+import importlib, sys
+
+sys.path.append({root!r})
+for name in ("kernels", "launcher", "data_pipelines", "sparse_model"):
+    module = importlib.import_module(name)
+    assert module.__file__ is None and importlib.util.find_spec(name) is module.__spec__
+    assert not any(word[0] != "_" for word in vars(module)), vars(module)
+"""
+GENERATE = """
+import torch, transformers
+
+model = transformers.AutoModelForCausalLM.from_pretrained({model!r}, trust_remote_code=True)
+shape = tuple(model.generate(max_new_tokens=3, inputs=torch.zeros(1, 2, dtype=int)).shape)
+assert shape == (1, 5), shape
+try:
+    from kernels import get_kernel
+    import kernels
+    print(kernels.__file__)
+except ImportError:
+    print("no kernels")
+"""
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    return built("build_wheel", copy_checkout(folder / "checkout"), folder)
+
+
+@pytest.fixture
+def installation(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Installation:
+    """Longstride in the way that the test's parameter says."""
+    if request.param == "checkout":
+        return bare(tmp_path / "python", copy_checkout(tmp_path / "checkout"))
+    made = bare(tmp_path / "python", tmp_path)
+    if request.param == "wheel":
+        made.pip("install", wheel)
+    else:
+        made.pip("install", "--editable", copy_checkout(tmp_path / "checkout"))
+    return made
+
+
+def built(hook: str, source: Path, target: Path) -> Path:
+    """The one file that a build hook of the project makes."""
+    target.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, hook, str(target)], cwd=source, check=True)
+    (made,) = (path for path in target.iterdir() if path.is_file())
+    return made
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Every file of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def metadata(wheel: Path) -> Message:
+    (text,) = (data for name, data in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_string(text.decode())
+
+
+def test_wheel_is_the_rooms_under_one_name(wheel: Path) -> None:
+    rooms = {path for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
+    wanted = {f"longstride/{path.relative_to(ROOT)}": path for path in rooms if path.parent.name != "__pycache__"}
+    wanted |= {f"longstride/{name}": ROOT / "longstride" / name for name in ("__init__.py", "py.typed")}
+    found = contents(wheel)
+    assert {name.split("/")[0] for name in found if name not in wanted} == {"longstride-0.1.0.dist-info"}
+    assert {name: found.get(name) for name in wanted} == {name: path.read_bytes() for name, path in wanted.items()}
+
+
+def test_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    archive = built("build_sdist", copy_checkout(tmp_path / "checkout"), tmp_path / "sdist")
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert contents(built("build_wheel", unpacked, tmp_path / "wheel")) == contents(wheel)
+
+
+def test_metadata_is_complete(wheel: Path) -> None:
+    found = metadata(wheel)
+    assert found["Name"] == "longstride" and found["Summary"] and found["Keywords"]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (ROOT / "README.md").read_text()
+    assert set(found["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    classifiers = found.get_all("Classifier", [])
+    prefix = "Programming Language :: Python :: 3."
+    assert [each for each in classifiers if each.startswith(prefix)] == [f"{prefix}{minor}" for minor in range(10, 14)]
+    assert "Typing :: Typed" in classifiers and "longstride/py.typed" in contents(wheel)
+    assert found.get_all("Project-URL")
+    assert set(found.get_all("Provides-Extra", [])) == {"remote", "audio", "serve", "transformers", "dev"}
+    assert not [key for key in found if key.startswith("License")]  # the owner's to choose
+
+
+@pytest.mark.parametrize("installation", ["wheel"], indirect=True)
+def test_everything_runs_from_a_wheel_beside_foreign_kernels(installation: Installation, tmp_path: Path) -> None:
+    foreign_kernels(installation.packages)
+    ended = watch(installation, tmp_path / "watched")
+
+    def run(*words: object) -> str:
+        return installation.run(*words, WATCHED=str(tmp_path / "watched")).decode(errors="replace")
+
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text("sparse attention over long sequences " * 20)
+    content = configuration(tmp_path / "data", tmp_path / "run")
+    content["train"] |= {"steps": 2, "checkpoint_every": 2, "evaluate_every": 2}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    program = installation.packages / "longstride" / "launcher" / "train.py"
+
+    assert "longstride VERB" in run("longstride", "--help")
+    verbs = [[*verb.words.split(), "--help"] for verb in VERBS]
+    verbs += [["config", "schema"], ["plan", "demo"]]
+    verbs += [["data", "build", "texts", "--output", "data", "--validation-fraction", "0.25"]]
+    said = run("python", "-c", SEVERAL_VERBS.format(verbs))
+    assert said.count("usage: longstride") == len(VERBS) and said.splitlines()[-1] == f"{[0] * len(verbs)}"
+    run("longstride", "train", "--config", "run.json", "--processes", "2")
+    runner = ["python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+    run(*runner, program, "--config", "run.json", f"train.output={tmp_path / 'again'}")
+    run("python", "-c", SEVERAL_VERBS.format([["evaluate", "run"], ["export", "run", "--output", "model"]]))
+    assert run("longstride", "sample", "model", "--prompt", "sparse ", "--bytes", "8").count("sparse ") == 1
+
+    ranks = [process for process in ended() if process.argv[0] == str(program)]
+    assert len(ranks) == 3 and all(len(rank.files) > 40 for rank in ranks)
+    for process in ended():
+        assert process.kernels == str(installation.packages / "kernels" / "__init__.py")
+        for file, names in process.files.items():
+            assert len(names) == 1 and Path(file).is_relative_to(installation.prefix), (process.argv, file, names)
+
+
+@pytest.mark.parametrize("installation", WAYS, indirect=True)
+def test_foreign_packages_and_our_rooms_share_a_process(installation: Installation) -> None:
+    foreign_kernels(installation.packages)
+    for name in ("launcher", "data_pipelines", "sparse_model"):
+        (installation.packages / f"{name}.py").write_text("FOREIGN = True\n")
+    installation.run("python", "-c", BESIDE)
+
+
+@pytest.mark.parametrize("installation", WAYS, indirect=True)
+def test_rooms_have_no_bare_names(installation: Installation) -> None:
+    installation.run("python", "-c", NO_BARE_NAMES.format(root=str(ROOT)))
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("installation", WAYS, indirect=True)
+def test_transformers_generates_with_and_without_the_registrys_kernels(
+    installation: Installation, tmp_path: Path
+) -> None:
+    add_hub_files(tiny_export(tmp_path / "model", "text"))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+
+    def generate() -> str:
+        script = GENERATE.format(model=str(tmp_path / "model"))
+        return installation.run("python", "-c", script, **offline).decode().splitlines()[-1]
+
+    installation.pip("install", "kernels")
+    assert generate() == str(installation.packages / "kernels" / "__init__.py")
+    installation.pip("uninstall", "kernels")
+    assert generate() == "no kernels"
