@@ -21,7 +21,7 @@ REPEATS = {"cuda": 20, "cpu": 5}
 
 def about(device: torch.device) -> dict[str, Any]:
     """The machine, the versions and the date, as they stand at the top of every result file."""
-    found = {
+    facts = {
         "device": device_name(device),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
@@ -32,11 +32,11 @@ def about(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["multiprocessors"] = properties.multi_processor_count
-        found["memory_bytes"] = properties.total_memory
-        found["cache_bytes"] = cache_bytes(device)
-        found["cuda"] = torch.version.cuda or torch.version.hip
-    return found
+        facts["multiprocessors"] = properties.multi_processor_count
+        facts["memory_bytes"] = properties.total_memory
+        facts["cache_bytes"] = cache_bytes(device)
+        facts["cuda"] = torch.version.cuda or torch.version.hip
+    return facts
 
 
 def device_name(device: torch.device) -> str:

@@ -35,35 +35,35 @@ def with_tables(page: Path) -> str:
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("attention-*.json"))]
-    tables = [table for found in files for table in tables_of(found)[: 1 if page == README else None]]
+    tables = [table for result in files for table in tables_of(result)[: 1 if page == README else None]]
     return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
 
 
-def tables_of(found: dict[str, Any]) -> list[str]:
+def tables_of(result: dict[str, Any]) -> list[str]:
     """One device's tables at the shown context, one for each head width and dtype; none where it was not measured."""
     cases: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row in found["timings"]:
+    for row in result["timings"]:
         if row["context"] == SHOWN_CONTEXT:
             cases.setdefault((row["head_width"], row["dtype"]), []).append(row)
-    return [table(found, rows) for rows in cases.values()]
+    return [table(result, rows) for rows in cases.values()]
 
 
-def table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """One device's attention in one head width and dtype, against torch's dense causal attention in the same run."""
     first = rows[0]
     lines = [
-        f"{found['device']}, {found['threads']} threads, torch {found['torch']}, {found['date']}. "
+        f"{result['device']}, {result['threads']} threads, torch {result['torch']}, {result['date']}. "
         f"Context {SHOWN_CONTEXT:,}, stride {first['stride']}, summary {first['summary']}, {first['heads']} heads of "
         f"width {first['head_width']}, {first['dtype']}. "
         f"How many times faster than torch's dense causal attention{kernels_of(first)} in the same run:",
         "",
     ]
-    plans = {row["pattern"]: row for row in found["plans"] if row["context"] == 1_048_576}
-    columns = ["pattern", "density", *PHASES, *(GPU_COLUMNS if on_gpu(found) else ()), PLAN_COLUMN]
+    plans = {row["pattern"]: row for row in result["plans"] if row["context"] == 1_048_576}
+    columns = ["pattern", "density", *PHASES, *(GPU_COLUMNS if on_gpu(result) else ()), PLAN_COLUMN]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
         cells = [row["pattern"], f"{row['density']:.1%}", *(shown(row["ratio_to_dense"][phase]) for phase in PHASES)]
-        if on_gpu(found):
+        if on_gpu(result):
             cells += [shown(row["ratio_to_flex"][phase]) for phase in ("forward", "both")]
             cells += [shown(row["fraction_of_ideal"][phase], "{:.0%}") for phase in ("forward", "backward")]
         plan = plans.get(row["pattern"])
@@ -72,9 +72,9 @@ def table(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def on_gpu(found: dict[str, Any]) -> bool:
+def on_gpu(result: dict[str, Any]) -> bool:
     """Whether a file's peers ran backward too, and its ideal is by a card's own bandwidth."""
-    return found.get("device_type") == "cuda"
+    return result.get("device_type") == "cuda"
 
 
 def kernels_of(row: dict[str, Any]) -> str:

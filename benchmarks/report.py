@@ -15,13 +15,13 @@ DIGITS = 4  # significant, in files
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where results go."""
+    """The options that say where results go."""
     parser.add_argument("--output", type=Path, default=None, help="the JSON file")
     parser.add_argument("--overwrite", action="store_true", help="replace the file where there is one")
 
 
 def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, default: str) -> None:
-    """Settles the file that results go to; ends the program where it has no place or is taken."""
+    """Set `options.output`. Ends the program where it cannot be written, or exists and may not be replaced."""
     options.output = options.output or RESULTS / default
     if options.output.suffix != ".json" or not options.output.parent.is_dir():
         parser.error(f"--output={options.output}: must be a .json in a folder that exists")
@@ -29,17 +29,17 @@ def check_output(parser: argparse.ArgumentParser, options: argparse.Namespace, d
         parser.error(f"{options.output}: exists already; --overwrite replaces it, --output names another")
 
 
-def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Replaces the file in one step: whoever reads it, and whenever we are killed, it is whole."""
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file in one step: no reader sees half of it, and no kill leaves half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".partial")
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(found, indent=1, allow_nan=False) + "\n")
+            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp's own is for secrets
+        Path(name).chmod(0o666 & ~umask)  # mkstemp gives 0600
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
-from longstride.launcher.output import AgreedError, exit_codes, report, say
+from longstride.launcher.output import AgreedError, exit_codes, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
 
 
@@ -42,29 +42,35 @@ VERBS = (
     Verb(
         "data verify", "check a data folder", "longstride.launcher.data.folders", "add_verify_arguments", "run_verify"
     ),
-    Verb("data show", "a few samples of a data folder", "longstride.launcher.drawing.data"),
+    Verb(
+        "data show",
+        "a few samples of a data folder",
+        "longstride.launcher.drawing",
+        "add_data_show_arguments",
+        "run_data_show",
+    ),
     Verb("train", "train, or go on training", "longstride.launcher.cluster.start"),
     Verb("slurm", "write a batch script that trains under SLURM", "longstride.launcher.cluster.slurm"),
-    Verb("plan", "what a run will cost", "longstride.launcher.planning.plan"),
+    Verb("plan", "what a run will cost", "longstride.launcher.planning"),
     Verb("evaluate", "bits per byte over a split", "longstride.launcher.evaluation.evaluate"),
     Verb("export", "a checkpoint as safetensors", "longstride.launcher.exports.export"),
-    Verb("sample", "write with an exported model, or score a file", "longstride.launcher.generation.sample"),
+    Verb("sample", "write with an exported model, or score a file", "longstride.launcher.generation"),
     Verb(
         "compress",
         "shrink a file without loss",
-        "longstride.launcher.compression.compress",
+        "longstride.launcher.compression",
         "add_compress_arguments",
         "run_compress",
     ),
     Verb(
         "decompress",
         "get it back",
-        "longstride.launcher.compression.compress",
+        "longstride.launcher.compression",
         "add_decompress_arguments",
         "run_decompress",
     ),
-    Verb("serve", "an exported model behind HTTP, with a page to try it", "longstride.launcher.serving.serve"),
-    Verb("show", "draw a pattern, a run's attention or its loss", "longstride.launcher.drawing.show"),
+    Verb("serve", "an exported model behind HTTP, with a page to try it", "longstride.launcher.serving"),
+    Verb("show", "draw a pattern, a run's attention or its loss", "longstride.launcher.drawing"),
     Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.run_config"),
 )
 
@@ -95,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: Verb, words: list[str]) -> int:
+    mute_accelerator_warning()
     module = importlib.import_module(verb.module)
     parser = Parser(prog=f"longstride {verb.words}", description=f"{verb.summary[0].upper()}{verb.summary[1:]}.")
     getattr(module, verb.arguments)(parser)

@@ -28,7 +28,14 @@ if __name__ == "__main__":
     _stop.listen()  # the imports below take seconds
 
 from longstride.launcher.config import add_trust_argument, load_config
-from longstride.launcher.output import exit_codes, exit_on_mistake, lasting_output, report, say
+from longstride.launcher.output import (
+    exit_codes,
+    exit_on_mistake,
+    lasting_output,
+    mute_accelerator_warning,
+    report,
+    say,
+)
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
 
@@ -69,6 +76,7 @@ def main(arguments: list[str], stop: StopFlag | None = None) -> int:
     parser.add_argument("--started", type=float, default=None, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     fresh_stop = StopFlag()
+    mute_accelerator_warning()
     try:
         adopt_place(os.environ)
         return _run(options, stop or fresh_stop)

@@ -48,7 +48,7 @@ ONLY_IN = {
     "transformers": ["launcher/hub"],
     "PIL": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
-    "soxr": ["data_pipelines/modalities/resampler.py"],
+    "soxr": ["data_pipelines/modalities/audio.py"],
 }
 FILES = [path for room in BIG_ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 

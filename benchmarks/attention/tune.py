@@ -75,9 +75,9 @@ class Trial(NamedTuple):
     configuration: Configuration
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Exit code: 1 where no configuration of some kernel ran."""
-    options = read_options()
+    options = read_options(arguments)
     cases = [
         case for width in options.widths for kernel in options.kernels for case in cases_of(kernel, width, options)
     ]
@@ -107,7 +107,7 @@ def checked(trials: list[Trial], processes: int) -> list[str | None]:
     return problems
 
 
-def read_options() -> argparse.Namespace:
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
@@ -116,7 +116,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=None, help="compile in so many; as many as there are cores")
     parser.add_argument("--time-limit", type=float, default=420, help="seconds after which nothing more is timed")
     add_output_arguments(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     check_output(parser, options, f"tuning-{slug(device) if options.device == 'cuda' else 'rehearsal'}.json")
     options.processes = options.processes or os.cpu_count()

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.planning.memory import REHEARSED_LAYERS
+from longstride.launcher.planning.costs import REHEARSED_LAYERS
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"

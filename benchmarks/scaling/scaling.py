@@ -36,7 +36,7 @@ from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_call
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.planning import memory as plan_memory
+from longstride.launcher.planning import costs as plan_memory
 
 CARDS = [2**power for power in range(13)]
 # Name, run and changes: the paper's text and longest music, and what music would be at the size of today's models.

@@ -43,7 +43,7 @@ from longstride.launcher.config.deepspeed_keys import precision
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data import run_data as batches
 from longstride.launcher.engine.optimizer import parameter_groups
-from longstride.launcher.planning.memory import STAGES
+from longstride.launcher.planning.costs import STAGES
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 

@@ -29,7 +29,11 @@ from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece
 from longstride.data_pipelines.durable import durable_file, flush_folder
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
-from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
+from longstride.data_pipelines.shards import (
+    DataManifest,
+    ShardRecord,
+    verify,
+)
 from longstride.data_pipelines.stores import open_store
 
 _KEPT = "nothing is overwritten: name another output, or remove this one first"

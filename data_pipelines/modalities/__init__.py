@@ -1,13 +1,15 @@
-"""The kinds of data a shard can hold: one file and one line of ``MODALITIES`` each."""
+"""The kinds of data that a shard can hold: one file each, and one line of the registry here.
+
+Importing it costs numpy alone: Pillow, soundfile and soxr are imported where a file needs them.
+"""
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.audio import Audio, mulaw_decode
-from longstride.data_pipelines.modalities.image import CHANNELS, MAX_PIXELS, Image
+from longstride.data_pipelines.modalities.audio import Audio
+from longstride.data_pipelines.modalities.image import CHANNELS, Image
 from longstride.data_pipelines.modalities.modality import Content, Modality, Properties
 from longstride.data_pipelines.modalities.text import Text
 
-_REGISTERED: tuple[Modality, ...] = (Text(), Image(), Audio())
-MODALITIES = {modality.name: modality for modality in _REGISTERED}
+MODALITIES: dict[str, Modality] = {modality.name: modality for modality in (Text(), Image(), Audio())}
 
 
 def modality_named(name: str) -> Modality:
@@ -17,14 +19,4 @@ def modality_named(name: str) -> Modality:
     return MODALITIES[name]
 
 
-__all__ = [
-    "CHANNELS",
-    "MAX_PIXELS",
-    "MODALITIES",
-    "Audio",
-    "Content",
-    "Modality",
-    "Properties",
-    "modality_named",
-    "mulaw_decode",
-]
+__all__ = ["CHANNELS", "MODALITIES", "Content", "Modality", "Properties", "modality_named"]

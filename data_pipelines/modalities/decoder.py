@@ -1,22 +1,69 @@
-"""FLAC, Ogg and MP3 to numbers, by libsndfile: the only file that imports soundfile, and only when one is read."""
+"""FLAC, Ogg and MP3 to numbers, by libsndfile, and whether the length that such a file states is all of its sound.
 
+A build plans by stated lengths before it decodes. They can be wrong: the decoder guesses the length of an MP3 file
+without an Info header from the first bit rate, and of files laid end to end it sees the first alone. Either would be a
+shorter sound, without an error.
+"""
+
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 
 _FULL_SCALE = 2**31
+_UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's word for a file that does not say
+_SEARCHED = 2**16  # bytes: of padding, tags or broken frames before a header; an Ogg page has at most 65,307
+_TAG_HEAD, _OGG_HEAD = 10, 27  # bytes of an ID3v2 tag, and of an Ogg page, before their part of variable length
+# An MPEG frame of layer III, of any version, with or without check sum, at a bit rate that exists.
+_MPEG_FRAME = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][\x00-\xef].", re.DOTALL)
+_INFO_NAMES = (b"Xing", b"Info")  # the second of files with one bit rate
+_TRIMMED = 2**14  # frames that a header may have taken off at both ends: twelve bits each, and what a decoder adds
+
+
+class DecodedFormat(NamedTuple):
+    """What the decoder says of a file. A frame is one sample of every channel."""
+
+    rate: int  # frames a second
+    frames: int
+
+
+def decoded_format(path: Path, file: BinaryIO) -> DecodedFormat:
+    """The rate and length of an open sound file that is no WAV file, by its head.
+
+    Raises DataError where it cannot be read, or its length cannot be told.
+    """
+    with _opened_sound(path, file) as sound:
+        kind, form = sound.format, DecodedFormat(sound.samplerate, sound.frames)
+    check_stated_length(path, file, kind, form.frames)
+    return form
+
+
+def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarray]:
+    """Blocks of (frames, channels) int64, of 32 bits full scale: a file's integers as they are, other numbers rounded.
+
+    Raises DataError for a file that is damaged.
+    """
+    with _opened_sound(path, file) as sound:
+        # soundfile seeks after every read, to where it is already. That costs an MP3 decoder the bits that the next
+        # frame borrows from those before it.
+        sound.seekable = lambda: False
+        while len(block := sound.read(block_frames, dtype="float64", always_2d=True)):
+            if np.isnan(block).any():
+                raise DataError(f"{path}: holds samples that are no numbers (NaN); write it anew or exclude it")
+            # Lossy formats may decode beyond full scale.
+            yield np.clip(np.rint(block * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype(np.int64)
 
 
 @contextmanager
-def opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
+def _opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
     """A ``soundfile.SoundFile`` over an open file, from its beginning; the file stays open.
 
-    Raises DataError where the library is missing, and for a file that it cannot read, then or inside.
+    Raises DataError where the library is missing, and for a file that it cannot read: on opening, or in the block.
     """
     try:
         import soundfile
@@ -34,7 +81,7 @@ def opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
     except TypeError as error:
         if sound is not None:
             raise
-        # Of a file named .raw soundfile, and nobody else, takes the name for the format, and asks for the rest.
+        # soundfile takes a name that ends in .raw for the format, and asks for the rest.
         raise DataError(
             f"{path}: does not say what sound it holds ({error}); convert it, such as with "
             "`sox -r 44100 -c 2 -b 16 -e signed IN.raw OUT.wav`, or exclude it"
@@ -48,17 +95,103 @@ def opened_sound(path: Path, file: BinaryIO) -> Iterator[Any]:
         raise DataError(f"{path}: is damaged or cut short ({words}); fetch it again or exclude it") from error
 
 
-def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarray]:
-    """Blocks of (frames, channels) int64, of 32 bits full scale: integers of a file as they are, the rest rounded.
+class _Info(NamedTuple):
+    """What an Info header says."""
 
-    Raises DataError for a file that is damaged.
+    frames: int  # of sound, with what is taken off at the ends
+    end: int  # in the file, of the last byte that it counts; 0 where it does not say
+
+
+def check_stated_length(path: Path, file: BinaryIO, kind: str, frames: int) -> None:
+    """Check that the frames that the decoder finds in a file of that kind are all of its sound. Moves the file.
+
+    Raises DataError where they are a guess, or those of the first of several files laid end to end.
     """
-    with opened_sound(path, file) as sound:
-        # Where it may, soundfile seeks behind every read to where it is already, and an MP3 decoder that was told to
-        # seek has lost the bits that the next frame borrows from those before it.
-        sound.seekable = lambda: False
-        while len(block := sound.read(block_frames, dtype="float64", always_2d=True)):
-            if np.isnan(block).any():
-                raise DataError(f"{path}: holds samples that are no numbers (NaN); write it anew or exclude it")
-            # Decoders of formats with loss go beyond full scale.
-            yield np.clip(np.rint(block * _FULL_SCALE), -_FULL_SCALE, _FULL_SCALE - 1).astype(np.int64)
+    if frames >= _UNKNOWN_FRAMES:
+        raise DataError(
+            f"{path}: does not say how long it is; write it anew, such as with `ffmpeg -i IN OUT.flac`, or exclude it"
+        )
+    if kind == "MP3":
+        _check_mp3(path, file, frames)
+    elif kind == "OGG":
+        last = _last_ogg_serial(file)
+        if last is not None and last not in set(_first_ogg_serials(file)):
+            raise _several(path)
+
+
+def _check_mp3(path: Path, file: BinaryIO, frames: int) -> None:
+    start = _after_tags(file, 0)
+    head = _bytes_at(file, start, _SEARCHED)
+    first = _MPEG_FRAME.search(head)
+    info = _info_in(head, first.start(), start) if first else None
+    # A decoder that reads the header has its frames; one that does not, as of other layers, guesses.
+    if info is None or not info.frames - _TRIMMED <= frames <= info.frames:
+        raise DataError(
+            f"{path}: does not say how long it is (an MP3 file without an Info header); write it anew, such as with "
+            "`ffmpeg -i IN -c copy OUT.mp3`, or exclude it"
+        )
+    if info.end:
+        rest = _after_tags(file, info.end)
+        tail = _bytes_at(file, rest, _SEARCHED)
+        if any(_info_in(tail, frame.start(), rest) for frame in _MPEG_FRAME.finditer(tail)):
+            raise _several(path)
+
+
+def _several(path: Path) -> DataError:
+    return DataError(
+        f"{path}: several sounds laid end to end, of which only the first would be read; split it, write it anew, such "
+        "as with `ffmpeg -i IN OUT.flac`, or exclude it"
+    )
+
+
+def _bytes_at(file: BinaryIO, place: int, size: int) -> bytes:
+    file.seek(place)
+    return file.read(size)
+
+
+def _after_tags(file: BinaryIO, place: int) -> int:
+    """Where the ID3 tags that begin at ``place`` end: one of version 1, then any number of version 2."""
+    if _bytes_at(file, place, 3) == b"TAG":
+        place += 128
+    while (head := _bytes_at(file, place, _TAG_HEAD))[:3] == b"ID3" and len(head) == _TAG_HEAD:
+        size = 0
+        for seven_bits in head[6:]:
+            size = size << 7 | seven_bits & 0x7F
+        place += _TAG_HEAD + size + (_TAG_HEAD if head[5] & 0x10 else 0)  # a footer repeats the head
+    return place
+
+
+def _info_in(buffer: bytes, place: int, start: int) -> _Info | None:
+    """The Info header in the MPEG frame at a place of a buffer, which begins at ``start`` in the file; None: none."""
+    version_1, mono = bool(buffer[place + 1] & 0x08), buffer[place + 3] >> 6 == 3
+    side_bytes = {(True, False): 32, (True, True): 17, (False, False): 17, (False, True): 9}[version_1, mono]
+    for name in (place + 4 + side_bytes, place + 6 + side_bytes):  # a check sum stands before the second
+        if buffer[name : name + 4] in _INFO_NAMES:
+            flags, count, size = (int.from_bytes(buffer[name + 4 * n : name + 4 * n + 4], "big") for n in (1, 2, 3))
+            if not flags & 1:  # each flag says whether a field is there, in the fields' order
+                return None
+            return _Info(count * (1152 if version_1 else 576), start + place + size if flags & 2 else 0)
+    return None
+
+
+def _first_ogg_serials(file: BinaryIO) -> Iterator[int]:
+    """Of the streams at the file's beginning, which stand side by side."""
+    place = 0
+    while True:
+        head = _bytes_at(file, place, _OGG_HEAD + 255)
+        if len(head) < _OGG_HEAD or head[:4] != b"OggS" or not head[5] & 0x02:  # the page begins no stream
+            return
+        yield _ogg_serial(head)
+        segments = head[26]
+        place += _OGG_HEAD + segments + sum(head[_OGG_HEAD : _OGG_HEAD + segments])
+
+
+def _last_ogg_serial(file: BinaryIO) -> int | None:
+    """Of the last page; None where the file does not end in one."""
+    tail = _bytes_at(file, max(0, file.seek(0, 2) - _SEARCHED), _SEARCHED)
+    place = tail.rfind(b"OggS\0", 0, len(tail) - _OGG_HEAD + 5)
+    return None if place < 0 else _ogg_serial(tail[place:])
+
+
+def _ogg_serial(page: bytes) -> int:
+    return int.from_bytes(page[14:18], "little")

@@ -1,42 +1,69 @@
 """Pictures: one is one document, one sample and one context of height x width x 3 bytes.
 
 Its content is row after row, in a row pixel after pixel, in a pixel red, green, blue: the order in which the model's
-position tables (row, column, channel) count. A sample's member is a binary PPM file.
+position tables (row, column, channel) count. A sample's member is a binary PPM file. Files are read and written by
+``picture.py``, which imports Pillow and is therefore imported only where it is used.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.modality import Content, Properties, both_cases, token_bytes
+from longstride.data_pipelines.modalities.modality import (
+    Content,
+    Modality,
+    Option,
+    Properties,
+    both_cases,
+    token_bytes,
+    whole_number,
+)
 
 CHANNELS = 3  # red, green, blue
-MAX_PIXELS = 2**26  # of a file or of what is made of it: a few bytes of file may claim any number
+_DRAWN_CHANNELS = (1, CHANNELS)
+_TILE_PIXELS = 96  # of the longer side in a grid, at least: smaller pictures are shown with their pixels as squares
+_GRID_PIXELS = 2**26  # of a whole grid, at most
+_PAPER, _MASK = 255, 128  # between pictures, and where a prompt has nothing
 
 
 @dataclass(frozen=True, slots=True)
-class _Pixels:
+class _PictureContent:
     content: bytes
 
     def read(self, offset: int, size: int) -> bytes:
         return self.content[offset : offset + size]
 
 
-class Image:
+class Image(Modality):
     """Pictures of one size. The property ``resized`` is 1 where they were brought to it, 0 where all had it."""
 
     name = "image"
     extension = "ppm"
     suffixes = both_cases(".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
-    asks: tuple[str, ...] = ("height", "width")
+    asks = ("height", "width")
+    build_option = Option("--image-size", "HxW", "crop and resize pictures (default: all have one size)")
     packing = False
     divisible = False
+    unit = "dimension"  # a byte is the value of one channel
+    prompt_help = "pictures to complete"
+    prompt_files = "+"
+    keep_option = Option("--keep-rows", "R", "of each --prompt-image (default: half)", int)
+    output_suffix = ".png"
+    one_output = True
+    shown_as = "picture"
+    words = "pictures"
+    description = "pictures, channel by channel"
+    examples = ("longstride sample . --count 16 --output samples.png",)
 
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         """The size that is asked for, else the first picture's. Raises DataError for one that cannot be."""
+        from longstride.data_pipelines.modalities.picture import MAX_PIXELS, picture_size
+
         if asked:
             height, width = (asked.get(name, 0) for name in self.asks)
             if min(height, width) < 1 or height * width > MAX_PIXELS:
@@ -45,28 +72,29 @@ class Image:
                     f"{MAX_PIXELS:,} pixels; such as 64 and 64"
                 )
         else:
-            height, width = _size(path, file)
+            height, width = picture_size(path, file)
         return {"height": height, "width": width, "channels": CHANNELS, "resized": int(bool(asked))}
 
     def document_bytes(self, properties: Properties) -> int:
         """Of every picture, as all have one size."""
-        return properties["height"] * properties["width"] * properties["channels"]
+        return math.prod(_shape(properties))
 
     def measure(self, path: Path, properties: Properties) -> int:
         """The same for every picture; none is opened where all are resized, else its header is read."""
         if not properties["resized"]:
+            from longstride.data_pipelines.modalities.picture import picture_size
+
             with path.open("rb") as file:
-                _check_size(path, _size(path, file), properties)
+                _check_size(path, picture_size(path, file), properties)
         return self.document_bytes(properties)
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """The picture's pixels. Raises DataError for one that is damaged or does not fit the set."""
         from longstride.data_pipelines.modalities.picture import picture_pixels
 
-        wanted = properties["height"], properties["width"]
-        pixels = picture_pixels(path, file, wanted if properties["resized"] else None)
+        pixels = picture_pixels(path, file, _shape(properties)[:2] if properties["resized"] else None)
         _check_size(path, pixels.shape[:2], properties)
-        return _Pixels(pixels.tobytes())
+        return _PictureContent(pixels.tobytes())
 
     def header(self, size: int, properties: Properties) -> bytes:
         """Of a binary PPM file."""
@@ -77,28 +105,141 @@ class Image:
         content = token_bytes(tokens)
         if len(content) != self.document_bytes(properties):
             raise DataError(
-                f"{len(content)} tokens: a picture of {_words(properties['height'], properties['width'])} in "
+                f"{len(content)} tokens: a picture of {_size_words(*_shape(properties)[:2])} in "
                 f"{CHANNELS} channels is {self.document_bytes(properties)}"
             )
         return self.header(len(content), properties) + content
 
+    def parse_build_option(self, value: str) -> dict[str, int]:
+        """32x16 -> height 32, width 16; one number is both."""
+        from longstride.data_pipelines.modalities.picture import MAX_PIXELS
 
-def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
-    from longstride.data_pipelines.modalities.picture import (
-        picture_size,  # with Pillow, which other modalities do without
-    )
+        rows, cross, columns = value.partition("x")
+        height, width = whole_number(rows), whole_number(columns if cross else rows)
+        if height is None or width is None:
+            rule = "must be height x width in pixels, or one number for both; such as 32x32"
+            raise DataError(f"--image-size={value}: {rule}")
+        if height * width > MAX_PIXELS:
+            rule = f"must be at most {MAX_PIXELS:,} pixels in all, such as 64x64"
+            raise DataError(f"--image-size={value}: {rule}")
+        return {"height": height, "width": width}
 
-    return picture_size(path, file)
+    def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:
+        """The pictures' size, which is the context."""
+        names = ("height", "width", "channels")
+        if not all(type(known.get(name)) is int and known[name] > 0 for name in names):
+            raise DataError("tells no picture's size")
+        properties = {name: known[name] for name in names}
+        height, width, channels = _shape(properties)
+        size = f"tells pictures of {height} x {width} x {channels}"
+        if self.document_bytes(properties) != context:
+            raise DataError(f"{size}, and the context is {context}")
+        if channels not in _DRAWN_CHANNELS:
+            raise DataError(f"{size}; pictures of {channels} channels cannot be drawn")
+        return properties
+
+    def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
+        """A picture of exactly the model's size."""
+        from longstride.data_pipelines.modalities.picture import picture_pixels
+
+        height, width, channels = _shape(properties)
+        if channels != CHANNELS:
+            raise DataError(f"{path}: the model's pictures have one channel; take --prompt-file with their bytes")
+        pixels = picture_pixels(path, file, None)
+        if pixels.shape[:2] != (height, width):
+            rule = f"is {_size_words(*pixels.shape[:2])}, and the model's pictures {height}x{width}"
+            raise DataError(f"{path}: {rule}; scale it, such as with `convert IN -resize {width}x{height}! OUT.png`")
+        return _PictureContent(pixels.tobytes())
+
+    def read_prompt(self, content: Content, keep: Any, properties: Properties, context: int) -> bytes:
+        """Its upper rows; half of them by default."""
+        height, width, channels = _shape(properties)
+        rows = height // 2 if keep is None else int(keep)
+        if not 0 <= rows < height:
+            nearest = min(max(rows, 0), height - 1)
+            rule = f"must be from 0 to {height - 1}, less than a picture; nearest {nearest}"
+            raise DataError(f"--keep-rows={rows}: {rule}")
+        return content.read(0, rows * width * channels)
+
+    def check_samples(self, count: int, num_prompts: int, properties: Properties) -> None:
+        """One file has room for a grid of so many pictures."""
+        columns = count + 2 if num_prompts else square_columns(count)
+        grid_size(num_prompts or -(-count // columns), columns, *_shape(properties)[:2])
+
+    def sample_files(
+        self, samples: np.ndarray, properties: Properties, prompted: Sequence[tuple[bytes, bytes]] = ()
+    ) -> list[bytes]:
+        """One PNG file. Completions stand in a row a file: the original, its prompt above grey, what came of it."""
+        from longstride.data_pipelines.modalities.picture import png_file
+
+        shape = _shape(properties)
+        pictures = list(samples.reshape(-1, *shape))
+        columns = len(pictures) // len(prompted) if prompted else square_columns(len(pictures))
+        rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
+        for row, contents in zip(rows, prompted, strict=False):
+            row[:0] = [_picture(content, shape) for content in contents]
+        return [png_file(grid(rows))]
+
+    def shown(self, content: np.ndarray, properties: Properties) -> np.ndarray:
+        """(height, width, channels)."""
+        return content.reshape(_shape(properties))
+
+
+def square_columns(count: int) -> int:
+    """Of a square that has room for so many."""
+    return math.ceil(math.sqrt(count))
+
+
+def grid(rows: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
+    """Rows of pictures of one size, (height, width, channels) uint8 -> one, (H, W, 3): every pixel is a square.
+
+    Raises DataError as ``grid_size``.
+    """
+    height, width, _ = rows[0][0].shape
+    scale, gap = _spacing(height, width)
+    paper = np.full((*grid_size(len(rows), max(map(len, rows)), height, width), 3), _PAPER, dtype=np.uint8)
+    for row, pictures in enumerate(rows):
+        for column, picture in enumerate(pictures):
+            top, left = gap + row * (height * scale + gap), gap + column * (width * scale + gap)
+            large = picture.repeat(scale, axis=0).repeat(scale, axis=1)
+            paper[top : top + height * scale, left : left + width * scale] = large
+    return paper
+
+
+def grid_size(rows: int, columns: int, height: int, width: int) -> tuple[int, int]:
+    """Pixels down and across of a grid of so many pictures. Raises DataError where one file has no room for them."""
+    scale, gap = _spacing(height, width)
+    size = (rows * (height * scale + gap) + gap, columns * (width * scale + gap) + gap)
+    if math.prod(size) > _GRID_PIXELS:
+        raise DataError(f"--count: a grid of {size[0]} x {size[1]} pixels is too large; take fewer samples")
+    return size
+
+
+def _spacing(height: int, width: int) -> tuple[int, int]:
+    """Pixels of a grid for each pixel of a picture, and between pictures."""
+    scale = max(1, _TILE_PIXELS // max(height, width))
+    return scale, max(2, scale // 2)
+
+
+def _picture(content: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """Content as a picture; grey where it ends early."""
+    pixels = np.full(math.prod(shape), _MASK, dtype=np.uint8)
+    pixels[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+    return pixels.reshape(shape)
+
+
+def _shape(properties: Properties) -> tuple[int, int, int]:
+    return properties["height"], properties["width"], properties["channels"]
 
 
 def _check_size(path: Path, size: tuple[int, ...], properties: Properties) -> None:
-    wanted = properties["height"], properties["width"]
-    if size != wanted:
+    height, width, _ = _shape(properties)
+    if size != (height, width):
         raise DataError(
-            f"{path}: is {_words(*size)} pixels, and the set's first picture is {_words(*wanted)}; bring all to one "
-            f"size with --image-size {wanted[0]}x{wanted[1]}"
+            f"{path}: is {_size_words(*size)} pixels, and the set's first picture is {_size_words(height, width)}; "
+            f"bring all to one size with --image-size {height}x{width}"
         )
 
 
-def _words(height: int, width: int) -> str:
+def _size_words(height: int, width: int) -> str:
     return f"{height}x{width} (height x width)"

@@ -1,8 +1,15 @@
-"""What a modality has to say about itself."""
+"""What a modality knows of itself: its files, how a model's samples of it begin, are written and shown, and its words.
 
-from collections.abc import Mapping
+Nothing outside this room names a modality. A new one is a subclass of ``Modality`` in a file of its own, and a line in
+the registry (``__init__.py``).
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
@@ -21,47 +28,140 @@ class Content(Protocol):
         """
 
 
-class Modality(Protocol):
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A command-line option that belongs to one modality."""
+
+    name: str  # such as --keep-rows
+    metavar: str
+    help: str
+    type: Callable[[str], Any] = str
+
+    @property
+    def attribute(self) -> str:
+        """Its name in the parsed arguments."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+class Modality(ABC):
     """How files of one kind become the bytes of a model's contexts, and back.
 
     A *document* is one file of the input; its *content* is a row of bytes 0..255, which the network is to predict.
+    What a modality leaves out is as for plain bytes.
     """
 
+    # Documents and data folders.
     name: str
     extension: str  # of a sample's member in a shard: KEY.extension
-    suffixes: tuple[str, ...]  # of the files that a build takes from a folder unless told otherwise
-    asks: tuple[str, ...]  # properties that a person may ask for when building
-    packing: bool  # whether documents are laid end to end unless told otherwise; else each has contexts of its own
-    divisible: bool  # whether a long document may become several samples
+    suffixes: tuple[str, ...]  # of the files that a build takes from a folder by default
+    asks: tuple[str, ...] = ()  # properties that a build may be asked for
+    build_option: Option | None = None  # of `data build`, which asks for them
+    packing: bool = True  # whether documents are laid end to end by default; else each has contexts of its own
+    divisible: bool = True  # whether a long document may become several samples
 
+    # A model's samples.
+    unit: str = "byte"  # what papers call the thing that a byte of content stands for
+    sample_bytes: int | None = None  # to sample by default; None: what fits in the context
+    prompt_help: str | None = None  # of `sample --prompt-NAME FILE`; None: a prompt is plain bytes
+    prompt_files: Literal["+"] | None = None  # "+": several at once, all of one length
+    keep_option: Option | None = None  # how much of such a file is the prompt
+    output_suffix: str | None = None  # of files of samples; None: any
+    one_output: bool = False  # whether all samples go to one file; else each has its own
+    shown_as: Literal["text", "picture", "waveform"] = "text"  # what ``shown`` gives
+
+    # Words.
+    words: str  # what a model of it writes: "pictures"
+    description: str  # of the data, in a model card
+    examples: tuple[str, ...]  # commands for a model card
+    hub_task: str | None = None  # a model's, by the names that hubs have for tasks
+
+    @abstractmethod
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         """The properties of a set by its first document, open as ``file``; ``path`` is for messages.
 
         Raises DataError for one that cannot be read, and for properties that cannot be had.
         """
 
-    def document_bytes(self, properties: Properties) -> int | None:
-        """Content bytes of every document where all have equally many, else None."""
-
+    @abstractmethod
     def measure(self, path: Path, properties: Properties) -> int:
         """Content bytes of a document, by its head alone. Raises DataError for one that does not fit the set."""
 
+    @abstractmethod
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """The content of a document, open as ``file`` for as long as it is read; ``path`` is for messages.
 
         Raises DataError for a document that does not fit the set.
         """
 
+    def document_bytes(self, properties: Properties) -> int | None:
+        """Content bytes of every document where all have equally many, else None."""
+        return None
+
     def header(self, size: int, properties: Properties) -> bytes:
         """What stands before ``size`` content bytes in a member: of the same length for every size."""
+        return b""
 
     def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
         """(n,) integers 0..255 -> a file that a person opens. Raises DataError for another shape or range."""
+        content = token_bytes(tokens)
+        return self.header(len(content), properties) + content
+
+    def parse_build_option(self, value: str) -> dict[str, int]:
+        """The properties that ``build_option`` asks for by a value. Raises DataError for one that cannot be."""
+        raise NotImplementedError
+
+    def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:
+        """The properties of a model's data, of what is known: an export's word, or its positions. Some may be missing.
+
+        Raises DataError, in words that follow on the file's name, where a model of that context cannot write any.
+        """
+        return {}
+
+    def bytes_in(self, seconds: float, option: str, properties: Properties) -> int:
+        """Content bytes of so many seconds; ``option`` is for messages. Raises DataError where there are none."""
+        raise DataError(f"{option}: the model writes {self.words}; take --bytes")
+
+    def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
+        """The content of a file as a model writes it. Raises DataError for one that does not fit the model."""
+        return self.open(path, file, properties)
+
+    def read_prompt(self, content: Content, keep: Any, properties: Properties, context: int) -> bytes:
+        """The beginning of an open file that a model goes on from; ``keep`` is the value of ``keep_option``, or None.
+
+        Raises DataError where there is not so much.
+        """
+        return content.read(0, sys.maxsize)
+
+    def check_samples(self, count: int, num_prompts: int, properties: Properties) -> None:  # noqa: B027
+        """Raise DataError where so many samples of each of so many files (0: of none) do not fit into a file."""
+
+    def sample_files(
+        self, samples: np.ndarray, properties: Properties, prompted: Sequence[tuple[bytes, bytes]] = ()
+    ) -> list[bytes]:
+        """Samples, (S, n) uint8 -> the contents of the files that they go to: ``one_output``, or each its own.
+
+        ``prompted`` has the whole content of each file that was continued, and the prompt of it. As many samples
+        belong to each, one file's after another.
+        """
+        return [self.encode(sample, properties) for sample in samples]
+
+    def shown(self, content: np.ndarray, properties: Properties) -> np.ndarray:
+        """Content (n,) uint8 -> what is drawn of it.
+
+        A picture: (height, width, channels) uint8. A waveform: (n,) from -1 to 1, ``rate`` of them a second.
+        A text: its bytes.
+        """
+        return content
 
 
 def both_cases(*suffixes: str) -> tuple[str, ...]:
     """Suffixes in small and in capital letters: cameras and recorders write .JPG and .WAV."""
     return (*suffixes, *(suffix.upper() for suffix in suffixes))
+
+
+def whole_number(text: str) -> int | None:
+    """A number from 1 on of at most nine digits, as an option has it; None for anything else."""
+    return (int(text) or None) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
 
 
 def token_bytes(tokens: np.ndarray) -> bytes:

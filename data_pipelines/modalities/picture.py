@@ -1,8 +1,8 @@
-"""A picture file to 8-bit red, green and blue, and back: the only file that imports Pillow, and only when it is needed.
+"""A picture file to 8-bit red, green and blue, and back. The only file that imports Pillow.
 
-Grey pictures get three equal channels, of 16 bits the upper 8 are taken, transparent pictures are laid on white (a
-drawing in black on nothing would vanish on black), of an animation the first frame is taken, an orientation in the
-metadata is applied, and colour profiles are not.
+Grey pictures get three equal channels. Of 16 bits the upper 8 are taken, of an animation the first frame. Transparent
+pictures are laid on white: a drawing in black on nothing would vanish on black. An orientation in the metadata is
+applied, colour profiles are not.
 """
 
 import warnings
@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities.image import MAX_PIXELS
 
+MAX_PIXELS = 2**26  # of a file, or of what is made of it: a few bytes of a file may claim any number
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM")  # Pillow knows more, some of which start other programs
 _ORIENTATION = 0x0112  # EXIF's number for it
 _TURNS = {
@@ -40,7 +40,7 @@ def picture_size(path: Path, file: BinaryIO) -> tuple[int, int]:
 
 
 def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> np.ndarray:
-    """(height, width, 3) uint8 of a picture open as ``file``; with a size its middle in that shape, brought to it.
+    """(height, width, 3) uint8 of a picture open as ``file``; with a size, its middle cropped and resized to that.
 
     Raises DataError, naming ``path``, for one that is damaged or too large.
     """
@@ -51,10 +51,10 @@ def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn whatever Pillow raises about a file into one line that names it."""
+    """Turn what Pillow raises about a file into one line that names the file."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of metadata that is odd, and of sizes, which are checked here
+            warnings.simplefilter("ignore")  # odd metadata does no harm, and sizes are checked here
             yield
     except DataError:
         raise
@@ -62,14 +62,14 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(_too_large(path)) from None
     except Exception as error:  # Pillow's decoders raise what they like on a damaged file
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's, not the picture's
+            raise  # the disk's fault, not the picture's
         unknown = isinstance(error, UnidentifiedImageError)
         what = f"not one of {', '.join(_FORMATS)}" if unknown else " ".join(str(error).split())
         raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
 
 
 def _opened(path: Path, file: BinaryIO) -> Image.Image:
-    """The picture behind its header, not decoded yet. Raises DataError where it is too large to be."""
+    """The picture by its header, not decoded yet. Raises DataError for one that is too large."""
     picture = Image.open(file, formats=_FORMATS)
     if picture.width * picture.height > MAX_PIXELS:
         raise DataError(_too_large(path))
@@ -78,9 +78,9 @@ def _opened(path: Path, file: BinaryIO) -> Image.Image:
 
 def _orientation(picture: Image.Image) -> int:
     """1 to 8, as EXIF numbers them; 1 is upright."""
-    # The method of the class: that of PNG files decodes the picture to look for metadata behind it.
-    found = Image.Image.getexif(picture).get(_ORIENTATION, 1)
-    return found if found in _TURNS else 1
+    # The base class's method: PNG's own decodes the whole picture to look for metadata after it.
+    orientation = Image.Image.getexif(picture).get(_ORIENTATION, 1)
+    return orientation if orientation in _TURNS else 1
 
 
 def _upright(picture: Image.Image) -> Image.Image:
@@ -101,7 +101,7 @@ def _upright(picture: Image.Image) -> Image.Image:
 
 
 def _fitted(picture: Image.Image, height: int, width: int) -> Image.Image:
-    """The middle of a picture in the shape of (height, width), brought to that size."""
+    """The middle of a picture, cropped to the shape of (height, width) and resized to it."""
     rows, columns = picture.height, picture.width
     if columns * height > rows * width:
         columns = max(1, (2 * rows * width + height) // (2 * height))
@@ -111,7 +111,7 @@ def _fitted(picture: Image.Image, height: int, width: int) -> Image.Image:
     picture = picture.crop((left, top, left + columns, top + rows))
     if (rows, columns) == (height, width):
         return picture
-    # A pixel is the mean of those that it covers; where there are none to average, a smooth line between them.
+    # Shrunk, a pixel is the mean of those that it covers; enlarged, it lies on a smooth curve between them.
     smaller = height <= rows and width <= columns
     return picture.resize((width, height), Image.Resampling.BOX if smaller else Image.Resampling.BICUBIC)
 

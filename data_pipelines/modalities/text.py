@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
-from longstride.data_pipelines.modalities.modality import Content, Properties, token_bytes
+from longstride.data_pipelines.modalities.modality import Content, Modality, Properties
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
+class _TextContent:
     file: BinaryIO
 
     def read(self, offset: int, size: int) -> bytes:
@@ -18,23 +16,21 @@ class _Bytes:
         return self.file.read(size)
 
 
-class Text:
+class Text(Modality):
     """Bytes as they are."""
 
     name = "text"
     extension = "txt"
-    suffixes: tuple[str, ...] = (".md", ".py", ".rst", ".txt")
-    asks: tuple[str, ...] = ()
-    packing = True
-    divisible = True
+    suffixes = (".md", ".py", ".rst", ".txt")
+    sample_bytes = 256
+    words = "text"
+    description = "text, byte by byte"
+    examples = ('longstride sample . --prompt "…"', "longstride sample . --temperature 0.8 --seed 1 > sample.txt")
+    hub_task = "text-generation"
 
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         """Texts have nothing in common."""
         return {}
-
-    def document_bytes(self, properties: Properties) -> int | None:
-        """Texts are of any length."""
-        return None
 
     def measure(self, path: Path, properties: Properties) -> int:
         """The file's size."""
@@ -42,12 +38,4 @@ class Text:
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
         """The file as it is."""
-        return _Bytes(file)
-
-    def header(self, size: int, properties: Properties) -> bytes:
-        """A text file has none."""
-        return b""
-
-    def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
-        """(n,) integers 0..255 -> the bytes of a text file."""
-        return token_bytes(tokens)
+        return _TextContent(file)

@@ -1,4 +1,4 @@
-"""Where the sound lies in a WAV file, and sound as 16-bit numbers.
+"""WAV files: where the sound lies in one, and its numbers, PCM or 8-bit mu-law (ITU-T G.711).
 
 The standard library's ``wave`` reads neither mu-law nor, before Python 3.12, the "extensible" header that most
 programs write for 24 bits or more than two channels.
@@ -6,6 +6,7 @@ programs write for 24 bits or more than two channels.
 
 import struct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,8 +15,10 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 
 PCM, MULAW, _EXTENSIBLE = 1, 7, 0xFFFE  # format tags of the RIFF registry
-_TAG_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")  # behind the tag in an extensible header's GUID
+_TAG_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")  # after the tag in an extensible header's GUID
 _CONVERT = "convert it first, such as with `sox IN.wav -b 16 OUT.wav`"
+_BIAS = 132  # moves the borders of G.711's segments to powers of two; in units of 16 bits, 33 in its own of 14
+_CLIP = 32635  # the largest magnitude that the last segment holds with the bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,15 @@ class WavFormat:
         """Bytes of a frame."""
         return self.channels * self.width
 
+    def samples(self, block: bytes) -> tuple[np.ndarray, int]:
+        """Frames of the file -> (frames, channels) int64, and how many bytes wide the numbers are."""
+        block = block[: len(block) // self.frame_bytes * self.frame_bytes]  # the file may shrink while it is read
+        if self.tag == MULAW:
+            samples, width = mulaw_decode(np.frombuffer(block, dtype=np.uint8)).astype(np.int64), 2
+        else:
+            samples, width = _pcm_samples(block, self.width), self.width
+        return samples.reshape(-1, self.channels), width
+
 
 def is_wav(file: BinaryIO) -> bool:
     """Whether an open file begins as a WAV file does, or ends before that can be told."""
@@ -49,24 +61,24 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat:
     head = file.read(12)
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
         raise DataError(f"{path}: is no WAV file (it begins with no RIFF WAVE header); {_CONVERT}")
-    found: tuple[int, int, int, int] | None = None
+    encoding: tuple[int, int, int, int] | None = None
     while len(chunk := file.read(8)) == 8:
         name, size = chunk[:4], int.from_bytes(chunk[4:], "little")
         start = file.tell()
         if name == b"fmt ":
-            found = _parse_format(path, file.read(min(size, 40)))
+            encoding = _parse_format(path, file.read(min(size, 40)))
         elif name == b"data":
-            if found is None:
+            if encoding is None:
                 raise DataError(f"{path}: is a broken WAV file (sound before its format); {_CONVERT}")
             if start + size > file_bytes:
                 raise DataError(
                     f"{path}: says {size} bytes of sound and holds {file_bytes - start}: it is cut short, or was "
                     "written to a pipe; fetch it again, or convert it to a file"
                 )
-            frame_bytes = found[1] * found[3]
+            frame_bytes = encoding[1] * encoding[3]
             if size % frame_bytes:
                 raise DataError(f"{path}: {size} bytes of sound are no whole frames of {frame_bytes}; {_CONVERT}")
-            return WavFormat(*found, offset=start, frames=size // frame_bytes)
+            return WavFormat(*encoding, offset=start, frames=size // frame_bytes)
         file.seek(start + size + size % 2)  # chunks begin at even places
     raise DataError(f"{path}: is a WAV file without sound (cut short before its data); fetch it again")
 
@@ -92,8 +104,8 @@ def _parse_format(path: Path, content: bytes) -> tuple[int, int, int, int]:
     return tag, channels, rate, bits // 8
 
 
-def pcm_samples(content: bytes, width: int) -> np.ndarray:
-    """Little-endian PCM of so many bytes a sample -> (n,) int64; of one byte they are unsigned around 128."""
+def _pcm_samples(content: bytes, width: int) -> np.ndarray:
+    """Little-endian PCM of ``width`` bytes a sample -> (n,) int64; of one byte they are unsigned around 128."""
     if width == 1:
         return np.frombuffer(content, dtype=np.uint8).astype(np.int64) - 128
     if width == 3:
@@ -114,3 +126,32 @@ def mix(samples: np.ndarray, width: int) -> np.ndarray:
     divisor = samples.shape[1] << 8 * max(0, width - 2)
     mean = (2 * total + divisor) // (2 * divisor)
     return np.minimum(mean, 2**15 - 1).astype(np.int16)
+
+
+def mulaw_encode(samples: np.ndarray) -> np.ndarray:
+    """(n,) int16 -> (n,) uint8 of G.711, whose all-positive bits are inverted: 0 is 0xFF, full scale 0x80 and 0x00."""
+    return _encoding_table()[np.asarray(samples, dtype=np.int16).view(np.uint16)]
+
+
+def mulaw_decode(content: np.ndarray) -> np.ndarray:
+    """(n,) uint8 of G.711 -> (n,) int16, the middle of each step; both zeros, 0xFF and 0x7F, are 0."""
+    return _decoding_table()[np.asarray(content, dtype=np.uint8)]
+
+
+@cache
+def _encoding_table() -> np.ndarray:
+    """(65536,) uint8: the byte of each int16, by its bits."""
+    value = np.arange(2**16, dtype=np.uint16).view(np.int16).astype(np.int64)
+    biased = np.minimum(np.abs(value), _CLIP) + _BIAS
+    segment = np.searchsorted(2 ** np.arange(8, 15), biased, side="right")  # 0..7: which power of two is below
+    step = biased >> (segment + 3) & 0x0F  # 16 equal ones in each segment
+    return (~(np.where(value < 0, 0x80, 0) | segment << 4 | step) & 0xFF).astype(np.uint8)
+
+
+@cache
+def _decoding_table() -> np.ndarray:
+    """(256,) int16: the value of each byte."""
+    code = ~np.arange(2**8, dtype=np.int64) & 0xFF
+    segment, step = code >> 4 & 0x07, code & 0x0F
+    magnitude = ((2 * step + 33) << (segment + 2)) - _BIAS
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.int16)

@@ -13,7 +13,7 @@ from typing import Protocol
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD
 
-_BLOCK_BYTES = 2**20  # read at once of a file that is held nowhere
+_BLOCK_BYTES = 2**20  # of a file that is read once and not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Store(Protocol):
         """Bytes of every file by name. None where listing them would cost more than one call."""
 
     def find(self, suffix: str) -> Mapping[str, int | None]:
-        """Every file below the folder whose name ends so, and its bytes where the listing says; no hidden ones.
+        """Every file below the folder whose name ends so, and its bytes where the listing tells; no hidden ones.
 
         Raises DataError where the folder cannot be listed.
         """
@@ -49,7 +49,7 @@ class Store(Protocol):
         """Bytes of one file. Raises DataError where it cannot be had."""
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        """A file of so many bytes, from its beginning, read once and kept nowhere. Raises DataError on the way."""
+        """A file of so many bytes, from its beginning, read once and held nowhere. Raises DataError on the way."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Names the data set (its manifest's fingerprint) that the files belong to. Comes before ``local``.
@@ -108,7 +108,7 @@ class LocalStore:
             raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
 
     def find(self, suffix: str) -> Mapping[str, int | None]:
-        """See ``Store``. Links to folders are not followed."""
+        """See ``Store``; links to folders are not followed."""
         sizes: dict[str, int | None] = {}
 
         def refuse(error: OSError) -> None:

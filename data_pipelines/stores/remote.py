@@ -41,8 +41,8 @@ ROUNDS = 3  # fetches of the whole where its checksum is wrong: a proxy or a dis
 _HASH_BYTES = 2**20
 _FINGERPRINT = re.compile(r"[0-9a-f]{16,}")
 _JOIN_SECONDS = 5.0  # for all threads together, when a store is closed
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RemoteStore:
@@ -71,28 +71,34 @@ class RemoteStore:
         """The content of a small file, fetched anew. Raises DataError, naming the URL."""
         return self._answer(lambda transport: transport.whole(name), self._url.shown_of(name))
 
+    def sizes(self) -> None:
+        """None: it would take a request for each file."""
+
     def find(self, suffix: str) -> Mapping[str, int | None]:
-        """See ``Store``. Of a web server: what its page of the folder links to."""
-        sizes = self._answer(lambda transport: transport.find(suffix), self.location)
-        if not sizes:
+        """See ``Store``. Of a web server, what its page of the folder links to."""
+        names = self._answer(lambda transport: transport.find(suffix), self.location)
+        if not names:
             good = f"{self.location.rstrip('/')}/train-{{000..012}}{suffix}"
             raise DataError(f"{self.location}: lists no file *{suffix}; name the files themselves, such as {good}")
-        return sizes
+        return names
 
     def size(self, name: str) -> int:
         """See ``Store``."""
-        size = self._answer(lambda transport: transport.size(name), self._url.shown_of(name))
+        shown = self.path_for_messages(name)
+        size = self._answer(lambda transport: transport.size(name), shown)
         if size is None:
-            raise DataError(f"{self._url.shown_of(name)}: the server does not tell its size; fetch the file first")
+            raise DataError(f"{shown}: the server does not tell its size; fetch the file first")
         return size
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        """See ``Store``. Each attempt goes on where the last one ended; no checksum says what the file should hold."""
-        process, shown, have = self._in_process(), self._url.shown_of(name), 0
-        transport, patience = process.transport(), _Patience(self.settings, process.stop)
+        """See ``Store``. Each attempt goes on where the last one ended."""
+        process = self._in_process()
+        transport, shown, have = process.transport(), self._url.shown_of(name), 0
+        patience = _Patience(self.settings, process.stop)
         while have < size:
-            before, chunk_bytes = have, max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
+            before = have
             try:
+                chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
                 for content in transport.stream(name, have, size, chunk_bytes):
                     have += len(content)
                     yield content
@@ -107,9 +113,10 @@ class RemoteStore:
                 patience.after(problem, shown, progress=have > before)
 
     def _answer(self, ask: Callable[[Transport], T], shown: str) -> T:
-        """What the server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
+        """What a server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
         process = self._in_process()
-        transport, patience = process.transport(), _Patience(self.settings, process.stop)
+        transport = process.transport()
+        patience = _Patience(self.settings, process.stop)
         while True:
             try:
                 return ask(transport)
@@ -118,9 +125,6 @@ class RemoteStore:
             except Exception as error:
                 problem = transport.reason(error)
             patience.after(problem, shown, progress=False)
-
-    def sizes(self) -> None:
-        """None: it would take a request for each file."""
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
         """Names the data set: the first 16 digits name its folder in the cache.

@@ -99,7 +99,7 @@ class SavedState:
         return whole[: shape.numel()].reshape(shape)
 
     def kind_of(self, weights: str) -> str:
-        """The kind of tensors that are these weights, of ``WEIGHTS_KINDS``; ConfigError where there are none."""
+        """The kind of tensors that are these weights, ``TRAINED`` or ``AVERAGE``; ConfigError where there are none."""
         kind = {TRAINED: MASTER, AVERAGE: AVERAGE}[weights]
         if kind not in self.kinds:
             rule = "it holds no moving average, which train.ema_decay has a run keep; take --weights trained"
@@ -208,7 +208,7 @@ def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, 
 
     Args:
         checkpoint: of any ZeRO stage and number of ranks.
-        weights: one of ``WEIGHTS_KINDS``: as they were trained, or their moving average.
+        weights: ``TRAINED`` or ``AVERAGE``: as they were trained, or their moving average.
 
     Raises:
         ConfigError: a file is damaged or foreign, would have to be trusted, or weights or averages are missing.

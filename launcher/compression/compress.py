@@ -9,10 +9,9 @@ import zlib
 from pathlib import Path
 
 from longstride.kernels import ConfigError
-from longstride.launcher.compression.arithmetic_coding import DamagedError
-from longstride.launcher.compression.coded_contexts import decode, encode, rows_for
+from longstride.launcher.compression.coding import DamagedError, decode, encode, rows_for
 from longstride.launcher.compression.compressed_file import Compressed, NotReadableError, Surroundings, shortened
-from longstride.launcher.generation import check_bytes, check_new, named, read_file, write_new
+from longstride.launcher.generation import check_bytes, check_new, naming, read_file, write_new
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter
 from longstride.sparse_model import SparseTransformer
@@ -41,7 +40,7 @@ def run_compress(arguments: argparse.Namespace) -> int:
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
     model = load_model(arguments.model, arguments.device)
-    with named(f"FILE={arguments.file}"):
+    with naming(f"FILE={arguments.file}"):
         check_bytes(content, model)
     start = time.perf_counter()
     rows = rows_for(model.config, len(content), model.embedding.start.dtype)
@@ -59,29 +58,29 @@ def run_compress(arguments: argparse.Namespace) -> int:
     )
     whole = compressed.to_bytes()
     write_new(arguments.output, whole)
-    told = f"{arguments.output}: {len(whole):,} bytes of {len(content):,}"
+    line = f"{arguments.output}: {len(whole):,} bytes of {len(content):,}"
     if content:
         rate = f"{8 * len(whole) / len(content):.4f} bits per byte (the model's {bits / len(content):.4f})"
-        told += f", {rate}, in {time.perf_counter() - start:.1f} s"
-    print(told, file=sys.stderr)
+        line += f", {rate}, in {time.perf_counter() - start:.1f} s"
+    print(line, file=sys.stderr)
     return 0
 
 
 def run_decompress(arguments: argparse.Namespace) -> int:
-    """Runs `decompress`; returns its exit code. Nothing is written where the content is not the one compressed."""
+    """Runs `decompress`; returns its exit code. Writes nothing unless the content has its CRC-32."""
     usable_device(arguments.device)
     check_new(arguments.output)
     try:
         compressed = Compressed.from_bytes(read_file(arguments.file, "FILE"))
     except NotReadableError as error:
         raise ConfigError(f"FILE={arguments.file}: {error}") from None
-    own = Exported(arguments.model).fingerprint()
-    if compressed.fingerprint != shortened(own):
+    models = Exported(arguments.model).fingerprint()
+    if compressed.fingerprint != shortened(models):
         needed = compressed.fingerprint.hex()
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
-        raise ConfigError(f"FILE={arguments.file}: is {rule} {own[: len(needed)]}; name the model with --model")
+        raise ConfigError(f"FILE={arguments.file}: is {rule} {models[: len(needed)]}; name the model with --model")
     model = load_model(arguments.model, arguments.device)
-    _check_surroundings(arguments, compressed, _surroundings(model))
+    _check_surroundings(arguments, compressed.surroundings, _surroundings(model))
     counter = ByteCounter(compressed.size)
     try:
         content = decode(model, compressed.code, compressed.size, compressed.rows, counter.at)
@@ -107,9 +106,8 @@ def _surroundings(model: SparseTransformer) -> Surroundings:
     return Surroundings.here(start.device, start.dtype)
 
 
-def _check_surroundings(arguments: argparse.Namespace, compressed: Compressed, here: Surroundings) -> None:
-    """Raise ConfigError where the model is not likely to compute the same bits."""
-    made = compressed.surroundings
+def _check_surroundings(arguments: argparse.Namespace, made: Surroundings, here: Surroundings) -> None:
+    """Raise ConfigError where the model may not compute the bits that it did where the file was made."""
     if made == here or arguments.elsewhere:
         return
     if made.torch_version != here.torch_version:

@@ -1,4 +1,4 @@
-"""What a compressed file holds beside its code: by which model, and on what machine, it can be read again.
+"""The format of a compressed file: the code, by which model, and on what machine it can be read again.
 
     4 bytes   "LSZ" and the format's version
     16 bytes  of the model's fingerprint
@@ -31,12 +31,12 @@ _VARINT_BYTES = 9
 
 
 class NotReadableError(ValueError):
-    """The bytes are no compressed file of this version, or a damaged one; in words that follow on its name."""
+    """The bytes are no compressed file of this version, or a damaged one; worded to follow the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the bits of a model's logits depend on, beside the model and the contexts that are computed side by side."""
+    """What the bits of a model's logits depend on, beside the model and how many contexts are computed side by side."""
 
     torch_version: str
     rest: int  # CRC-32 of Longstride's version, torch's build, the processor or card, and the type computed in
@@ -44,12 +44,16 @@ class Surroundings:
     @classmethod
     def here(cls, device: torch.device, dtype: torch.dtype) -> Surroundings:
         """Of this process."""
+        try:
+            version = importlib.metadata.version("longstride")
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            version = ""
         computing = [
-            _own_version(),
+            version,
             torch.__config__.show(),
             torch.backends.cpu.get_cpu_capability(),
             _processor(),
-            np.__version__,  # whose exp makes probabilities of the logits
+            np.__version__,  # its exp makes probabilities of the logits
             torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             str(dtype),
         ]
@@ -87,7 +91,7 @@ class Compressed:
 
     @classmethod
     def from_bytes(cls, whole: bytes) -> Compressed:
-        """The file in so many bytes.
+        """The file whose bytes these are.
 
         Raises:
             NotReadableError: it is another file, of a newer format, damaged or cut short.
@@ -100,15 +104,15 @@ class Compressed:
         damaged = NotReadableError("is damaged or cut short; fetch it again")
         if len(body) < 4 or zlib.crc32(body).to_bytes(4, "little") != check:
             raise damaged
-        taken = _Taken(body, 4)
+        fields = _Fields(body, 4)
         try:
-            fingerprint = taken.bytes(_FINGERPRINT_BYTES)
-            size, crc32 = taken.varint(), int.from_bytes(taken.bytes(4), "little")
-            rows, version = taken.varint(), taken.bytes(taken.varint()).decode("ascii")
-            rest = int.from_bytes(taken.bytes(4), "little")
+            fingerprint = fields.bytes(_FINGERPRINT_BYTES)
+            size, crc32 = fields.varint(), int.from_bytes(fields.bytes(4), "little")
+            rows, version = fields.varint(), fields.bytes(fields.varint()).decode("ascii")
+            rest = int.from_bytes(fields.bytes(4), "little")
         except ValueError:
             raise damaged from None
-        return cls(fingerprint, size, crc32, rows, Surroundings(version, rest), body[taken.place :])
+        return cls(fingerprint, size, crc32, rows, Surroundings(version, rest), body[fields.place :])
 
 
 def shortened(fingerprint: str) -> bytes:
@@ -116,26 +120,26 @@ def shortened(fingerprint: str) -> bytes:
     return bytes.fromhex(fingerprint)[:_FINGERPRINT_BYTES]
 
 
-class _Taken:
-    """A file's beginning, piece by piece."""
+class _Fields:
+    """Reads field after field, from a place in the file; ValueError where it ends early."""
 
     def __init__(self, content: bytes, place: int) -> None:
         self._content, self.place = content, place
 
     def bytes(self, size: int) -> bytes:
-        found = self._content[self.place : self.place + size]
-        if len(found) < size:
+        field = self._content[self.place : self.place + size]
+        if len(field) < size:
             raise ValueError
         self.place += size
-        return found
+        return field
 
     def varint(self) -> int:
-        found = 0
+        value = 0
         for number in range(_VARINT_BYTES):
             (byte,) = self.bytes(1)
-            found |= (byte & 0x7F) << 7 * number
+            value |= (byte & 0x7F) << 7 * number
             if byte < 0x80:
-                return found
+                return value
         raise ValueError
 
 
@@ -145,13 +149,6 @@ def _varint(number: int) -> bytes:
         parts.append(number & 0x7F | 0x80)
         number >>= 7
     return bytes([*parts, number])
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("longstride")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return ""
 
 
 def _processor() -> str:

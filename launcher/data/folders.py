@@ -14,7 +14,7 @@ from tqdm import tqdm
 from longstride.data_pipelines.building import Crew, build, build_dataset, join_crew, kept_folder
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import MAX_PIXELS, MODALITIES
+from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.shards import DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher.output import exit_codes, mistake, report
@@ -29,7 +29,7 @@ _SETTINGS = {  # of `build` and `index`, by the names that they have here
     "extension": "--extension",  # of `index`
     "split": "--split",
 }
-_OPTIONS = {"image": "image_size", "audio": "rate"}  # of one modality alone
+_OPTIONS = {name: kind.build_option for name, kind in MODALITIES.items() if kind.build_option}  # of one modality alone
 # Of files alone: a dataset has its own. None where they were not given, so that what is given in vain is told.
 _DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
@@ -39,8 +39,8 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
     parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
     parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
-    parser.add_argument("--image-size", metavar="HxW", help="crop and resize pictures (default: all have one size)")
-    parser.add_argument("--rate", metavar="HZ", help="bring all sounds to it (default: all have one rate)")
+    for option in _OPTIONS.values():
+        parser.add_argument(option.name, metavar=option.metavar, help=option.help)
     parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
     parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
     parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
@@ -134,7 +134,7 @@ def _check_kind(arguments: argparse.Namespace) -> None:
         raise DataError(
             f"PATH={arguments.inputs[0]}: goes without --dataset; name the dataset's archive or folder by --input"
         )
-    for name in (*_DEFAULTS, *_OPTIONS.values()):
+    for name in (*_DEFAULTS, *(option.attribute for option in _OPTIONS.values())):
         value = getattr(arguments, name)
         if value is not None:
             option = f"--{name.replace('_', '-')}={value[0] if isinstance(value, list) else value}"
@@ -212,31 +212,15 @@ def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
     Raises:
         DataError: an option of another modality, or a value that cannot be read.
     """
-    for modality, name in _OPTIONS.items():
-        value = getattr(arguments, name)
-        if value is not None and modality != arguments.modality:
-            option = f"--{name.replace('_', '-')}={value}"
-            raise DataError(f"{option}: goes with --modality {modality}, and this is {arguments.modality}")
-    if arguments.image_size is not None:
-        height, cross, width = arguments.image_size.partition("x")
-        rule = "must be height x width in pixels, or one number for both; such as 32x32"
-        size = {
-            "height": _whole_number("--image-size", arguments.image_size, height, rule),
-            "width": _whole_number("--image-size", arguments.image_size, width if cross else height, rule),
-        }
-        if size["height"] * size["width"] > MAX_PIXELS:
-            rule = f"must be at most {MAX_PIXELS:,} pixels in all, such as 64x64"
-            raise DataError(f"--image-size={arguments.image_size}: {rule}")
-        return size
-    if arguments.rate is not None:
-        return {"rate": _whole_number("--rate", arguments.rate, arguments.rate, "must be in Hz; such as 12000")}
-    return {}
-
-
-def _whole_number(option: str, value: str, part: str, rule: str) -> int:
-    if not part.isascii() or not part.isdecimal() or len(part) > 9 or int(part) == 0:
-        raise DataError(f"{option}={value}: {rule}")
-    return int(part)
+    properties: dict[str, int] = {}
+    for modality, option in _OPTIONS.items():
+        value = getattr(arguments, option.attribute)
+        if value is not None:
+            if modality != arguments.modality:
+                rule = f"goes with --modality {modality}, and this is {arguments.modality}"
+                raise DataError(f"{option.name}={value}: {rule}")
+            properties = MODALITIES[modality].parse_build_option(value)
+    return properties
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +14,7 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together
-from longstride.launcher.output import file_names
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
 
@@ -63,8 +62,7 @@ def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) 
     contexts = data.stream().lanes.num_contexts
     steps = steps_of(train, contexts)
     if ranks is not None and ranks.is_first:
-        line = f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch"
-        print(f"longstride: {line}", file=sys.stderr, flush=True)
+        say(f"{train.epochs:g} epochs are {steps:,} steps, of {contexts:,} contexts an epoch")
     content = config.to_json()
     content["train"] |= {"steps": steps, "epochs": None}
     return RunConfig.model_validate(content)

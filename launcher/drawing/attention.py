@@ -1,33 +1,41 @@
 """`longstride show attention RUN`: what a trained model attends to, layer by layer (Child et al. 2019, figure 2).
 
-Letters: N positions of the context, P queries.
+The weights come from the running model by hooks that change nothing: each head's softmax over a query's allowed keys,
+from the model's own queries and keys.
+
+Letters: H heads, N positions of the context, P queries that are shown, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError
+from longstride.kernels.patterns.base import Pattern
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData
-from longstride.launcher.drawing.attention_rows import attention_rows
 from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, grid_of, window
 from longstride.launcher.engine import TRAINED
 from longstride.launcher.pictures import plt
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.attention import Attention
 
 MOST_QUERIES = 6  # one below the other
 DEFAULT_QUERIES = 4
 MOST_LAYERS = 6  # side by side, of views
 MOST_MATRICES = 8
 MATRIX_CELLS = 256  # along an edge of a matrix
+SCORES_IN_WORK = 1 << 24  # at once: queries are taken so many at a time
+Keep = Callable[[np.ndarray], np.ndarray]  # what is kept of some rows (p, N) float64
 _SCALE = "colour: {} root of the weight, from 0 to the largest of each panel"
 
 
@@ -55,7 +63,7 @@ def draw_attention(
     check_head(head, config.model.heads)
     tokens = RunData(config, Ranks()).context(context_number)
     check_queries(queries, len(tokens))
-    # On the CPU, whatever trained it: rows are computed here, and of the model only its queries and keys are taken.
+    # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
     model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
     model.load_state_dict(master_weights(checkpoint, weights))
     name = f"{run.resolve().name}, step {checkpoint.manifest.step}, {config.data.validation_split}"
@@ -77,7 +85,7 @@ def check_head(head: int | None, heads: int) -> None:
 
 
 def check_queries(queries: Sequence[int] | None, length: int) -> None:
-    """Raise ConfigError where a query is no position of the context, or there are too many to be told apart."""
+    """Raise ConfigError where a query is no position of the context, or one picture has no room for all of them."""
     for query in queries or ():
         if not 0 <= query < length:
             near = min(max(query, 0), length - 1)
@@ -87,7 +95,7 @@ def check_queries(queries: Sequence[int] | None, length: int) -> None:
 
 
 def spread(length: int, count: int) -> list[int]:
-    """At most ``count`` positions that lie evenly apart, none at an end."""
+    """At most ``count`` positions, evenly apart, none at an end."""
     return sorted({length * (2 * place + 1) // (2 * count) for place in range(count)})
 
 
@@ -126,13 +134,13 @@ def draw_views(
         for axis, layer in zip(axes[line, pictures:], layers, strict=True):
             draw_cells(axis, overlay(behind, rows[layer][line], cell), cell, grid)
             axis.set_title(f"layer {layer}, query {query:,}", fontsize=7)
-    what = "framed: the query; faded: what it has not seen"
+    what = "framed: the query; faded: what comes after it"
     figure.suptitle(f"{title}{of_layers(layers, model)}\n{what}; {_SCALE.format('square')}", fontsize=8)
     return figure
 
 
 def default_queries(grid: Grid) -> list[int]:
-    """Queries in rows that lie evenly apart, and in different columns."""
+    """Queries in rows evenly apart, and in different columns."""
     cells = [
         grid.rows * (2 * place + 1) // (2 * DEFAULT_QUERIES) * grid.columns + grid.columns * (3 + 5 * place % 8) // 12
         for place in range(DEFAULT_QUERIES)
@@ -141,14 +149,14 @@ def default_queries(grid: Grid) -> list[int]:
 
 
 def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
-    """(P, N) weights to (P, cells): a pixel's are the sum over its channels; cells behind the context have 0."""
+    """(P, N) weights to (P, cells): a pixel's are the sum over its channels; cells beyond the context have 0."""
     whole = np.zeros((len(weights), grid.rows * grid.columns * grid.channels))
     whole[:, : weights.shape[1]] = weights
     return whole.reshape(len(weights), -1, grid.channels).sum(-1)
 
 
 def backdrop(tokens: Tensor, grid: Grid) -> np.ndarray:
-    """(cells, 3) from 0 to 1: the colours of the picture, or the bytes in grey; what has no three channels is grey."""
+    """(cells, 3) from 0 to 1: the colours of a picture of three channels; of anything else the bytes in grey."""
     whole = np.zeros(grid.rows * grid.columns * grid.channels)
     whole[: len(tokens)] = tokens.numpy() / 255
     cells = whole.reshape(-1, grid.channels)
@@ -156,14 +164,14 @@ def backdrop(tokens: Tensor, grid: Grid) -> np.ndarray:
 
 
 def faded(colours: np.ndarray, cell: int) -> np.ndarray:
-    """(cells, 3): with what comes after a cell nearly white."""
+    """(cells, 3): the cells after a query's nearly white."""
     shown = colours.copy()
     shown[cell + 1 :] = 0.88 + 0.12 * shown[cell + 1 :]
     return shown
 
 
 def overlay(colours: np.ndarray, weights: np.ndarray, cell: int) -> np.ndarray:
-    """(cells, 3): the weights (cells,) of a query in colour over what is behind in grey, stretched to the middle."""
+    """(cells, 3): a query's weights (cells,) in colour, over the colours as grey of medium contrast."""
     grey = colours.mean(-1, keepdims=True)
     spread_out = 0.3 + 0.4 * (grey - grey.min()) / max(float(np.ptp(grey)), 1e-9)
     shown = faded(spread_out.repeat(3, axis=1), cell)
@@ -186,7 +194,7 @@ def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
 
 
 def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, config: RunConfig) -> Any:
-    """A matrix for each layer: rows are queries that lie evenly apart, columns the sum over runs of keys."""
+    """A matrix for each layer: rows are queries evenly apart, columns the sums over runs of keys."""
     length = len(tokens)
     layers = chosen_layers(len(model.blocks), MOST_MATRICES)
     cells = min(length, MATRIX_CELLS)
@@ -218,6 +226,70 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
 
 
 def of_layers(layers: Sequence[int], model: SparseTransformer) -> str:
-    """Which layers are shown, where it is not all of them."""
+    """Which layers are shown, unless all are."""
     count = len(model.blocks)
     return "" if len(layers) == count else f"; layers {', '.join(map(str, layers))} of {count}"
+
+
+def attention_rows(
+    model: SparseTransformer,
+    tokens: Tensor,
+    queries: Sequence[int],
+    *,
+    layers: Sequence[int],
+    head: int | None = None,
+    keep: Keep = np.asarray,
+) -> dict[int, np.ndarray]:
+    """The weights of some queries in some layers, while the model reads one context.
+
+    Args:
+        model: in evaluation mode.
+        tokens: (N,) bytes of the context.
+        queries: P positions.
+        layers: which layers, by number.
+        head: one head; None is the mean over all that have a key for the query.
+        keep: what is kept of each row, such as its sums over bins of keys: all (P, N) are never held at once.
+
+    Returns:
+        What was kept of each layer's rows, (P, …) float64. A row sums to 1, or to 0 where a query has no key.
+    """
+    kept: dict[int, np.ndarray] = {}
+    with ExitStack() as hooks, torch.no_grad():
+        for layer in layers:
+            attention: Any = model.blocks[layer].attention
+
+            def take(_: Any, __: Any, output: Tensor, layer: int = layer, attention: Attention = attention) -> None:
+                kept[layer] = _rows_of(attention, output, queries, head, keep)
+
+            hooks.callback(attention.query_key_value.register_forward_hook(take).remove)
+        model(tokens[None], return_nats=True)  # without the logits of the whole context
+    return kept
+
+
+def _rows_of(
+    attention: Attention, query_key_value: Tensor, queries: Sequence[int], head: int | None, keep: Keep
+) -> np.ndarray:
+    """What is kept of a layer's rows, from what its projection gave, (1, N, channels)."""
+    q, k, _ = query_key_value.split(attention.widths, dim=-1)
+    q, k = (part.unflatten(-1, (attention.heads, -1))[0] for part in (q, k))  # (N, H, D)
+    heads = range(attention.heads) if head is None else [head]
+    count = max(1, SCORES_IN_WORK // len(k))
+    kept = []
+    for start in range(0, len(queries), count):
+        rows = torch.tensor(queries[start : start + count], device=k.device)
+        total = torch.zeros(len(rows), len(k), dtype=torch.float64, device=k.device)
+        counted = torch.zeros(len(rows), 1, device=k.device)  # heads that have a key for the query
+        for number in heads:
+            weights = _weights(q[rows, number], k[:, number], attention.patterns[number], rows)
+            total += weights
+            counted += weights.any(-1, keepdim=True)
+        kept.append(keep((total / counted.clamp_min(1)).cpu().numpy()))
+    return np.concatenate(kept)
+
+
+def _weights(q: Tensor, k: Tensor, pattern: Pattern, rows: Tensor) -> Tensor:
+    """(P, D), (N, D), and the position of each query (P,) to the weights of one head: (P, N) float64."""
+    allowed = pattern.mask(rows[:, None], torch.arange(len(k), device=k.device))
+    scores = (q.double() @ k.double().T) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    return torch.softmax(scores, -1).masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN

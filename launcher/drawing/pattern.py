@@ -1,7 +1,7 @@
 """`longstride show pattern CONFIG`: what reads what (Child et al. 2019, figure 3), for any context in seconds.
 
-For each distinct pattern of a configuration, above: one query's view on the picture, or on the sequence folded to rows;
-below: the matrix of queries and keys over a few strides.
+Each distinct pattern of a configuration has two panels. Above: one query's view of the picture, or of the sequence
+folded into rows. Below: the matrix of queries and keys over a few strides.
 
 Letters: N positions of the context.
 """
@@ -27,7 +27,7 @@ SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels
 SHOWN_STRIDES = 4  # that a matrix covers
 LEAST_POSITIONS, MOST_POSITIONS = 192, 4096  # of a matrix
-MATRIX_CELLS = 192  # along an edge; more would not be told apart
+MATRIX_CELLS = 192  # along an edge, as many as can be told apart
 VIEW_ROWS, VIEW_COLUMNS = 64, 128  # of a view, around its query
 NOTHING, FIRST, LATER, SELF, FUTURE = range(5)  # what a cell shows
 COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57", "#dddddd"])
@@ -35,7 +35,7 @@ LEGEND = "framed: the query, dark where it reads itself; blue: first part; orang
 
 
 class Grid(NamedTuple):
-    """The positions as cells in rows: the pixels of a picture, or the sequence folded."""
+    """The positions as cells in rows: the pixels of a picture, or the sequence folded into rows."""
 
     rows: int
     columns: int
@@ -60,7 +60,7 @@ def load_model_config(source: Path) -> ModelConfig:
 
 
 def draw_pattern(source: Path, query: int | None = None) -> Any:
-    """The figure of a configuration; ``query`` is the position whose view is shown, by default one in the middle.
+    """The figure of a configuration; ``query`` is the position whose view is shown, by default one below the middle.
 
     Raises:
         ConfigError: the configuration cannot be read, or has no such position.
@@ -89,7 +89,9 @@ def draw_pattern(source: Path, query: int | None = None) -> Any:
     for number, (pattern, places) in enumerate(shown):
         band, column = divmod(number, columns)
         draw_view(axes[2 * band, column], pattern, position, grid, config.context)
-        axes[2 * band, column].set_title(f"{textwrap.fill(str(pattern), 36)}\n{_places(places)}", fontsize=8)
+        shown_places = ", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})"
+        title = f"{textwrap.fill(str(pattern), 36)}\nlayer.head {shown_places}"
+        axes[2 * band, column].set_title(title, fontsize=8)
         draw_matrix(axes[2 * band + 1, column], pattern, size)
     left = len(users) - len(shown)
     more = f"; {left} more patterns are not shown" if left else ""
@@ -99,7 +101,7 @@ def draw_pattern(source: Path, query: int | None = None) -> Any:
 
 
 def pattern_users(config: ModelConfig) -> dict[Pattern, list[str]]:
-    """Each distinct pattern with the layer.head that use it, in the order of the layers."""
+    """Each distinct pattern, with every layer.head that uses it, in the order of the layers."""
     users: dict[Pattern, list[str]] = {}
     for layer, heads in enumerate(config.layer_patterns()):
         for head, pattern in enumerate(heads):
@@ -116,25 +118,23 @@ def grid_of(config: ModelConfig) -> Grid:
 
 
 def default_query(grid: Grid, context: int) -> int:
-    """A cell below the middle; of rows too long to be shown whole, near their end, where summaries are."""
+    """A cell below the middle, and near the end of rows too long to be shown whole, where summaries are."""
     row = min(grid.rows - 1, grid.rows * 5 // 8)
     column = grid.columns - min(grid.columns, VIEW_COLUMNS) + min(grid.columns, VIEW_COLUMNS) * 9 // 16
     return min((row * grid.columns + column) * grid.channels, context - 1)
 
 
 def view_height(grid: Grid) -> float:
-    """Inches of a view that is 3.4 inches wide, its title included."""
+    """Inches of a view that is 3.4 inches wide, with its title."""
     return 0.7 + min(3.4 * min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS), 3.6)
 
 
 def draw_view(axis: Any, pattern: Pattern, query: int, grid: Grid, context: int) -> None:
-    """One query's view: which cells it reads, as far as they are shown."""
+    """One query's view: which of the cells around it are read."""
     cell = query // grid.channels
     row, column = divmod(cell, grid.columns)
-    rows, columns = (
-        window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8),
-        window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2),
-    )
+    rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
+    columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
     axis.set_axis_on()
     extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
     picture = view(pattern, cell, grid, rows, columns, context)
@@ -146,14 +146,14 @@ def draw_view(axis: Any, pattern: Pattern, query: int, grid: Grid, context: int)
 
 
 def window(place: int, size: int, shown: int, before: int) -> range:
-    """At most ``shown`` of ``size`` places around one, ``before`` of them in front of it where there are so many."""
+    """At most ``shown`` of ``size`` places around one; ``before`` of them come before it where there are so many."""
     shown = min(size, shown)
     start = min(max(place - min(before, shown - 1), 0), size - shown)
     return range(start, start + shown)
 
 
 def view(pattern: Pattern, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
-    """(rows, columns): what the query's cell reads of each; a pixel reads another where any of its channels does."""
+    """(rows, columns): what a query's cell reads of each. A pixel reads another where any of its channels does."""
     row, column = np.meshgrid(np.array(rows), np.array(columns), indexing="ij")
     first = torch.from_numpy((row * grid.columns + column) * grid.channels)  # of each cell
     picture = np.full(first.shape, NOTHING)
@@ -164,13 +164,13 @@ def view(pattern: Pattern, cell: int, grid: Grid, rows: range, columns: range, c
         read = part.mask(queries[:, None], keys) & (keys < context)
         picture[read.flatten(2).any(-1).numpy()] = FIRST if number == 0 else LATER
     picture[(first > cell * grid.channels).numpy()] = FUTURE
-    own = (first == cell * grid.channels).numpy()
-    picture[own & (picture != NOTHING)] = SELF
+    itself = (first == cell * grid.channels).numpy()
+    picture[itself & (picture != NOTHING)] = SELF
     return picture
 
 
 def matrix_size(patterns: list[Pattern], context: int) -> int:
-    """Positions of a matrix that shows a few of the longest stride, and no more than are drawn at once."""
+    """Positions of a matrix that shows the longest stride a few times, within limits."""
     sizes = [getattr(pattern, "stride", getattr(pattern, "window", 0)) for pattern in patterns]
     return min(context, MOST_POSITIONS, max(LEAST_POSITIONS, SHOWN_STRIDES * max(sizes)))
 
@@ -190,15 +190,15 @@ def draw_matrix(axis: Any, pattern: Pattern, size: int) -> None:
 
 
 def pooled_connectivity(pattern: Pattern, size: int, cell: int) -> np.ndarray:
-    """``connectivity`` by squares of ``cell`` positions, each showing the most that is in it: (cells, cells).
+    """``connectivity`` by squares of ``cell`` positions, the greatest value in each: (cells, cells).
 
-    So a column or a summary narrower than a cell is still seen. Rows are computed a cell at a time.
+    So a column or a summary narrower than a cell still shows. Rows are computed a cell at a time.
     """
     count = -(-size // cell)
     picture = np.zeros((count, count), dtype=np.int64)
     for row in range(count):
-        found = connectivity(pattern, size, range(row * cell, min((row + 1) * cell, size)))
-        picture[row] = np.maximum.reduceat(found.max(0), np.arange(count) * cell)
+        block = connectivity(pattern, size, range(row * cell, min((row + 1) * cell, size)))
+        picture[row] = np.maximum.reduceat(block.max(0), np.arange(count) * cell)
     return picture
 
 
@@ -211,8 +211,3 @@ def connectivity(pattern: Pattern, size: int, rows: range | None = None) -> np.n
         picture[part.mask(query, key)] = min(number + 1, LATER)
     picture[(query == key) & (picture > 0)] = SELF
     return picture.numpy()
-
-
-def _places(places: list[str]) -> str:
-    """Which layer.head use a pattern, shortened."""
-    return "layer.head " + (", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})")

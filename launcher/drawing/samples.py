@@ -1,29 +1,126 @@
-"""Samples of pictures and sounds in one figure."""
+"""`longstride data show DIR|URL`: a few samples as people see them: text printed, pictures and waveforms drawn."""
 
 from __future__ import annotations
 
+import argparse
+import codecs
 import math
-from collections.abc import Sequence
-from typing import Any
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from longstride.data_pipelines.modalities import mulaw_decode
-from longstride.data_pipelines.shards import Sample
-from longstride.launcher.pictures import plt
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import modality_named
 
+if TYPE_CHECKING:
+    from longstride.data_pipelines.shards import Sample
+
+SHOWN_BYTES = 2000  # of a text
+# By what a modality's samples are shown as: how many by default, and at most: more cannot be told apart in one picture.
+_COUNTS = {"text": (3, None), "picture": (16, 100), "waveform": (4, 20)}
 TILE_INCHES = 1.5
 TILE_PIXELS = 180  # of a tile in the file; smaller pictures are shown with their pixels as squares
-SOUND_COLUMNS = 1500  # of a waveform; a longer sound is drawn as the range of each column
+WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each column
+# What could do anything to a terminal: control characters but for line ends and tabs, and those that turn the
+# direction of writing.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
-def draw_pictures(samples: Sequence[Sample], title: str) -> Any:
-    """A grid of pictures, each under its key."""
-    properties = samples[0].properties
-    shape = properties["height"], properties["width"], properties["channels"]
-    columns = math.ceil(math.sqrt(len(samples)))
-    rows = math.ceil(len(samples) / columns)
-    tile = TILE_INCHES * min(2.0, max(0.5, shape[0] / shape[1]))
+def add_data_show_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `data show`."""
+    parser.add_argument("location", metavar="DIR|URL", help="data folder")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--count", type=int, metavar="N", help="samples (default: 3 texts, 16 pictures, 4 sounds)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="picture to make, of pictures and sounds")
+
+
+def run_data_show(arguments: argparse.Namespace) -> int:
+    """Runs `data show`; returns its exit code.
+
+    Raises:
+        DataError: no such folder or split, damage, or options that do not fit the modality.
+        ConfigError: a picture cannot be written.
+    """
+    from longstride.data_pipelines.shards import DataFolder, sample_documents
+    from longstride.launcher.data import check_location
+
+    check_location(arguments.location)
+    folder = DataFolder(arguments.location)
+    name = folder.manifest.modality
+    kind = modality_named(name).shown_as
+    default, most = _COUNTS[kind]
+    if most is None and arguments.output is not None:
+        raise DataError(f"--output={arguments.output}: {name} is printed, not drawn; leave it out")
+    if most is not None and arguments.output is None:
+        raise DataError(f"--output: {name} is drawn, and needs a file to be made; such as --output samples.png")
+    if most is not None and arguments.count is not None and arguments.count > most:
+        raise DataError(f"--count={arguments.count}: one picture has room for {most} of {name}")
+    count = default if arguments.count is None else arguments.count
+    samples = sample_documents(folder, arguments.split, count, arguments.seed)
+    if kind != "text":
+        from longstride.launcher.pictures import check_output, write_picture
+
+        check_output(arguments.output)
+        drawn = list(samples)
+        whole = folder.manifest.splits[arguments.split].samples
+        last = folder.store.location.rstrip("/").rpartition("/")[2]
+        title = f"{last}, {arguments.split}: {len(drawn)} of {whole:,} samples"
+        write_picture(draw_samples(drawn, name, title), arguments.output)
+        return 0
+    try:
+        print_texts(samples, sys.stdout)
+    except BrokenPipeError:
+        # The reader has what it wanted. What Python still buffers must not meet the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def print_texts(samples: Iterable[Sample], stream: TextIO) -> None:
+    """A line that names each sample's member and shard, its text, and an empty line."""
+    for _, content, _, place in samples:
+        left = len(content) - SHOWN_BYTES
+        lines = [f"=== {_UNSAFE.sub('?', place)}: {len(content):,} bytes ==="]
+        lines.append(safe_text(content[:SHOWN_BYTES].tobytes(), final=left <= 0).removesuffix("\n"))
+        lines += [f"=== {left:,} more bytes ==="] if left > 0 else []
+        text = "\n".join(lines) + "\n\n"
+        encoding = stream.encoding or "utf-8"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+
+def safe_text(content: bytes, *, final: bool = True) -> str:
+    """Bytes as UTF-8; what is none, and characters that command a terminal, as \\x escapes.
+
+    Where more bytes follow (not ``final``), the beginning of a character at the end is left out.
+    """
+    text = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode(content, final)
+    return _UNSAFE.sub(lambda unsafe: unsafe[0].encode("unicode_escape").decode(), text)
+
+
+def draw_samples(samples: Sequence[Sample], modality: str, title: str) -> Any:
+    """The figure of samples of a modality that is drawn."""
+    kind = modality_named(modality)
+    drawn = [kind.shown(sample.content, sample.properties) for sample in samples]
+    keys = [sample.key for sample in samples]
+    if kind.shown_as == "picture":
+        return _draw_pictures(drawn, keys, title)
+    return _draw_waveforms(drawn, keys, samples[0].properties["rate"], title)
+
+
+def _draw_pictures(pictures: Sequence[np.ndarray], keys: Sequence[str], title: str) -> Any:
+    """A grid of pictures (height, width, channels), each under its key."""
+    from longstride.launcher.pictures import plt
+
+    height, width, _ = pictures[0].shape
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    tile = TILE_INCHES * min(2.0, max(0.5, height / width))
     figure, axes = plt.subplots(
         rows,
         columns,
@@ -33,35 +130,36 @@ def draw_pictures(samples: Sequence[Sample], title: str) -> Any:
     )
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, sample in zip(axes.flat, samples, strict=False):
-        squares = max(shape[:2]) <= TILE_PIXELS
-        axis.imshow(sample.content.reshape(shape), interpolation="nearest" if squares else "antialiased")
-        axis.set_title(sample.key, fontsize=6, color="0.35", pad=2)
-    figure.suptitle(f"{title}\n{shape[0]} x {shape[1]} pixels", fontsize=9)
+    for axis, picture, key in zip(axes.flat, pictures, keys, strict=False):
+        squares = max(height, width) <= TILE_PIXELS
+        axis.imshow(picture, interpolation="nearest" if squares else "antialiased")
+        axis.set_title(key, fontsize=6, color="0.35", pad=2)
+    figure.suptitle(f"{title}\n{height} x {width} pixels", fontsize=9)
     return figure
 
 
-def draw_sounds(samples: Sequence[Sample], title: str) -> Any:
-    """A waveform a row, over its seconds; full scale is the row's height."""
-    rate = samples[0].properties["rate"]
+def _draw_waveforms(waveforms: Sequence[np.ndarray], keys: Sequence[str], rate: int, title: str) -> Any:
+    """A waveform a row, over its seconds; full scale, -1 to 1, is the row's height."""
+    from longstride.launcher.pictures import plt
+
     figure, axes = plt.subplots(
-        len(samples), 1, figsize=(9, 0.8 + 1.25 * len(samples)), squeeze=False, layout="constrained"
+        len(waveforms), 1, figsize=(9, 0.8 + 1.25 * len(waveforms)), squeeze=False, layout="constrained"
     )
-    for axis, sample in zip(axes.flat, samples, strict=True):
-        seconds = len(sample.content) / rate
-        low, high = envelope(mulaw_decode(sample.content) / 2**15, SOUND_COLUMNS)
+    for axis, values, key in zip(axes.flat, waveforms, keys, strict=True):
+        seconds = len(values) / rate
+        low, high = envelope(values, WAVEFORM_COLUMNS)
         places = np.linspace(0, seconds, len(low), endpoint=False)
         axis.axhline(0, linewidth=0.4, color="0.8")
-        if len(low) == len(sample.content):
+        if len(low) == len(values):
             axis.plot(places, low, linewidth=0.7, color="C0")
         else:
             axis.fill_between(places, low, high, linewidth=0.3, color="C0")
         axis.set(xlim=(0, seconds), ylim=(-1, 1), yticks=[])
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.set_title(f"{sample.key}, {seconds:.4g} s", fontsize=7, color="0.35", loc="left", pad=2)
+        axis.set_title(f"{key}, {seconds:.4g} s", fontsize=7, color="0.35", loc="left", pad=2)
     axes[-1, 0].set_xlabel("seconds", fontsize=8)
-    figure.suptitle(f"{title}\n8-bit mu-law at {rate:,} Hz; a row is full scale high", fontsize=9)
+    figure.suptitle(f"{title}\n{rate:,} Hz; a row is full scale high", fontsize=9)
     return figure
 
 

@@ -13,10 +13,9 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
 from longstride.launcher.engine import AVERAGE, TRAINED
 from longstride.launcher.output import file_names
-from longstride.launcher.pictures import check_output, plt, write_picture
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
-_ASKED_OF = {  # the options that not every picture has
+_PICTURES_WITH = {  # the options that not every picture has
     "query": ("pattern", "attention"),
     "step": ("attention",),
     "context_number": ("attention",),
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         action="append",
         metavar="P",
-        help="position whose view is shown; for attention repeatable (default: some that lie apart)",
+        help="position whose view is shown; for attention repeatable (default: some far apart)",
     )
     parser.add_argument("--step", type=int, metavar="N", help="attention: checkpoint (default: the newest)")
     parser.add_argument(
@@ -57,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
+    from longstride.launcher.pictures import check_output, write_picture
+
     check_output(arguments.output)
     check_options(arguments)
     write_picture(_draw(arguments), arguments.output)
@@ -65,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError where an option is given that the picture does not have."""
-    for name, pictures in _ASKED_OF.items():
+    for name, pictures in _PICTURES_WITH.items():
         value = getattr(arguments, name)
         if value is not None and arguments.what not in pictures:
             given = value[0] if isinstance(value, list) else value
             option = f"--{name.replace('_', '-')}={given}"
-            raise ConfigError(f"{option}: is asked of `show {'` and `show '.join(pictures)}` alone; leave it out")
+            raise ConfigError(f"{option}: is of `show {'` and `show '.join(pictures)}` alone; leave it out")
     if arguments.trust_checkpoint and arguments.what != "attention":
-        raise ConfigError(f"{TRUST_OPTION}: is asked of `show attention` alone; leave it out")
+        raise ConfigError(f"{TRUST_OPTION}: is of `show attention` alone; leave it out")
     if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
         raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")
 
@@ -100,13 +101,15 @@ def _draw(arguments: argparse.Namespace) -> Any:
 
 def draw_loss(run_folder: Path) -> Any:
     """Bits per byte over the steps of a run, training and held-out, from its metrics.jsonl."""
+    from longstride.launcher.pictures import plt
+
     lines = read_metrics(run_folder / file_names.METRICS)
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for split in dict.fromkeys(line["split"] for line in lines):
-        # A step whose loss was no number has none.
-        own = [line for line in lines if line["split"] == split and line["bits_per_byte"] is not None]
-        steps, bits = [line["step"] for line in own], [line["bits_per_byte"] for line in own]
-        if split == "train":  # every step is a small batch: the curve is its mean, the batches stand behind it
+        # A step whose loss was no number has null there.
+        points = [line for line in lines if line["split"] == split and line["bits_per_byte"] is not None]
+        steps, bits = [line["step"] for line in points], [line["bits_per_byte"] for line in points]
+        if split == "train":  # single batches are noisy: they stand pale behind their running mean
             axis.plot(steps, bits, linewidth=0.6, alpha=0.3, color="C0")
             axis.plot(steps, running_mean(bits, len(bits) // MEAN_SHARE), color="C0", label="train, running mean")
         else:
@@ -121,10 +124,10 @@ def draw_loss(run_folder: Path) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last one that a killed run left torn is passed over.
+    """The lines of a metrics.jsonl, without a last one that a killed run left incomplete.
 
     Raises:
-        ConfigError: the file cannot be read, holds no line yet, or one that is no measurement.
+        ConfigError: the file cannot be read, holds no line yet, or a line that is no measurement.
     """
     try:
         texts = path.read_text(errors="replace").splitlines(keepends=True)

@@ -16,11 +16,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from longstride.kernels import ConfigError, check_backend
-from longstride.launcher.config import (
-    RunConfig,
-    TrainConfig,
-    part_errors,
-)
+from longstride.launcher.config import RunConfig, TrainConfig, part_errors
 from longstride.launcher.engine.optimizer import forget_average, make_optimizer, make_schedule, rate_factor
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks

@@ -25,13 +25,10 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    master_weights,
-    open_checkpoint,
-)
+from longstride.launcher.checkpoints import Checkpoint, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator
@@ -127,14 +124,12 @@ def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modality: str) -> dict[str, Any]:
     """An evaluation as it is written and printed."""
     loss_nats = sums.mean()
-    # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
-    dimension = {"bits_per_dimension": metrics_file.bits_per_byte(loss_nats)} if modality == "image" else {}
     return {
         "step": step,
         "split": split,
         "loss_nats": loss_nats,
         "bits_per_byte": metrics_file.bits_per_byte(loss_nats),
-        **dimension,
+        f"bits_per_{modality_named(modality).unit}": metrics_file.bits_per_byte(loss_nats),
         "tokens": sums.count,
         "seconds": time.perf_counter() - start,
     }

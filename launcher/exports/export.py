@@ -197,7 +197,7 @@ def _write(
         "format": Exported.FORMAT,
         "model": model,
         "dtype": _TYPE_NAMES[options.dtype],
-        "data": {"modality": data.modality, "properties": data.properties},
+        "data": {"modality": data.modality.name, "properties": data.properties},
         **hub_fields(),
         "fingerprint": fingerprint.hexdigest(),
         "origin": {

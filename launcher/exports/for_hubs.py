@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
 from longstride.launcher.engine import AVERAGE
@@ -31,13 +32,6 @@ except ImportError as error:
 __all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer"]
 '''
 _BYTE_VALUES = 256
-
-_DATA = {"text": "text, byte by byte", "image": "pictures, channel by channel", "audio": "sound, byte by byte"}
-_EXAMPLES = {
-    "text": ('longstride sample . --prompt "…"', "longstride sample . --temperature 0.8 --seed 1 > sample.txt"),
-    "image": ("longstride sample . --count 16 --output samples.png",),
-    "audio": ("longstride sample . --output sample.wav",),
-}
 
 
 def hub_fields() -> dict[str, Any]:
@@ -86,12 +80,12 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
 
     Args:
         run, checkpoint: the run folder, and which step is exported.
-        kind: of the weights, one of ``WEIGHTS_KINDS``.
+        kind: of the weights, ``TRAINED`` or ``AVERAGE``.
         dtype: of the weights, one of ``DTYPES``.
         fingerprint: of the exported model.
     """
     config, manifest = checkpoint.config, checkpoint.manifest
-    model, modality = config.model, config.model.embedding.type
+    model, modality = config.model, modality_named(config.model.embedding.type)
     # The last part of a folder's path or URL: no more of a machine belongs into a card.
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
@@ -100,7 +94,7 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
         "context": f"{model.context:,} bytes",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",
-        "data": f"{data}: {_DATA[modality]}",
+        "data": f"{data}: {modality.description}",
         "steps": f"{manifest.step:,}, each of {config.train.global_batch} contexts",
         "trained in": f"{manifest.precision}, ZeRO {manifest.zero_stage}, {manifest.world_size} processes",
         "weights": f"{dtype}, {weights}",
@@ -111,8 +105,8 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
             what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} bytes of {split}"
             rows[f"{title} bits per byte"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
-    task = ["pipeline_tag: text-generation"] if modality == "text" else []
-    tags = ["longstride", "sparse-transformer", "byte-level", modality]
+    task = [f"pipeline_tag: {modality.hub_task}"] if modality.hub_task else []
+    tags = ["longstride", "sparse-transformer", "byte-level", modality.name]
     notes = config.notes.strip()
     lines = [
         *("---", "library_name: longstride", *task, "tags:", *(f"- {tag}" for tag in tags), "---"),
@@ -130,7 +124,7 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
         "With Longstride installed, in this folder:",
         "",
         "```",
-        *_EXAMPLES[modality],
+        *modality.examples,
         "longstride sample . --likelihood FILE",
         "```",
         "",

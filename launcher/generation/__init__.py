@@ -1,6 +1,10 @@
-"""Samples from an exported model, and the likelihood of any file: `longstride sample`."""
+"""Samples from an exported model, and the likelihood of any file: `longstride sample`. Needs no deepspeed.
+
+`check_bytes` and the functions on files serve the other verbs that read an export.
+"""
 
 from longstride.launcher.generation.likelihood import check_bytes
-from longstride.launcher.generation.plain_files import check_new, named, read_file, write_new
+from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
+from longstride.launcher.generation.sample import add_arguments, run
 
-__all__ = ["check_bytes", "check_new", "named", "read_file", "write_new"]
+__all__ = ["add_arguments", "check_bytes", "check_new", "naming", "read_file", "run", "write_new"]

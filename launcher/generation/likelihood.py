@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
-from longstride.launcher.evaluation import ExactSums
 from longstride.sparse_model import SparseTransformer
 
-_MOST_POSITIONS = 1 << 16  # computed at once, unless told otherwise
+_MOST_POSITIONS = 1 << 16  # computed at once by default
 
 
 def likelihood(
     model: SparseTransformer, content: bytes, *, min_context: int = 0, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """Each byte scored once, in contexts cut as an evaluation cuts packed documents; as a line to be printed.
+    """Scores each byte once, in contexts cut as an evaluation cuts packed documents. Returns the line to print.
 
     Args:
         model: in evaluation mode.
@@ -32,7 +32,7 @@ def likelihood(
         batch_size: contexts at once.
 
     Raises:
-        ConfigError: there are no bytes, some that the model does not know, or an option is out of range.
+        ConfigError: there are no bytes, some are not the model's, or an option is out of range.
         FloatingPointError: the model's logits are no numbers.
     """
     context = model.config.context
@@ -44,23 +44,23 @@ def likelihood(
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch={batch_size}: must be at least 1")
     start = time.perf_counter()
-    sums = ExactSums()
     device = model.embedding.start.device
-    for tokens, scored in _batches(content, context, min_context, batch_size):
-        with torch.no_grad():
-            nats = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
-        sums.add(nats[scored])
-    nats_of_byte = sums.mean()
-    if not math.isfinite(nats_of_byte):
+
+    def nats() -> Iterator[float]:
+        for tokens, scored in _batches(content, context, min_context, batch_size):
+            with torch.no_grad():
+                batch = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
+            yield from batch[scored].tolist()
+
+    mean = math.fsum(nats()) / len(content)  # exact but for two roundings, as an evaluation's
+    if not math.isfinite(mean):
         raise FloatingPointError("logits that are no numbers")
-    bits = nats_of_byte / math.log(2)
-    # A byte of a picture is the value of one channel: the unit that papers on pictures call a dimension.
-    dimension = {"bits_per_dimension": bits} if model.config.embedding.type == "image" else {}
+    bits = mean / math.log(2)
     return {
-        "loss_nats": nats_of_byte,
+        "loss_nats": mean,
         "bits_per_byte": bits,
-        **dimension,
-        "tokens": sums.count,
+        f"bits_per_{modality_named(model.config.embedding.type).unit}": bits,
+        "tokens": len(content),
         "min_context": min_context,
         "seconds": time.perf_counter() - start,
     }
@@ -79,7 +79,7 @@ def _batches(
     """Tokens (B, N) uint8, 0 beyond the content, and which of them are scored, (B, N) bool."""
     stream, hop = np.frombuffer(content, dtype=np.uint8), context - min_context
     count = 1 + max(0, -(-(len(stream) - context) // hop))
-    # Batches of a score have one shape; a small file is not made larger than it is.
+    # All batches have one shape, and a small file is not padded beyond its size.
     rows = batch_size or max(1, min(count, _MOST_POSITIONS // context))
     width = min(context, len(stream)) if batch_size is None else context
     for first in range(0, count, rows):

@@ -1,4 +1,4 @@
-"""Files that a person names: read whole where they are plain files, and made where nothing lies yet."""
+"""Files that a command line names: plain ones are read whole, and new ones never replace another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_file(path: Path, option: str) -> bytes:
     """
     try:
         if path.exists() and not path.is_file():
-            what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no end that is known)"
+            what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no known end)"
             raise ConfigError(f"{option}={path}: is {what}; name a file")
         return path.read_bytes()
     except (OSError, ValueError) as error:
@@ -29,17 +29,17 @@ def read_file(path: Path, option: str) -> bytes:
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
-    """Names the file in what is found wrong with its content, unless it is an option that is wrong."""
+def naming(what: str) -> Iterator[None]:
+    """Puts a file's name before what is found wrong with its content; an option that is wrong has its own name."""
     try:
         yield
     except ConfigError as error:
-        told = str(error)
-        raise ConfigError(told if told.startswith("--") else f"{what}: {told}") from None
+        message = str(error)
+        raise ConfigError(message if message.startswith("--") else f"{what}: {message}") from None
 
 
 def check_new(path: Path, option: str = "--output") -> None:
-    """Raise ConfigError where no new file can be made: told before the work begins."""
+    """Raise ConfigError where no new file can be made: before the work begins."""
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{option}={path}: exists already; nothing is overwritten")
     if not path.parent.is_dir():
@@ -49,10 +49,10 @@ def check_new(path: Path, option: str = "--output") -> None:
 
 
 def write_new(path: Path, content: bytes, option: str = "--output") -> None:
-    """A file that appears whole, on the disk, and over nothing.
+    """Write a file that appears whole, and never over another.
 
     Raises:
-        ConfigError: something lies there by now, or the file cannot be written.
+        ConfigError: a file of that name is there by now, or it cannot be written.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
@@ -61,10 +61,10 @@ def write_new(path: Path, content: bytes, option: str = "--output") -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(partial, path)  # unlike a rename, it fails where something lies
+            os.link(partial, path)  # unlike a rename, it fails where a file is
         except FileExistsError:
             raise
-        except OSError:  # a file system without a second name for a file
+        except OSError:  # a file system without hard links
             if path.exists() or path.is_symlink():
                 raise FileExistsError from None
             partial.rename(path)

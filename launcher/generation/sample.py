@@ -12,8 +12,9 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -21,21 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MODALITIES, Content, Modality
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
-from longstride.launcher.generation import files as sample_files
 from longstride.launcher.generation.likelihood import likelihood
-from longstride.launcher.generation.plain_files import named, read_file
-from longstride.launcher.generation.prompts import frames_in, kept_rows, read_picture, read_prompt, read_sound
+from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
 from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter, file_names
 from longstride.sparse_model import SparseTransformer, generate
 
-DEFAULT_BYTES = 256  # of text
-_OF_SAMPLES = (
-    *("prompt", "prompt_file", "prompt_image", "keep_rows", "prompt_audio", "keep_seconds", "count", "bytes"),
-    *("seconds", "slide", "top_k", "top_p", "output"),
-)
+_OF_SAMPLES = ("prompt", "prompt_file", "count", "bytes", "seconds", "slide", "top_k", "top_p", "output")
 _OF_SCORES = ("decoded", "min_context", "batch")
 
 
@@ -45,10 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default=None, metavar="TEXT", help="what to continue (default: nothing)")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the same from a file, as its bytes stand")
-    prompt.add_argument("--prompt-image", type=Path, nargs="+", metavar="FILE", help="pictures to complete")
-    prompt.add_argument("--prompt-audio", type=Path, metavar="FILE", help="a sound to continue")
-    parser.add_argument("--keep-rows", type=int, metavar="R", help="of each --prompt-image (default: half)")
-    parser.add_argument("--keep-seconds", type=float, metavar="S", help="of --prompt-audio (default: half a context)")
+    for modality in _prompted():
+        prompt.add_argument(
+            _prompt_option(modality), type=Path, nargs=modality.prompt_files, metavar="FILE", help=modality.prompt_help
+        )
+    for modality in _prompted():
+        if (keep := modality.keep_option) is not None:
+            parser.add_argument(keep.name, type=keep.type, metavar=keep.metavar, help=keep.help)
     parser.add_argument("--count", type=int, metavar="N", help="samples of each prompt, in one batch (default: 1)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--bytes", type=int, metavar="N", help="to sample (default: of text 256, or what fits)")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=None, metavar="K", help="sample among the K most likely bytes")
     parser.add_argument("--top-p", type=float, default=None, metavar="P", help="among the fewest that hold P")
     parser.add_argument("--seed", type=int, default=0, help="the same command gives the same samples (default: 0)")
-    parser.add_argument("--modality", choices=ModelData.MODALITIES, help="of the output (default: the model's)")
+    parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the output (default: the model's)")
     parser.add_argument("--rate", type=int, metavar="HZ", help="of sounds (default: the model's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help=".png of pictures, .wav of sounds, any of text")
     score = parser.add_argument_group("a file's score, instead of samples")
@@ -69,6 +69,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb; returns its exit code. Everything is checked before the first byte is written."""
+    usable_device(arguments.device)
+    scored = arguments.likelihood is not None
+    prompts = [f"prompt_{modality.name}" for modality in _prompted()]
+    keeps = [modality.keep_option.attribute for modality in _prompted() if modality.keep_option]
+    for name in (*_OF_SAMPLES, *prompts, *keeps) if scored else _OF_SCORES:
+        if getattr(arguments, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            if scored:
+                raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
+            raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
+    model = load_model(arguments.model, arguments.device)
+    if scored:
+        _print_likelihood(arguments, model)
+        return 0
+    request = settle(arguments, model)
+    sampled = _sampled(arguments, model, request)
+    with computing_numbers(arguments.model):
+        if request.files:
+            samples, properties = _collected(request, sampled), request.data.file_properties
+            contents = request.data.modality.sample_files(samples, properties, request.prompted)
+            for file, content in zip(request.files, contents, strict=True):
+                write_new(file, content)
+                print(file, file=sys.stderr)
+            return 0
+        try:
+            _write_output(request, sampled)
+        except BrokenPipeError:
+            # The reader has what it wanted. What Python still buffers must not meet the closed pipe at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _prompted() -> list[Modality]:
+    """The modalities whose files a model can go on from."""
+    return [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
+
+
+def _prompt_option(modality: Modality) -> str:
+    return f"--prompt-{modality.name}"
+
+
+def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer) -> None:
+    """A file's score: a JSON line, and on standard error one for people."""
+    path = arguments.likelihood
+    data = _data(arguments, model)
+    if arguments.decoded and data.modality in _prompted():
+        with _opened(path, "--likelihood", data) as opened:
+            content = opened.read(0, sys.maxsize)
+    else:
+        content = read_file(path, "--likelihood")
+    with computing_numbers(arguments.model), naming(f"--likelihood={path}"):
+        line = likelihood(model, content, min_context=arguments.min_context or 0, batch_size=arguments.batch)
+    print(json.dumps({"file": str(path), **line}))
+    print(f"{line['bits_per_byte']:.4f} bits per byte on {path}", file=sys.stderr)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is to be sampled, and where it goes."""
@@ -77,50 +135,8 @@ class Request:
     prompts: list[bytes]  # P, of one length
     count: int  # samples of each
     num_bytes: int  # to sample
-    pictures: list[np.ndarray] = field(default_factory=list)  # those to complete, (height, width, 3) each
-    rows: int = 0  # of each that are given
-    files: list[Path] = field(default_factory=list)  # none: standard output
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb; returns its exit code. Everything is checked before the first byte is written."""
-    usable_device(arguments.device)
-    scored = arguments.likelihood is not None
-    for name in _OF_SAMPLES if scored else _OF_SCORES:
-        if getattr(arguments, name) not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            if scored:
-                raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
-            raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
-    if scored:
-        return run_likelihood(arguments)
-    model = load_model(arguments.model, arguments.device)
-    request = settle(arguments, model)
-    sampled = _sampled(arguments, model, request)
-    with computing_numbers(arguments.model):
-        if request.files:
-            _write_files(request, _collected(request, sampled))
-            return 0
-        try:
-            _write_output(request, sampled)
-        except BrokenPipeError:
-            # The reader has what it wanted; what Python still holds back must not meet the closed pipe at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def run_likelihood(arguments: argparse.Namespace) -> int:
-    """Prints a file's score: a JSON line, and on standard error one for people."""
-    model = load_model(arguments.model, arguments.device)
-    if arguments.decoded:
-        content = _decoded(arguments.likelihood, _data(arguments, model))
-    else:
-        content = read_file(arguments.likelihood, "--likelihood")
-    with computing_numbers(arguments.model), named(f"--likelihood={arguments.likelihood}"):
-        line = likelihood(model, content, min_context=arguments.min_context or 0, batch_size=arguments.batch)
-    print(json.dumps({"file": str(arguments.likelihood), **line}))
-    print(f"{line['bits_per_byte']:.4f} bits per byte on {arguments.likelihood}", file=sys.stderr)
-    return 0
+    prompted: list[tuple[bytes, bytes]]  # as ``Modality.sample_files`` takes them
+    files: list[Path]  # none: standard output
 
 
 def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
@@ -129,27 +145,13 @@ def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
     Raises:
         ConfigError, DataError: they do not fit the model or each other, or a prompt cannot be read.
     """
-    data = _data(arguments, model)
+    data, context = _data(arguments, model), model.config.context
     count = 1 if arguments.count is None else arguments.count
     if count < 1:
         raise ConfigError(f"--count={count}: must be at least 1")
-    for name, needed in (("keep_rows", "prompt_image"), ("keep_seconds", "prompt_audio")):
-        if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
-            raise ConfigError(f"--{name.replace('_', '-')}: is of --{needed.replace('_', '-')} FILE; leave it out")
-    pictures, rows = [], 0
-    if arguments.prompt_image is not None:
-        pictures = [read_picture(path, data) for path in arguments.prompt_image]
-        rows = kept_rows(arguments.keep_rows, data)
-        prompts = [picture[:rows].tobytes() for picture in pictures]
-    elif arguments.prompt_audio is not None:
-        prompts = [read_sound(arguments.prompt_audio, data, arguments.keep_seconds, model.config.context // 2)]
-    else:
-        prompts = [read_prompt(arguments.prompt or "", arguments.prompt_file)]
-    num_bytes = _length(arguments, data, len(prompts[0]), model.config.context)
-    request = Request(data, prompts, count, num_bytes, pictures, rows, _files(arguments, data, count, len(pictures)))
-    if data.modality == "audio" and request.files:
-        _ = data.rate  # told now, if nothing tells it
-    return request
+    prompts, prompted = _prompts(arguments, data, context)
+    num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
+    return Request(data, prompts, count, num_bytes, prompted, _files(arguments.output, data, count, len(prompted)))
 
 
 def _data(arguments: argparse.Namespace, model: SparseTransformer) -> ModelData:
@@ -157,54 +159,118 @@ def _data(arguments: argparse.Namespace, model: SparseTransformer) -> ModelData:
     return ModelData.of(content, model.config, arguments.modality, arguments.rate)
 
 
-def _decoded(path: Path, data: ModelData) -> bytes:
-    """A file's content as the model writes it."""
-    if data.modality == "image":
-        return read_picture(path, data, "--likelihood").tobytes()
-    if data.modality == "audio":
-        return read_sound(path, data, name="--likelihood")
-    return read_file(path, "--likelihood")
+def _prompts(
+    arguments: argparse.Namespace, data: ModelData, context: int
+) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    """As ``read_prompts``, by the options; without any, the prompt is empty."""
+    chosen, kept = None, None
+    for modality in _prompted():
+        keep = modality.keep_option
+        value = None if keep is None else getattr(arguments, keep.attribute)
+        if getattr(arguments, f"prompt_{modality.name}") is not None:
+            chosen, kept = modality, value
+        elif keep is not None and value is not None:
+            raise ConfigError(f"{keep.name}: is of {_prompt_option(modality)} FILE; leave it out")
+    if chosen is not None:
+        option, paths = _prompt_option(chosen), getattr(arguments, f"prompt_{chosen.name}")
+        paths = paths if isinstance(paths, list) else [paths]
+        if data.modality is not chosen:
+            rule = f"the model writes {data.modality.words}; take --prompt-file for bytes as they are"
+            raise ConfigError(f"{option}={paths[0]}: {rule}")
+        return read_prompts(paths, option, data, kept, context)
+    if arguments.prompt_file is None:
+        return [(arguments.prompt or "").encode(errors="surrogateescape")], []
+    try:
+        return [arguments.prompt_file.read_bytes()], []
+    except OSError as error:
+        raise ConfigError(f"--prompt-file={arguments.prompt_file}: {error.strerror}") from None
 
 
-def _length(arguments: argparse.Namespace, data: ModelData, given: int, context: int) -> int:
+def read_prompts(
+    paths: Sequence[Path], option: str, data: ModelData, keep: int | float | None, context: int
+) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    """The beginnings of files of the model's modality; where all files have one size, also (whole, beginning) of each.
+
+    Raises:
+        ConfigError, DataError: a file cannot be read, or does not fit the model.
+    """
+    prompts, prompted = [], []
+    for path in paths:
+        with _opened(path, option, data) as content:
+            prompts.append(data.modality.read_prompt(content, keep, data.properties, context))
+            size = data.modality.document_bytes(data.properties)
+            if size is not None:
+                prompted.append((content.read(0, size), prompts[-1]))
+    return prompts, prompted
+
+
+@contextmanager
+def _opened(path: Path, option: str, data: ModelData) -> Iterator[Content]:
+    """A file's content as the model writes it; what is wrong with the file is told by the option's name."""
+    properties = data.file_properties
+    try:
+        with path.open("rb") as file:
+            yield data.modality.open_sample(path, file, properties)
+    except DataError as error:
+        raise DataError(f"{option}={error}" if str(error).startswith(str(path)) else str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{option}={path}: {error.strerror}") from None
+
+
+def _num_bytes(arguments: argparse.Namespace, data: ModelData, given: int, context: int) -> int:
     """Bytes to sample after so many that are given; ConfigError where they do not fit."""
-    if data.modality == "image":
+    modality, size = data.modality, data.modality.document_bytes(data.properties)
+    if size is not None:
         for option in ("bytes", "seconds", "slide"):
             if getattr(arguments, option) not in (None, False):
-                rule = f"a picture has {context} bytes, no more and no less; leave it out, or take --modality text"
+                rule = f"{modality.words} have {size} bytes, no more and no less; leave it out, or take --modality text"
                 raise ConfigError(f"--{option}: {rule}")
-        if given >= context:
-            raise ConfigError(f"--prompt-file: has {given} bytes, and a picture {context}; give less of it")
-        return context - given
+        if given >= size:
+            raise ConfigError(f"--prompt-file: has {given} bytes, and {modality.words} have {size}; give less of it")
+        return size - given
     if arguments.seconds is not None:
-        if data.modality != "audio":
-            raise ConfigError(f"--seconds: the model writes {data.words}; take --bytes")
-        asked = frames_in(arguments.seconds, data.rate, "--seconds")
+        wanted = modality.bytes_in(arguments.seconds, "--seconds", data.file_properties)
     elif arguments.bytes is not None:
-        asked = arguments.bytes
+        wanted = arguments.bytes
     else:
-        asked = max(1, min(DEFAULT_BYTES if data.modality == "text" else context, context - given))
-    if asked < 1:
-        raise ConfigError(f"--bytes={asked}: must be at least 1")
-    if given + asked > context and not arguments.slide:
+        wanted = max(1, min(modality.sample_bytes or context, context - given))
+    if wanted < 1:
+        raise ConfigError(f"--bytes={wanted}: must be at least 1")
+    if given + wanted > context and not arguments.slide:
         fits = f"take at most --bytes {context - given}, or " if given < context else ""
         rule = f"they must fit in the model's context of {context}; {fits}add --slide to go on beyond it"
-        raise ConfigError(f"sample: prompt and sample are {given + asked} tokens: {rule}")
-    return asked
+        raise ConfigError(f"sample: prompt and sample are {given + wanted} tokens: {rule}")
+    return wanted
 
 
-def _files(arguments: argparse.Namespace, data: ModelData, count: int, num_pictures: int) -> list[Path]:
-    """Where samples go, none for standard output; ConfigError where they cannot go there."""
-    if arguments.output is None:
-        if data.modality != "text" and sys.stdout.isatty():
-            example = {"image": "samples.png", "audio": "sample.wav"}[data.modality]
-            rule = f"the model writes {data.words}, which need a file, such as --output {example}, or a pipe"
+def _files(output: Path | None, data: ModelData, count: int, num_prompts: int) -> list[Path]:
+    """Where samples go, none for standard output; ConfigError or DataError where they cannot go there."""
+    modality = data.modality
+    if output is None:
+        if modality.output_suffix is not None and sys.stdout.isatty():
+            example = f"{'samples' if modality.one_output else 'sample'}{modality.output_suffix}"
+            rule = f"the model writes {modality.words}, which need a file, such as --output {example}, or a pipe"
             raise ConfigError(f"--output: {rule}")
         return []
-    if data.modality == "image":
-        columns = count + 2 if num_pictures else sample_files.square_columns(count)
-        sample_files.grid_size(num_pictures or -(-count // columns), columns, *data.shape[:2])
-    return sample_files.output_files(arguments.output, data, count)
+    modality.check_samples(count, num_prompts, data.file_properties)
+    return output_files(output, modality, count)
+
+
+def output_files(output: Path, modality: Modality, count: int) -> list[Path]:
+    """The files that so many samples go to, of which none is there yet: one for all, or one each.
+
+    Raises:
+        ConfigError: the suffix is not that of the modality, one of them is there, or they cannot be made.
+    """
+    suffix = modality.output_suffix
+    if suffix is not None and output.suffix != suffix:
+        raise ConfigError(f"--output={output}: must be a {suffix} file, as the model writes {modality.words}")
+    files = [output]
+    if not modality.one_output and count > 1:
+        files = [output.with_name(f"{output.stem}-{number}{output.suffix}") for number in range(1, count + 1)]
+    for file in files:
+        check_new(file)
+    return files
 
 
 def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: Request) -> Iterator[Tensor]:
@@ -228,7 +294,7 @@ def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: R
 
 
 def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
-    """All samples, each behind its prompt, (S, bytes) uint8; on a terminal a line tells how far they are."""
+    """All samples, each after its prompt, (S, bytes) uint8; a terminal shows how many bytes there are."""
     given = [np.frombuffer(prompt, dtype=np.uint8) for prompt in request.prompts for _ in range(request.count)]
     columns, counter = [], ByteCounter(request.num_bytes)
     for number, tokens in enumerate(sampled, start=1):
@@ -238,27 +304,8 @@ def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
     return np.concatenate([np.stack(given), np.stack(columns, axis=1)], axis=1)
 
 
-def _write_files(request: Request, samples: np.ndarray) -> None:
-    if request.data.modality == "image":
-        pictures = list(samples.reshape(-1, *request.data.shape))
-        tiles = sample_files.in_square(pictures)
-        if request.pictures:
-            count, rows = request.count, request.rows
-            tiles = [
-                [picture, sample_files.masked(picture, rows), *pictures[number * count : (number + 1) * count]]
-                for number, picture in enumerate(request.pictures)
-            ]
-        sample_files.write_pictures(request.files[0], tiles)
-    elif request.data.modality == "audio":
-        sample_files.write_sounds(request.files, samples, request.data.rate)
-    else:
-        sample_files.write_plain(request.files, samples)
-    for file in request.files:
-        print(file, file=sys.stderr)
-
-
 def _write_output(request: Request, sampled: Iterator[Tensor]) -> None:
-    """Standard output: one sample as it comes, several one after another once all are there."""
+    """To standard output: one sample byte by byte, several one after another once all are there."""
     text = sys.stdout.isatty()
     if len(request.prompts) * request.count == 1:
         pieces = itertools.chain([request.prompts[0]], (bytes([int(token)]) for token in sampled))

@@ -220,9 +220,9 @@ class LongstrideTokenizer(PreTrainedTokenizer):
 
 
 def register() -> None:
-    """Makes these classes known to transformers, so that its ``Auto`` classes load an export without remote code.
+    """Makes these classes known to transformers: its ``Auto`` classes then load an export without `trust_remote_code`.
 
-    For exports of any age: their own stub, which may name modules of an earlier Longstride, is not read.
+    The stub of the export is not read, so its age is no matter.
     """
     AutoConfig.register(LongstrideConfig.model_type, LongstrideConfig, exist_ok=True)
     AutoModelForCausalLM.register(LongstrideConfig, LongstrideForCausalLM, exist_ok=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import MODALITIES, Modality
 from longstride.kernels import ConfigError
 from longstride.launcher.output import file_names
 from longstride.sparse_model import ImageEmbedding, ModelConfig
@@ -13,19 +15,13 @@ from longstride.sparse_model import ImageEmbedding, ModelConfig
 if TYPE_CHECKING:
     from longstride.launcher.config import RunConfig
 
-_SIZES = ("height", "width", "channels")
-_DRAWN_CHANNELS = (1, 3)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelData:
     """The kind of a model's bytes."""
 
-    # As in the data room, which takes a second to import.
-    MODALITIES: ClassVar = ("audio", "image", "text")
-
-    modality: str
-    properties: Mapping[str, int]  # as the data room means them
+    modality: Modality
+    properties: Mapping[str, int]  # those that are known
 
     @classmethod
     def of(
@@ -34,26 +30,28 @@ class ModelData:
         """From the content of an exported config.json; a command line's ``modality`` and ``rate`` go first.
 
         Raises:
-            ConfigError: the size of pictures is unknown or not the model's context, or a rate is out of range.
+            ConfigError: pictures of unknown size, or of another than the model's context; a rate out of range.
         """
         data = content.get("data")
         data = data if isinstance(data, dict) else {}
         known = data.get("properties")
-        known = known if isinstance(known, dict) else {}
+        known = (known if isinstance(known, dict) else {}) | _picture_size(config)
         name = modality or data.get("modality") or config.embedding.type
-        if name not in cls.MODALITIES:
-            raise ConfigError(
-                f"{file_names.CONFIG}: data.modality={name!r}: must be one of {', '.join(cls.MODALITIES)}"
-            )
-        if rate is not None and name != "audio":
-            raise ConfigError(f"--rate={rate}: the model writes {cls(name, {}).words}; leave it out")
-        if rate is not None and not 1 <= rate < 2**32:
-            raise ConfigError(f"--rate={rate}: must be from 1 to 2**32 - 1 Hz")
-        if name == "image":
-            return cls(name, _picture_size(known, config))
-        if name == "audio" and (rate or _is_size(known, "rate")):
-            return cls(name, {"rate": rate or known["rate"]})
-        return cls(name, {})
+        if name not in MODALITIES:
+            names = ", ".join(sorted(MODALITIES))
+            raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: must be one of {names}")
+        kind = MODALITIES[name]
+        if rate is not None:
+            if "rate" not in kind.asks:
+                raise ConfigError(f"--rate={rate}: the model writes {kind.words}; leave it out")
+            if not 1 <= rate < 2**32:
+                raise ConfigError(f"--rate={rate}: must be from 1 to 2**32 - 1 Hz")
+            known["rate"] = rate
+        try:
+            return cls(kind, kind.model_properties(known, config.context))
+        except DataError as error:
+            rule = f"{file_names.CONFIG} {error}; take --modality text for plain bytes"
+            raise ConfigError(f"--modality={name}: {rule}") from None
 
     @classmethod
     def of_run(cls, config: RunConfig) -> ModelData:
@@ -61,59 +59,33 @@ class ModelData:
 
         Nothing is downloaded for it.
         """
-        from longstride.data_pipelines.errors import DataError
         from longstride.data_pipelines.shards import DataManifest
         from longstride.data_pipelines.stores import open_store
 
-        embedding = config.model.embedding
-        sizes = {name: getattr(embedding, name) for name in _SIZES} if isinstance(embedding, ImageEmbedding) else {}
+        sizes = _picture_size(config.model)
         if "://" not in config.data.path:
             try:
                 manifest = DataManifest.load(open_store(config.data.path))
             except (DataError, OSError):
                 pass
             else:
-                return cls(manifest.modality, {**manifest.properties, **sizes})
-        return cls(config.data.modality or embedding.type, sizes)
+                return cls(MODALITIES[manifest.modality], {**manifest.properties, **sizes})
+        return cls(MODALITIES[config.data.modality or config.model.embedding.type], sizes)
 
     @property
-    def words(self) -> str:
-        """What the model writes."""
-        return {"image": "pictures", "audio": "sounds"}.get(self.modality, self.modality)
-
-    @property
-    def rate(self) -> int:
-        """Of sounds, in Hz; ConfigError where it is unknown."""
-        if "rate" not in self.properties:
-            rule = f"{file_names.CONFIG} does not tell the sounds' rate; add it, such as --rate 12000"
-            raise ConfigError(f"--rate: {rule}")
-        return self.properties["rate"]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of pictures: height, width, channels."""
-        return (self.properties["height"], self.properties["width"], self.properties["channels"])
+    def file_properties(self) -> Mapping[str, int]:
+        """The properties, with all that a file of the modality needs; ConfigError where one is not known."""
+        for name in self.modality.asks:
+            if name not in self.properties:
+                missing = f"the {self.modality.words}' {name}"
+                rule = f"{file_names.CONFIG} does not tell {missing}; add it, such as --{name} 12000"
+                raise ConfigError(f"--{name}: {rule}")
+        return self.properties
 
 
-def _picture_size(known: Mapping[str, Any], config: ModelConfig) -> dict[str, int]:
+def _picture_size(config: ModelConfig) -> dict[str, int]:
+    """Of a model whose positions are a picture's; else nothing."""
     embedding = config.embedding
-    if isinstance(embedding, ImageEmbedding):
-        sizes = {name: getattr(embedding, name) for name in _SIZES}
-    elif all(_is_size(known, name) for name in _SIZES):
-        sizes = {name: known[name] for name in _SIZES}
-    else:
-        rule = f"{file_names.CONFIG} tells no picture's size; take --modality text for plain bytes"
-        raise ConfigError(f"--modality=image: {rule}")
-    height, width, channels = sizes.values()
-    if height * width * channels != config.context:
-        size = f"{height} x {width} x {channels}"
-        rule = f"{file_names.CONFIG} tells pictures of {size}, and the context is {config.context}"
-        raise ConfigError(f"--modality=image: {rule}; take --modality text for plain bytes")
-    if channels not in _DRAWN_CHANNELS:
-        rule = f"pictures of {channels} channels cannot be drawn; take --modality text for plain bytes"
-        raise ConfigError(f"--modality=image: {rule}")
-    return sizes
-
-
-def _is_size(known: Mapping[str, Any], name: str) -> bool:
-    return type(known.get(name)) is int and known[name] > 0
+    if not isinstance(embedding, ImageEmbedding):
+        return {}
+    return {name: getattr(embedding, name) for name in ("height", "width", "channels")}

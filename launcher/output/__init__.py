@@ -10,6 +10,7 @@ from longstride.launcher.output.messages import (
     exit_on_mistake,
     lasting_output,
     mistake,
+    mute_accelerator_warning,
     report,
     say,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "lasting_output",
     "metrics_file",
     "mistake",
+    "mute_accelerator_warning",
     "report",
     "say",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,18 @@ def say(text: str) -> None:
     """Writes ``longstride: text`` to standard error; a closed terminal or a full disk costs the line and no more."""
     with suppress(OSError):
         print(f"longstride: {text}", file=sys.stderr, flush=True)
+
+
+def mute_accelerator_warning() -> None:
+    """Drops the line "Setting accelerator to CPU", which deepspeed prints on standard output, among a verb's results.
+
+    For the start of a program: importing deepspeed prints it.
+    """
+    logging.getLogger("DeepSpeed").addFilter(_is_no_accelerator_warning)
+
+
+def _is_no_accelerator_warning(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in record.getMessage()
 
 
 class AgreedError(ValueError):

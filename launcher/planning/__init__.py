@@ -1,1 +1,8 @@
-"""What a run costs, before anything starts: `longstride plan`."""
+"""What a run will cost, before it is started: `longstride plan`.
+
+`costs` has what is counted: parameters, operations, memory. It imports torch, and is not imported with the verb.
+"""
+
+from longstride.launcher.planning.plan import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

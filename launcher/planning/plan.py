@@ -1,17 +1,29 @@
-"""`longstride plan CONFIG`: parameters, memory, operations and length of a run, before anything is started."""
+"""`longstride plan CONFIG`: parameters, memory, operations and length of a run, before anything is started.
+
+Torch and the data room are imported once the configuration is read: a mistake in it is told at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
 
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
 _GIB = 2**30
+# Bytes of the train splits that `longstride data build --dataset` makes.
+PUBLISHED_TRAIN_BYTES = {
+    "cifar10": 48_000 * 3_072,
+    "enwik8": 90_000_000,
+    "text8": 90_000_000,
+    "imagenet64": 1_281_167 * 12_288,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the configuration is wrong, or does not go with so many processes.
         DataError: the data is here, and does not fit the run.
     """
-    # What stands behind --processes and is no number of them was meant to follow it.
+    # argparse gives --processes all words after it: those that are no numbers are overrides.
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
     if arguments.contexts is not None and arguments.contexts < 1:
         raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
@@ -56,42 +68,39 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         ConfigError: the warm-up is longer than the run.
         DataError: the data is here, and does not fit the run.
     """
-    # Late: with torch come seconds, which a mistake in the file should not cost.
-    from longstride.launcher.planning import memory
-    from longstride.launcher.planning import work as counted
+    from longstride.launcher.planning import costs
 
-    length = counted.run_length(config, contexts)
+    length = run_length(config, contexts)
     model, train = config.model, config.train
-    parts = counted.parameter_parts(model)
+    parts = costs.parameter_parts(model)
     total = sum(parts.values())
-    pairs, dense = counted.layer_pairs(model), counted.dense_pairs(model)
-    in_all = (sum(pairs), dense * model.layers)
-    once, as_dense = (counted.work(model, each, train.micro_batch) for each in in_all)
-    step = step_flops(once, config)
-    kept = {name: memory.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
+    pairs, dense = costs.layer_pairs(model), costs.dense_pairs(model)
+    step = step_flops(costs.work(model, sum(pairs), train.micro_batch), config)
+    as_dense = step_flops(costs.work(model, dense * model.layers, train.micro_batch), config)
+    kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
         "precision": config.precision,
         "zero_stage": config.zero_stage,
         "activation_checkpointing": train.activation_checkpointing,
         "micro_batch": train.micro_batch,
-        "activations": {name: asdict(each) for name, each in kept.items()},
+        "activations": {name: asdict(activations) for name, activations in kept.items()},
         "memory": [
             {
                 "processes": count,
                 "stage": stage,
-                **asdict(held := memory.states(total, config, count, stage)),
-                **{f"peak_{name}": held.peak(each) for name, each in kept.items()},
+                **asdict(held := costs.states(total, config, count, stage)),
+                **{f"peak_{name}": held.peak(activations) for name, activations in kept.items()},
             }
             for count in processes
-            for stage in memory.STAGES
+            for stage in costs.STAGES
         ],
         "attention": {
             "density": [each / dense for each in pairs],
             "pairs": sum(pairs),
             "dense_pairs": dense * model.layers,
         },
-        "step": {**step, "dense_flops": sum(step_flops(as_dense, config).values())},
+        "step": {**step, "dense_flops": sum(as_dense.values())},
         "length": {
             **asdict(length),
             "tokens_per_step": train.global_batch * model.context,
@@ -99,6 +108,57 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             "flops": length.steps and length.steps * sum(step.values()),
         },
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a run is; None where it cannot be known here."""
+
+    steps: int | None
+    epochs: float | None
+    contexts: int | None  # of the train split
+    origin: str  # of the number of contexts, in words
+
+
+def run_length(config: RunConfig, contexts: int | None) -> Length:
+    """Steps and epochs of a run, one from the other where the size of its train split is known.
+
+    Raises:
+        ConfigError: the warm-up is longer than the run.
+        DataError: the data is here, and does not fit the run.
+    """
+    train = config.train
+    origin = "as given by --contexts"
+    if contexts is None:
+        contexts, origin = _contexts_of(config)
+    if contexts is None:
+        return Length(train.steps, train.epochs, None, origin)
+    if train.steps is not None:
+        return Length(train.steps, train.steps * train.global_batch / contexts, contexts, origin)
+    assert train.epochs is not None
+    from longstride.launcher.data import steps_of
+
+    return Length(steps_of(train, contexts), train.epochs, contexts, origin)
+
+
+def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
+    """Contexts of the train split: of the data that is here, or by the published size of a set of that name."""
+    location = config.data.path
+    if Path(location).exists():
+        from longstride.launcher.data import RunData
+        from longstride.launcher.ranks import Ranks
+
+        lanes = RunData(config, Ranks()).stream().lanes
+        return lanes.num_contexts, f"in {location}"
+    data = config.data
+    name = location.rstrip("/").rpartition("/")[2]
+    usual = (data.train_split, data.packing, data.separator, data.hop) == ("train", None, None, None)
+    if name in PUBLISHED_TRAIN_BYTES and usual:
+        contexts = PUBLISHED_TRAIN_BYTES[name] // config.model.context
+        if contexts == 0:
+            raise DataError(f"model.context={config.model.context}: longer than the train split of {name}")
+        return contexts, f"as published; {location} is not here"
+    return None, f"{location} is not here; give --contexts N"
 
 
 def describe(plan: dict[str, Any]) -> str:
@@ -150,9 +210,8 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         columns = [row[name] / _GIB for name in ("weights", "gradients", "masters", "adam", "average", "buffers")]
         widths = (9, 11, 9, 7, 9, 9)
         cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, widths, strict=True))
-        own = row["stage"] == plan["zero_stage"]
         marks = ["", ""]
-        if own:
+        if row["stage"] == plan["zero_stage"]:
             marks[int(plan["activation_checkpointing"])] = "*"
         peaks = [
             f"{row[name] / _GIB:.2f}{mark}" for name, mark in zip(("peak_kept", "peak_recomputed"), marks, strict=True)
@@ -190,10 +249,10 @@ def _densities(density: list[float]) -> list[str]:
 def _length(plan: dict[str, Any]) -> list[str]:
     length = plan["length"]
     steps, epochs = length["steps"], length["epochs"]
-    told = [f"{length['tokens_per_step']:,} bytes a step"]
-    told.append("steps unknown" if steps is None else f"{steps:,} steps")
-    told.append("epochs unknown" if epochs is None else f"{epochs:,.6g} epochs")
-    lines = [f"the run  {', '.join(told)}"]
+    facts = [f"{length['tokens_per_step']:,} bytes a step"]
+    facts.append("steps unknown" if steps is None else f"{steps:,} steps")
+    facts.append("epochs unknown" if epochs is None else f"{epochs:,.6g} epochs")
+    lines = [f"the run  {', '.join(facts)}"]
     if length["contexts"] is None:
         lines.append(f"  {length['origin']}")
     else:

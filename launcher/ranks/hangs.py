@@ -1,8 +1,8 @@
-"""What a rank does when another one answers no longer: writes the stacks of its host, and ends with a code of its own.
+"""What a rank does when another one no longer answers: it writes the stacks of its host's ranks, and exits by 77.
 
-Every collective ends by its time-out, or as soon as a connection breaks (processes.py). What it raises ends the process
-here; so does what a thread finds that watches the main one: a wait that no time-out has ended, or one in a run whose
-launcher is gone.
+Every collective ends by its time-out, or as soon as a connection breaks (processes.py). The error that it raises ends
+the process here. So does a thread that watches the main one: it finds a wait that no time-out has ended, or a run that
+stands still without its launcher.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from longstride.launcher.output import exit_codes, file_names, say
 from longstride.launcher.ranks.stacks import Neighbour, Reading, Sheet, SheetAddress
 
 _LOOK_SECONDS = 0.5
-_SURE_SECONDS = 2.0  # after which a frame is held, as another one may get its place in memory
-_LATE_SECONDS = 3.0  # behind its time-out a collective has not ended by itself
-_ASKED_SECONDS = 3.0  # within which a process that runs at all has written its stacks
-_LOST_SECONDS = 2.0  # a launcher looks once a second: it is to see the code of the rank that was lost first
-_MARKED_SECONDS = 5.0  # of a process that a neighbour asked for its stacks: it is to be there while they are read
-_TELL_SECONDS = 12.0  # for writing it all down, which a file system that hangs must not hold up
-# Where the main thread is while it waits for others, by the end of the file's name.
+_SURE_SECONDS = 2.0  # until a frame is held: before, another frame may take its place in memory
+_LATE_SECONDS = 3.0  # after its time-out, a collective that still waits will not end by itself
+_STACKS_SECONDS = 3.0  # in which any process that runs has written its stacks
+_LOST_SECONDS = 2.0  # a launcher looks once a second: it should see the exit code of the lost rank first
+_MARKED_SECONDS = 5.0  # a process whose stacks a neighbour reads stays so long
+_REPORT_SECONDS = 12.0  # for the whole report: a file system that hangs must not hold it up
+# Files, by the ends of their names, whose code waits for other ranks, and one that only polls for them.
+_POLLING = "/launcher/ranks/waiting.py"
 _WAITING = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/rendezvous.py",
     "/launcher/ranks/processes.py",
 )
-# Of what gloo, torch's store and NCCL raise, that which says that others did not answer. Other errors of theirs, such
-# as sizes that differ between ranks, are mistakes of ours.
+# Those errors of gloo, torch's store and NCCL which say that other processes did not answer. Their other errors, such
+# as sizes that differ between ranks, are bugs here.
 _TIMED_OUT = re.compile(r"timed? ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _LOST = re.compile(
     r"closed by peer|Socket closed|Connection (reset|refused|closed|was likely closed)|Broken pipe|No route to host"
@@ -102,12 +103,12 @@ class Watchdog:
         self._main = threading.get_ident()
         self._over, self._ends = threading.Event(), threading.Lock()
         self.at(f"waiting for {world_size} processes at {self._meeting_place}")
-        self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> tuple[SheetAddress, str]:
-        """What the other ranks are to know: see ``meet``."""
+        """What the other ranks have to know: see ``meet``."""
         return self._sheet.address, self._name
 
     def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
@@ -128,13 +129,13 @@ class Watchdog:
         self._sheet.close()
 
     def end(self, failure: PeerFailure, raised: BaseException | None = None) -> NoReturn:
-        """Tells what was found, with the stacks of the processes of this host, and leaves."""
+        """Reports a failure, with the stacks of the processes of this host, and exits."""
         if not self._ends.acquire(blocking=False):
-            time.sleep(2 * _TELL_SECONDS)  # the other thread leaves for both
-        last = threading.Timer(_TELL_SECONDS, os._exit, (exit_codes.HUNG,))
+            time.sleep(2 * _REPORT_SECONDS)  # the other thread leaves for both
+        last = threading.Timer(_REPORT_SECONDS, os._exit, (exit_codes.HUNG,))
         last.daemon = True
         last.start()
-        if self._sheet.marked:  # a neighbour has told it, and reads this rank's stacks
+        if self._sheet.marked:  # a neighbour reports it, and reads this rank's stacks
             time.sleep(_MARKED_SECONDS)
         else:
             place = self._sheet.read()
@@ -144,13 +145,13 @@ class Watchdog:
                 written = [self._write(self._rank, failure, self._sheet.read(), text)]
                 if is_first:
                     written += self._neighbours_stacks(failure)
-                    self._tell(failure, place, [path for path in written if path is not None])
+                    self._report(failure, place, [path for path in written if path is not None])
                 if failure.lost:
                     time.sleep(_LOST_SECONDS)
         leave_at_once()
 
-    def _look(self) -> None:
-        """What the watching thread does, twice a second."""
+    def _watch(self) -> None:
+        """The watching thread: looks at the main one twice a second."""
         still = marked = 0.0
         before: tuple[int, int] | None = None
         held: FrameType | None = None
@@ -168,7 +169,7 @@ class Watchdog:
             still, before = still + passed if same else 0.0, place
             waits = still > _SURE_SECONDS and _waits(frame)
             orphaned = still > _SURE_SECONDS and self._orphaned()
-            # What a frame holds lives as long as the frame is held: only of one that seems to stand still.
+            # A held frame keeps its variables alive, so only one that seems to stand still is held.
             held = frame if waits or orphaned else None
             del frame
             if waits and still > self._timeout + _LATE_SECONDS:
@@ -178,20 +179,20 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _first_here(self) -> Iterator[bool]:
-        """Whether this is the first rank of the host that tells; it is for as long as the block runs."""
-        with socket.socket(socket.AF_UNIX) as taken:
+        """Whether this is the host's first rank to report; others are not, for as long as the block runs."""
+        with socket.socket(socket.AF_UNIX) as name:
             try:
-                taken.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
+                name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
                 is_first = True
             except OSError:
                 is_first = False
             yield is_first
 
     def _neighbours_stacks(self, failure: PeerFailure) -> list[Path | None]:
-        """The files of the other ranks on this host that have not written their own."""
+        """Writes the files of this host's other ranks, as far as they have not; returns the paths."""
         for neighbour in self._neighbours:
             neighbour.ask()
-        end = time.monotonic() + _ASKED_SECONDS
+        end = time.monotonic() + _STACKS_SECONDS
         waiting = list(self._neighbours)
         while waiting and time.monotonic() < end:
             time.sleep(0.05)
@@ -226,23 +227,22 @@ class Watchdog:
         except FileExistsError:
             return None
         except OSError as error:
-            if self._met:  # who came and who did not is told in the line
+            if self._met:  # before, the line itself says who came and who did not
                 say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path
 
-    def _tell(self, failure: PeerFailure, reading: Reading, written: Sequence[Path]) -> None:
-        """One line on standard error."""
+    def _report(self, failure: PeerFailure, reading: Reading, written: Sequence[Path]) -> None:
+        """Says it in one line."""
         what = "lost another process" if failure.lost else "heard nothing of another process in time"
         place = f"{reading.place}, after {reading.seconds:.0f} s"
         files = f"; stacks: {written[0].parent}/{self._name}-rank-*.txt" if written else ""
-        line = f"longstride: rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}"
-        print(line, file=sys.stderr, flush=True)
+        say(f"rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}")
 
 
 def leave_at_once() -> NoReturn:
-    """Ends the process, without what waits for others: the process group, or a library's last words."""
-    for child in multiprocessing.active_children():  # loader workers, which ignore what would ask them to end
+    """Ends the process without anything that waits for others, such as the end of the process group."""
+    for child in multiprocessing.active_children():  # loader workers, which ignore softer signals
         child.kill()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -251,10 +251,10 @@ def leave_at_once() -> NoReturn:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread is in a collective, or meets the others."""
+    """Whether a thread is in a collective, or meets the others; the innermost file that says so decides."""
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_WAITING):
-            return True
+        if frame.f_code.co_filename.endswith((*_WAITING, _POLLING)):
+            return not frame.f_code.co_filename.endswith(_POLLING)
         frame = frame.f_back
     return False
 

@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +21,7 @@ import torch
 import torch.distributed
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.output import file_names
+from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks.hangs import Watchdog, peer_failure
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
@@ -250,6 +249,5 @@ def _lock(file: TextIO, run: Path) -> Problem | None:
             holder = file.readline().strip() or "another process"
             rule = f"another run writes there ({holder}); wait for it, or name another folder"
             return Problem("train.output", rule, str(run))
-        line = f"{run}: no locks on this file system; see to it that no second run writes there"
-        print(f"longstride: {line}", file=sys.stderr, flush=True)
+        say(f"{run}: no locks on this file system; see to it that no second run writes there")
     return None

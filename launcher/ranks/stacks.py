@@ -1,9 +1,9 @@
-"""The stacks of processes that answer no longer, read by their neighbours on the same host.
+"""The stacks of processes that no longer answer, read by their neighbours on the same host.
 
-Each process has a sheet: a file in memory alone, whose first page says where the process is, and behind which Python's
-own handler of SIGUSR2 writes the stacks of all threads. That handler is C and needs no interpreter: it writes whatever
-the process is stuck in. A neighbour reads the sheet through /proc, so that nothing lies on a disk until there
-is something to tell, and a process that cannot write any more is told of all the same.
+Each process has a sheet, which is a file in memory. Its first page says where the process is. After that page, Python's
+own handler of SIGUSR2 writes the stacks of all threads. The handler is C and needs no interpreter: it works whatever
+the process is stuck in. A neighbour reads the sheet through /proc. So nothing is written to a disk until there is
+something to report, and even a process that cannot write any more is reported.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 STACKS_SIGNAL = signal.SIGUSR2
 _PAGE_BYTES = mmap.PAGESIZE
-_PLACE = struct.Struct("<d256s")  # when it came there, by the clock that all processes of a host share, and where
-_MARK = _PLACE.size  # behind the place: 1 where a neighbour has found that the run is over
+_PLACE = struct.Struct("<d256s")  # since when by the clock that all processes of a host share, and where
+_MARK = _PLACE.size  # after the place: 1 where a neighbour has found that the run is over
 
 
 class SheetAddress(NamedTuple):
@@ -33,7 +33,7 @@ class SheetAddress(NamedTuple):
     rank: int
     host: str  # with the namespaces in which pid and sockets mean something
     pid: int
-    file: int  # its own number of the sheet's open file
+    file: int  # the process's own number of the sheet's open file
     token: str
 
 
@@ -46,14 +46,14 @@ class Reading(NamedTuple):
 
 
 class Sheet:
-    """This process's own."""
+    """This process's sheet."""
 
     def __init__(self, rank: int) -> None:
         token = secrets.token_hex(8)
         self._file = os.memfd_create(_name(token))
         os.ftruncate(self._file, _PAGE_BYTES)
         self._page = mmap.mmap(self._file, _PAGE_BYTES)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # stacks stand behind the page, and behind one another
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # stacks stand after the page, one after the other
         self.address = SheetAddress(rank, this_host(), os.getpid(), self._file, token)
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
 
@@ -71,7 +71,7 @@ class Sheet:
         faulthandler.dump_traceback(self._file, all_threads=True)
 
     def read(self) -> Reading:
-        """What it says by now."""
+        """What it says now."""
         return _read(self._file)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Sheet:
 
 
 class Neighbour:
-    """The sheet of another process on this host; what is gone, or no longer that process, is as if it said nothing."""
+    """The sheet of another process on this host. A process that is gone, or whose id has a new owner, says nothing."""
 
     def __init__(self, address: SheetAddress) -> None:
         self.address = address
@@ -100,7 +100,7 @@ class Neighbour:
             os.kill(self.address.pid, signal.SIGCONT)
 
     def read(self) -> Reading | None:
-        """What it says by now."""
+        """What it says now; None where the process is gone."""
         try:
             if not self._is_there():
                 return None
@@ -110,7 +110,7 @@ class Neighbour:
             return None
 
     def _is_there(self) -> bool:
-        """Whether the number of the process still means that process, which a new one may have got."""
+        """Whether the process id still means that process: a new one may have got it."""
         return str(self._path.readlink()).startswith(f"/memfd:{_name(self.address.token)} ")
 
 

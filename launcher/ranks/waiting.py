@@ -1,4 +1,7 @@
-"""Waits of ranks: for long work of the first one, and for what it has written to be seen on other hosts."""
+"""Waits of ranks: for long work of the first rank, and until other hosts see what it has written.
+
+They poll, and are in no collective meanwhile: the watchdog lets them take their time.
+"""
 
 from __future__ import annotations
 

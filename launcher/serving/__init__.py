@@ -1,1 +1,5 @@
-"""An exported model behind HTTP, with a page to try it: `longstride serve`. Needs aiohttp."""
+"""An exported model behind HTTP, with a page to try it: `longstride serve`. Needs aiohttp, which is imported late."""
+
+from longstride.launcher.serving.serve import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

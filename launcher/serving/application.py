@@ -1,25 +1,26 @@
-"""The routes: a page, what is served, and samples that are streamed. See docs/serving.md."""
+"""The routes: a page, what is served, and samples that are streamed; and the guards that every request passes.
+
+See docs/serving.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
+import math
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from longstride.kernels import ConfigError
-from longstride.launcher.serving.guards import (
-    add_headers,
-    answer,
-    own_names_only,
-    own_origin_only,
-    refusal,
-    told_in_json,
-)
+from longstride.launcher.ranks import is_loopback
 from longstride.launcher.serving.request import MalformedError, SampleRequest, largest_body, parse_request
 from longstride.launcher.serving.sampler import Busy, End, Job, Sampler
 from longstride.sparse_model import ModelConfig
@@ -30,7 +31,21 @@ _PAGES = {
     "/serve.css": ("serve.css", "text/css"),
     "/serve.js": ("serve.js", "text/javascript"),
 }
-_LAST_WORD_SECONDS = 1.0  # for a client to take the line that says it was too late
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# The page needs nothing from anywhere else, and no other page may hold it.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_ERRORS = {
+    404: "nothing is here; take /, /sample, /model or /health",
+    405: "not by this method: /sample takes POST, everything else GET",
+    413: "the body is larger than any prompt that the model takes",
+}
+_LAST_WORD_SECONDS = 1.0  # for a client to read the line that says it was too late
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +65,7 @@ class Service:
 
     def application(self, loopback: bool) -> web.Application:
         """All routes; on loopback, for names of this machine alone."""
-        guards = [told_in_json, *([own_names_only] if loopback else []), own_origin_only]
+        guards = [errors_in_json, *([own_names_only] if loopback else []), own_origin_only]
         application = web.Application(client_max_size=largest_body(self._config), middlewares=guards)
         for path in _PAGES:
             application.router.add_get(path, self.page)
@@ -67,7 +82,7 @@ class Service:
         return web.Response(text=text, content_type=kind, charset="utf-8")
 
     async def health(self, request: web.Request) -> web.Response:
-        """Whether it lives, and how much it has to do."""
+        """Whether the server works, and how many requests there are."""
         return answer({"status": "ok", "sampling": self._sampler.sampling, "waiting": self._sampler.waiting})
 
     async def model(self, request: web.Request) -> web.Response:
@@ -78,11 +93,11 @@ class Service:
         """Samples, and streams bytes as they come."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.seconds
-        read = await self._read(request)
-        if isinstance(read, web.Response):
-            return read
+        sample = await self._read(request)
+        if isinstance(sample, web.Response):
+            return sample
         events: Events = asyncio.Queue()
-        job = Job(read, lambda event: _hand_over(loop, events, event))
+        job = Job(sample, lambda event: _hand_over(loop, events, event))
         try:
             self._sampler.submit(job)
         except Busy as busy:
@@ -93,7 +108,7 @@ class Service:
             self._sampler.drop(job)
 
     async def _read(self, request: web.Request) -> SampleRequest | web.Response:
-        """What is asked for, or a refusal."""
+        """What a request asks for, or a refusal."""
         if request.content_type != "application/json" or "Content-Encoding" in request.headers:
             # A page of another origin cannot send this type unasked.
             return refusal(415, "the body must be JSON, not compressed: send Content-Type: application/json")
@@ -118,13 +133,13 @@ class Service:
             return refusal(503, f"{late} to begin", retry=1)
         if isinstance(first, End) and first.problem:
             return refusal(503 if self._sampler.closed else 500, first.problem)
-        lines = _Lines(request, web.StreamResponse(headers={"Content-Type": "application/x-ndjson"}))
+        lines = _Lines(request)
         try:
             await asyncio.wait_for(lines.send(job, first, events), deadline - loop.time())
         except asyncio.TimeoutError:
             job.stop()
             await lines.write_at_last({"error": late, "sampled": lines.sampled})
-        except ConnectionError:  # the client left, and a byte was faster than the cancellation
+        except ConnectionError:  # the client left, and a byte came before the cancellation
             pass
         return lines.response
 
@@ -132,30 +147,31 @@ class Service:
 class _Lines:
     """A streamed answer, a JSON object a line."""
 
-    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
-        self.request, self.response = request, response
+    def __init__(self, request: web.Request) -> None:
+        self.request = request
+        self.response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         self.sampled = 0  # bytes written
 
     async def send(self, job: Job, first: bytes | End, events: Events) -> None:
-        """All lines of a sample; each has the bytes that came since the one before."""
+        """All lines of a sample; each has the bytes since the line before."""
         await self.response.prepare(self.request)
-        await self.write({"seed": job.asked.seed, "bytes": job.asked.count})
+        await self.write({"seed": job.request.seed, "bytes": job.request.count})
         taken = [first]
         while True:
             while not events.empty():
                 taken.append(events.get_nowait())
-            found = b"".join(each for each in taken if isinstance(each, bytes))
-            if found:
-                self.sampled += len(found)
-                await self.write({"base64": base64.b64encode(found).decode()})
-            end = next((each for each in taken if isinstance(each, End)), None)
+            sampled = b"".join(event for event in taken if isinstance(event, bytes))
+            if sampled:
+                self.sampled += len(sampled)
+                await self.write({"base64": base64.b64encode(sampled).decode()})
+            end = next((event for event in taken if isinstance(event, End)), None)
             if end is not None:
                 ending = {"error": end.problem} if end.problem else {"done": True}
                 return await self.write(ending | {"sampled": self.sampled})
             taken = [await events.get()]
 
     async def write_at_last(self, content: dict[str, Any]) -> None:
-        """A last line, for a client that may not read any more: the connection is then broken off."""
+        """A last line. A client that no longer reads has its connection aborted."""
         try:
             await asyncio.wait_for(self.write(content), _LAST_WORD_SECONDS)
         except (asyncio.TimeoutError, ConnectionError):
@@ -168,6 +184,75 @@ class _Lines:
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, events: Events, event: bytes | End) -> None:
-    """From the sampling thread into the loop's. One that is closed needs nothing any more."""
+    """From the sampling thread to the loop's. A closed loop needs nothing any more."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(events.put_nowait, event)
+
+
+def answer(content: dict[str, Any], status: int = 200) -> web.Response:
+    """One line of JSON."""
+    return web.Response(text=json.dumps(content) + "\n", status=status, content_type="application/json")
+
+
+def refusal(status: int, line: str, *, retry: float | None = None, **more: Any) -> web.Response:
+    """A refusal that says why, and after how many seconds another attempt may go better."""
+    response = answer({"error": line} | more, status)
+    if retry is not None:
+        response.headers["Retry-After"] = str(math.ceil(retry))
+    return response
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """On every answer."""
+    response.headers.update(_HEADERS)
+
+
+@web.middleware
+async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors as JSON: the framework's own, and unexpected ones, whose traceback goes to standard error."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        response = refusal(error.status, _ERRORS.get(error.status, error.reason))
+        response.headers.update(allowed)
+        return response
+    except ConnectionError:
+        return refusal(400, "the client left")  # which nobody reads
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        return refusal(500, "the server failed at this request; it goes on")
+
+
+@web.middleware
+async def own_names_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse names of other machines: a page can make its own name lead to this address (DNS rebinding)."""
+    name = _host(request.headers.get("Host", ""))
+    if not is_loopback(name):
+        return refusal(403, f"the Host header names {name[:80]!r}; this server is on localhost alone")
+    return await handler(request)
+
+
+@web.middleware
+async def own_origin_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a page of another origin sends."""
+    origin = request.headers.get("Origin")
+    if origin is not None and _netloc(origin) != request.headers.get("Host"):
+        return refusal(403, "pages of another origin have no access")
+    return await handler(request)
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without port and brackets; empty where there is none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of an origin; empty where it has none, such as "null"."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""

@@ -6,16 +6,15 @@ import base64
 import binascii
 import json
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import ModelConfig, wrong_settings
 
-DEFAULT_TEXT_BYTES = 256
 _LARGEST_SEED = 2**63 - 1
-_DRAWN_SEED_BITS = 32  # of a seed that nobody chose: a browser's numbers hold it exactly
+_DRAWN_SEED_BITS = 32  # of a seed that is drawn: a browser's numbers hold it exactly
 _SHOWN = 5  # unknown fields, of many
 _FIELDS = ("prompt", "prompt_base64", "bytes", "temperature", "top_k", "top_p", "seed")
 
@@ -26,7 +25,7 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Everything that a sample follows from, but for the model."""
+    """What decides about a sample, beside the model."""
 
     prompt: bytes
     count: int  # bytes to sample
@@ -37,7 +36,7 @@ class SampleRequest:
 
 
 def largest_body(config: ModelConfig) -> int:
-    """Bytes of a body that may hold any prompt: each byte of it as \\u00xx, and room for the other fields."""
+    """Bytes of a body with the longest prompt: each byte of it as \\u00xx, and room for the other fields."""
     return 6 * config.context + 4096
 
 
@@ -47,7 +46,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     Args:
         body: as it came.
         config: of the model; at most 256 tokens.
-        max_bytes: that one request may have sampled.
+        max_bytes: that one request may sample.
 
     Raises:
         MalformedError: no JSON object.
@@ -62,7 +61,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         raise ConfigError(*problems, *error.problems, *_setting_problems(content)) from None
     problems += _setting_problems(content)
     fitting = min(max_bytes, config.context - len(prompt))
-    count = content.get("bytes", min(fitting, DEFAULT_TEXT_BYTES) if config.embedding.type == "text" else fitting)
+    count = content.get("bytes", min(fitting, modality_named(config.embedding.type).sample_bytes or fitting))
     if type(count) is not int or not 1 <= count <= fitting:
         rule = f"must be a whole number from 1 to {fitting}"
         if fitting < max_bytes:
@@ -102,14 +101,14 @@ def _refuse_constant(name: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         raise ValueError("a key stands twice")
-    return found
+    return content
 
 
 def _prompt(content: dict[str, Any], config: ModelConfig) -> bytes:
-    """The prompt's bytes; ConfigError where they are none, too many, or not the model's."""
+    """The prompt's bytes; ConfigError where it cannot be read, is too long, or has bytes that are not the model's."""
     if "prompt" in content and "prompt_base64" in content:
         raise ConfigError(Problem("prompt_base64", "stands beside prompt; give one of them"))
     name = "prompt_base64" if "prompt_base64" in content else "prompt"
@@ -133,11 +132,8 @@ def _prompt(content: dict[str, Any], config: ModelConfig) -> bytes:
 
 def _setting_problems(content: dict[str, Any]) -> list[Problem]:
     """Of temperature, top_k, top_p and seed. null leaves out the last three."""
-    return [Problem(name, rule, content[name]) for name, rule in _broken_rules(content)]
-
-
-def _broken_rules(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
-    yield from wrong_settings(content.get("temperature", 1.0), top_k, top_p)
+    rules = list(wrong_settings(content.get("temperature", 1.0), top_k, top_p))
     if seed is not None and (type(seed) is not int or not 0 <= seed <= _LARGEST_SEED):
-        yield "seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"
+        rules.append(("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"))
+    return [Problem(name, rule, content[name]) for name, rule in rules]

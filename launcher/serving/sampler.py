@@ -1,4 +1,4 @@
-"""One thread that samples, request after request, and a bounded row of those that wait for it."""
+"""One thread that samples, request after request, and the bounded queue of those that wait for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longstride.sparse_model import SparseTransformer, generate
 
 
 class Busy(Exception):  # noqa: N818 - a state, not a mistake
-    """As many requests wait as may; ``seconds`` is when to ask again."""
+    """No more requests may wait; ``seconds`` is when to ask again."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"asked for too much at once; try again in {seconds:.0f} s")
@@ -26,8 +26,8 @@ class Busy(Exception):  # noqa: N818 - a state, not a mistake
 class Job:
     """One request on its way: ``deliver`` is called from the sampling thread with each byte, then with an End."""
 
-    def __init__(self, asked: SampleRequest, deliver: Callable[[bytes | End], None]) -> None:
-        self.asked, self.deliver = asked, deliver
+    def __init__(self, request: SampleRequest, deliver: Callable[[bytes | End], None]) -> None:
+        self.request, self.deliver = request, deliver
         self._stopped = threading.Event()
 
     @property
@@ -41,14 +41,14 @@ class Job:
 
 
 class End:
-    """After the last byte; ``problem`` is told where it is not the end of the sample."""
+    """After the last byte; ``problem`` says why there are no more, where the sample is incomplete."""
 
     def __init__(self, problem: str | None = None) -> None:
         self.problem = problem
 
 
 class Sampler:
-    """Samples in a thread of its own. A thread, as torch lets others run while it computes."""
+    """Samples in a thread of its own: torch lets other threads run while it computes."""
 
     def __init__(self, model: SparseTransformer, device: str, waiting: int) -> None:
         """Not yet started.
@@ -60,7 +60,7 @@ class Sampler:
         """
         self._model, self._device, self._most = model, device, waiting
         self._changed = threading.Condition()
-        self._row: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
         self._current: Job | None = None
         self._closed = False
         self._last_seconds = 1.0  # that a sample took
@@ -74,8 +74,8 @@ class Sampler:
         """Ends what is under way, and whatever waits; whether the thread ended within that time."""
         with self._changed:
             self._closed = True
-            jobs = [*self._row, *([self._current] if self._current else [])]
-            self._row.clear()
+            jobs = [*self._queue, *([self._current] if self._current else [])]
+            self._queue.clear()
             self._changed.notify_all()
         for job in jobs:
             job.stop()
@@ -90,8 +90,8 @@ class Sampler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the row."""
-        return len(self._row)
+        """Requests in the queue."""
+        return len(self._queue)
 
     @property
     def sampling(self) -> bool:
@@ -99,49 +99,49 @@ class Sampler:
         return self._current is not None
 
     def submit(self, job: Job) -> None:
-        """Puts a request in the row. Raises Busy where it is full."""
+        """Puts a request in the queue. Raises Busy where it is full."""
         with self._changed:
-            ahead = len(self._row) + (self._current is not None)
+            ahead = len(self._queue) + (self._current is not None)
             if self._closed or ahead > self._most:
                 raise Busy(min(60.0, max(1.0, self._last_seconds * ahead)))
-            self._row.append(job)
+            self._queue.append(job)
             self._changed.notify_all()
 
     def drop(self, job: Job) -> None:
-        """Takes a request that nobody waits for any more out of the row, and stops it where it is sampled."""
+        """Forgets a request that nobody waits for: in the queue, or while it is sampled."""
         job.stop()
         with self._changed:
-            if job in self._row:
-                self._row.remove(job)
+            if job in self._queue:
+                self._queue.remove(job)
 
     def _work(self) -> None:
         while True:
             with self._changed:
                 self._current = None
-                self._changed.wait_for(lambda: self._row or self._closed)
+                self._changed.wait_for(lambda: self._queue or self._closed)
                 if self._closed:
                     return
-                job = self._current = self._row.popleft()
+                job = self._current = self._queue.popleft()
             begun = time.monotonic()
             try:
                 self._sample(job)
             except FloatingPointError as error:
                 job.deliver(End(f"the model computes {error}"))
-            except Exception as error:  # out of memory, a card that is lost: the next request may go well
+            except Exception as error:  # out of memory, a lost GPU: the next request may go well
                 traceback.print_exc(file=sys.stderr)
                 job.deliver(End(f"sampling failed: {type(error).__name__}"))
             self._last_seconds = time.monotonic() - begun
 
     def _sample(self, job: Job) -> None:
-        asked = job.asked
+        request = job.request
         sampled = generate(
             self._model,
-            torch.tensor([list(asked.prompt)], dtype=torch.int64, device=self._device),
-            asked.count,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            generator=torch.Generator(self._device).manual_seed(asked.seed),
+            torch.tensor([list(request.prompt)], dtype=torch.int64, device=self._device),
+            request.count,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            generator=torch.Generator(self._device).manual_seed(request.seed),
         )
         for token in sampled:
             if job.stopped:

@@ -1,20 +1,40 @@
-"""`longstride serve DIR`: an exported model behind HTTP, with a page to try it. Needs aiohttp, and no deepspeed."""
+"""`longstride serve DIR`: an exported model behind HTTP, with a page to try it. Needs aiohttp, and no deepspeed.
+
+The server from its socket to its last request: signals, addresses, and an orderly end. aiohttp is imported once it is
+known to be there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import errno
 import importlib.util
 import math
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.models import Exported, load_model, usable_device
+from longstride.launcher.ranks import is_loopback
+from longstride.launcher.serving.sampler import Sampler
 from longstride.sparse_model import SparseTransformer
 
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from longstride.launcher.serving.application import Service
+
 _BYTE_VALUES = 256
+_SHUTDOWN_SECONDS = 5.0  # for answers under way to end
+_LAST_STEP_SECONDS = 30.0  # for the byte, or the prompt, that is being computed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the verb until a signal ends it; returns its exit code."""
+    """Runs the verb; returns its exit code at SIGTERM, and raises KeyboardInterrupt at SIGINT, both in good order.
+
+    Raises:
+        ConfigError: aiohttp is missing, an option is out of range, the model is not one of bytes, or the address cannot
+            be had.
+    """
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError('serve: needs aiohttp; pip install "longstride[serve]"')
     from longstride.launcher.serving.application import Limits, Service
-    from longstride.launcher.serving.running import serve
-    from longstride.launcher.serving.sampler import Sampler
 
     _check(arguments)
     usable_device(arguments.device)
@@ -58,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     about = _about(exported, model, arguments.device)
     about["limits"] = {"bytes": limits.max_bytes, "waiting": limits.waiting, "seconds": limits.seconds}
     sampler = Sampler(model, arguments.device, limits.waiting)
-    serve(Service(config, about, sampler, limits), sampler, arguments.host, arguments.port, str(arguments.model))
+    service = Service(config, about, sampler, limits)
+    if asyncio.run(_serve(service, sampler, arguments.host, arguments.port, str(arguments.model))) == signal.SIGINT:
+        raise KeyboardInterrupt
     return 0
 
 
@@ -78,7 +103,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
-    """What `GET /model` tells: nothing of the machine but the device."""
+    """The answer to `GET /model`: nothing about the machine but the device."""
     origin = exported.content.get("origin")
     return {
         "name": exported.folder.resolve().name,
@@ -92,3 +117,73 @@ def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[st
         "fingerprint": exported.content.get("fingerprint"),
         "step": origin.get("step") if isinstance(origin, dict) else None,
     }
+
+
+async def _serve(service: Service, sampler: Sampler, host: str, port: int, what: str) -> signal.Signals:
+    """Serves until the first signal, which it returns; a second one does what it does to any program."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def end(number: signal.Signals) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+        if not stop.done():
+            stop.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number)
+    async with listening(service, sampler, host, port) as url:
+        if not is_loopback(host):
+            warning = f"--host={host}: whoever reaches this machine can sample; there is no login and no encryption"
+            print(f"longstride: warning: {warning}", file=sys.stderr)
+        print(f"{url} serves {what}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        return await stop
+
+
+@asynccontextmanager
+async def listening(service: Service, sampler: Sampler, host: str, port: int) -> AsyncIterator[str]:
+    """A server that answers, as its URL. At the end, requests under way are told, and ended.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    from aiohttp import web
+
+    loop = asyncio.get_running_loop()
+    # A client that leaves cancels its handler, which ends its sampling.
+    runner = web.AppRunner(
+        service.application(is_loopback(host)),
+        handle_signals=False,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+    )
+
+    async def close(_: web.Application) -> None:
+        await loop.run_in_executor(None, sampler.close, _LAST_STEP_SECONDS)
+
+    runner.app.on_shutdown.append(close)
+    await runner.setup()
+    sampler.start()
+    try:
+        await _bind(runner, host, port)
+        name, bound = runner.addresses[0][:2]
+        yield f"http://[{name}]:{bound}/" if ":" in name else f"http://{name}:{bound}/"
+    finally:
+        await runner.cleanup()
+
+
+async def _bind(runner: web.AppRunner, host: str, port: int) -> None:
+    from aiohttp import web
+
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except socket.gaierror:
+        raise ConfigError(f"--host={host}: is no address of this machine; take 127.0.0.1") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--port={port}: is in use; take another, or 0 for any that is free") from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"--port={port}: is for root alone; take one from 1024 on") from None
+        raise ConfigError(f"--host={host}: is no address of this machine; take 127.0.0.1") from None

@@ -19,11 +19,7 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    first_whole,
-    list_checkpoints,
-)
+from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import apply_settings, build_engine
 from longstride.launcher.output import exit_codes, exit_on_mistake, metrics_file, say

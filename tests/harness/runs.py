@@ -1,4 +1,4 @@
-"""Runs for the tests of this room: a tiny configuration, and its ranks spawned directly."""
+"""Tiny runs for tests: a configuration, and ranks forked from a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Rank:
         request = json.dumps({"arguments": arguments, "environment": environment}).encode()
         socket.send_fds(_rank_server(), [request], [*self._files, status])
         os.close(status)
-        self._told = b""
+        self._status_text = b""
         self.pid = int(self._line(120.0))
         self.returncode: int | None = None
 
@@ -113,19 +113,19 @@ class Rank:
 
     def _line(self, seconds: float) -> bytes:
         deadline = time.monotonic() + seconds
-        while b"\n" not in self._told:
+        while b"\n" not in self._status_text:
             ready, *_ = select.select([self._status], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise subprocess.TimeoutExpired("worker.py", seconds)
             piece = os.read(self._status, 64)
             assert piece, "the server of ranks is gone"
-            self._told += piece
-        line, _, self._told = self._told.partition(b"\n")
+            self._status_text += piece
+        line, _, self._status_text = self._status_text.partition(b"\n")
         return line
 
 
 def hear_hangups() -> None:
-    """As a terminal's programs do; tests that nohup started would hand on that they are to be ignored."""
+    """Lets SIGHUP end the process again: tests started by nohup would pass on that it is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -139,12 +139,12 @@ def nameless_file() -> int:
 @functools.cache
 def _rank_server() -> socket.socket:
     """A connection to rank_server.py, which ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(ROOT / "tests/harness/processes/rank_server.py"), str(theirs.fileno())]
-    server = subprocess.Popen(command, env=plain_environment(), pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
-    theirs.close()
-    atexit.register(lambda: (ours.close(), server.wait(60.0)))
-    return ours
+    connection, served = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(ROOT / "tests/harness/processes/rank_server.py"), str(served.fileno())]
+    server = subprocess.Popen(command, env=plain_environment(), pass_fds=[served.fileno()], stderr=subprocess.DEVNULL)
+    served.close()
+    atexit.register(lambda: (connection.close(), server.wait(60.0)))
+    return connection
 
 
 def spawn(arguments: list[str], world_size: int, extra: dict[str, str] | None = None, first: bool = False) -> Ended:

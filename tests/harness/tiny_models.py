@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from longstride.data_pipelines.modalities.audio import mulaw_encode
-from longstride.launcher.exports.for_hubs import hub_fields, hub_files
+from longstride.data_pipelines.modalities.wav import mulaw_encode
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 RATE = 8000  # Hz, of the sounds
@@ -84,6 +83,8 @@ def tiny_export(folder: Path, modality: str, steps: int = 0, seed: int = 0, **da
 
 def add_hub_files(folder: Path) -> None:
     """All that transformers needs of an export."""
+    from longstride.launcher.exports.for_hubs import hub_fields, hub_files  # late: imports deepspeed
+
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | hub_fields() | {"dtype": "float32"}))
     for name, text in hub_files(ModelConfig.model_validate(content["model"])).items():

@@ -100,10 +100,10 @@ def test_short_runs_take_small_tiles(pattern: Pattern, context: int, wanted: Con
     assert choice.configuration == wanted
 
 
-@pytest.mark.parametrize("rows, apart", [(24, True), (96, False), (136, False), (1024, True)])
-def test_tiles_keep_closed_runs_apart_where_that_computes_less(rows: int, apart: bool) -> None:
+@pytest.mark.parametrize("rows, aligned", [(24, True), (96, False), (136, False), (1024, True)])
+def test_tiles_end_with_closed_runs_where_that_computes_less(rows: int, aligned: bool) -> None:
     (choice,) = chosen((LARGE,), (Block(rows),), rows * 32, "queries", "all")
-    assert choice.apart == apart
+    assert choice.aligned == aligned
     sizes = {
         kept: tiles(view(Block(rows), rows * 32, "queries"), 64, 64, row_edge(group, 64, kept)).num_pairs()
         for kept in (True, False)

@@ -93,6 +93,14 @@ def test_help_takes_a_moment() -> None:
     assert min(seconds) < 0.3
 
 
+def test_standard_output_is_the_verbs_alone() -> None:
+    """Importing deepspeed prints which accelerator it has chosen."""
+    environment = {name: value for name, value in plain_environment().items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "longstride.launcher.cli", "evaluate", "--help"]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("usage: longstride evaluate")
+
+
 def test_config_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "schema"]) == 0
     assert set(json.loads(capsys.readouterr().out)["required"]) == {"model", "data", "train", "deepspeed"}

@@ -145,33 +145,29 @@ class CachedRows:
 
     def of(self, keys: QueryReads) -> list[Tensor]:
         """The rows that are read: gathered into one tensor, or one tensor a read, views where possible."""
-        if keys.together is not None and self.whole_rows:
-            return [self._gathered(keys.together)]
-        return [
-            self._flat(read.rows_of(self.x) if place is None or self.once else self._kept(read, place))
-            for read, place in zip(keys.reads, keys.places, strict=True)
-        ]
+        index = keys.together
+        if index is not None and self.whole_rows:
+            # One buffer for all queries, as new memory may be new pages each time.
+            if len(index) > len(self.scratch):
+                self.scratch = _normal_empty(self.x, len(index), *self.x.shape[1:])
+            return [self._flat(torch.index_select(self.x, 0, index, out=self.scratch[: len(index)]))]
+        rows = []
+        for read, place in zip(keys.reads, keys.places, strict=True):
+            if place is None or self.once:
+                rows.append(read.rows_of(self.x))
+            else:
+                assert isinstance(read, RegularPositions)
+                rows.append(self.kept.setdefault(place, _CopiedBlocks()).of(read, self.x))
+        return [self._flat(x) for x in rows]
 
     def forget_from(self, position: int) -> None:
         """Rows from here on are written anew."""
         for (_, _, step), blocks in self.kept.items():
             blocks.count = min(blocks.count, position // step)
 
-    def _gathered(self, index: Tensor) -> Tensor:
-        """Rows of all heads in one buffer, used again, as new memory may be new pages each time."""
-        if len(index) > len(self.scratch):
-            self.scratch = _normal_empty(self.x, len(index), *self.x.shape[1:])
-        return self._flat(torch.index_select(self.x, 0, index, out=self.scratch[: len(index)]))
-
     def _flat(self, rows: Tensor) -> Tensor:
         rows = in_dtype(rows, self.wide)
         return rows if rows.dim() == 3 else rows.flatten(1, 2)
-
-    def _kept(self, read: Read, place: tuple[int, int, int]) -> Tensor:
-        assert isinstance(read, RegularPositions)
-        if place not in self.kept:
-            self.kept[place] = _CopiedBlocks()
-        return self.kept[place].of(read, self.x)
 
 
 class _CopiedBlocks:

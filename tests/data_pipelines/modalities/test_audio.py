@@ -17,7 +17,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.data_pipelines.modalities.audio import mulaw_decode, mulaw_encode
+from longstride.data_pipelines.modalities.wav import mulaw_decode, mulaw_encode
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.verify import verify

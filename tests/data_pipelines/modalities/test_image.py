@@ -15,6 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
+from longstride.data_pipelines.modalities.image import grid, grid_size
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 from longstride.data_pipelines.shards.verify import verify
 from tests.harness.data.streams import open_stream
@@ -276,3 +277,28 @@ def test_image_encode_refuses_what_is_no_picture(count):
     properties = {"height": 6, "width": 4, "channels": 3, "resized": 0}
     with pytest.raises(DataError, match=f"{count} tokens: a picture of 6x4 .* is 72"):
         IMAGE.encode(np.zeros(count, dtype=np.uint8), properties)
+
+
+def test_image_grids_of_large_pictures_keep_their_pixels():
+    pictures = [np.full((100, 50, 1), number, dtype=np.uint8) for number in range(3)]
+    paper = grid([pictures[:2], pictures[2:]])
+    assert paper.shape == (206, 106, 3)
+    assert (paper[2:102, 2:52] == 0).all() and (paper[2:102, 54:104] == 1).all() and (paper[104:204, 2:52] == 2).all()
+    with pytest.raises(DataError, match=r"--count: a grid of 9602 x 9602 pixels is too large; take fewer samples"):
+        grid_size(100, 100, 94, 94)
+
+
+def test_image_samples_stand_beside_what_they_complete():
+    """Of one channel as of three: original, prompt above grey, and the samples, a row for each prompt."""
+    shape = {"height": 96, "width": 96, "channels": 1}
+    whole = [np.full(96 * 96, number, dtype=np.uint8) for number in (10, 20)]
+    samples = np.stack([np.full(96 * 96, number, dtype=np.uint8) for number in (11, 12, 21, 22)])
+    prompted = [(content.tobytes(), content[: 30 * 96].tobytes()) for content in whole]
+    (file,) = IMAGE.sample_files(samples, shape, prompted)
+    paper = np.asarray(Image.open(BytesIO(file)))
+    assert paper.shape == (*grid_size(2, 4, 96, 96), 3)
+    columns = [2 + column * 98 for column in range(4)]
+    tiles = [[paper[top : top + 96, left : left + 96] for left in columns] for top in (2, 100)]
+    for number, row in enumerate(tiles):
+        assert [int(tile[0, 0, 0]) for tile in row] == [10 * (1 + number)] * 2 + [11 + 10 * number, 12 + 10 * number]
+        assert (row[1] == np.repeat([10 * (1 + number), 128], [30, 66])[:, None, None]).all()

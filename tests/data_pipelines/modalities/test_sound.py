@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.data_pipelines.modalities.decoder import decoded
-from longstride.data_pipelines.modalities.mulaw import mulaw_decode, mulaw_encode
-from longstride.data_pipelines.modalities.resampler import resampled, resampled_frames
-from longstride.data_pipelines.modalities.sound import BLOCK_FRAMES
-from longstride.data_pipelines.modalities.stated_length import check_stated_length
+from longstride.data_pipelines.modalities.audio import BLOCK_FRAMES, frames_at, resampled
+from longstride.data_pipelines.modalities.decoder import DecodedFormat, check_stated_length, decoded
+from longstride.data_pipelines.modalities.wav import mulaw_decode, mulaw_encode
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.verify import verify
 from tests.data_pipelines.modalities.test_audio import pcm, tone, wav
@@ -154,7 +152,7 @@ def test_resampler_makes_the_frames_that_were_planned(frames, rate, wanted, step
     samples = np.random.default_rng(frames).standard_normal(frames)
     blocks = list(resampled((samples[start : start + step] for start in range(0, frames, step)), rate, wanted))
     found = np.concatenate([np.empty(0), *blocks])
-    assert len(found) == resampled_frames(Path("a"), frames, rate, wanted)
+    assert len(found) == frames_at(Path("a"), DecodedFormat(rate, frames), wanted)
     assert np.array_equal(found, soxr.resample(samples, rate, wanted, quality="VHQ"))
 
 

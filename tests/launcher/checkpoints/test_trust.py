@@ -177,7 +177,7 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
 
 def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", "loss", str(tmp_path), "--output", str(tmp_path / "x.png"), "--trust-checkpoint"]) == 2
-    assert "--trust-checkpoint: is asked of `show attention` alone; leave it out" in capsys.readouterr().err
+    assert "--trust-checkpoint: is of `show attention` alone; leave it out" in capsys.readouterr().err
 
 
 def test_option_reaches_every_rank() -> None:

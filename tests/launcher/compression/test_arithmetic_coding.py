@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longstride.launcher.compression.arithmetic_coding import TOTAL, DamagedError, Decoder, Encoder, intervals
+from longstride.launcher.compression.coding import TOTAL, DamagedError, RangeDecoder, RangeEncoder, intervals
 
 
 def coded(edges: np.ndarray, symbols: list[int]) -> bytes:
-    encoder = Encoder()
+    encoder = RangeEncoder()
     for row, symbol in zip(edges, symbols, strict=True):
         encoder.encode(int(row[symbol]), int(row[symbol + 1]))
     return encoder.finish()
@@ -24,7 +24,7 @@ def test_symbols_come_back_at_their_cost(scale: int, length: int) -> None:
     for unlikely in (0.0, 0.2, 1.0):
         symbols = [int(random.integers(256)) if random.random() < unlikely else int(best) for best in likely]
         code = coded(edges, symbols)
-        decoder = Decoder(code)
+        decoder = RangeDecoder(code)
         assert [decoder.decode(row) for row in edges] == symbols
         decoder.check_end()
         sizes = [int(row[symbol + 1] - row[symbol]) for row, symbol in zip(edges, symbols, strict=True)]
@@ -35,10 +35,10 @@ def test_symbols_come_back_at_their_cost(scale: int, length: int) -> None:
 def test_carries_run_through_bytes_that_are_out() -> None:
     """Symbols whose ranges hold one point and begin below it: bytes of 255 go out until the end carries into them."""
     rows = np.repeat(intervals(np.zeros((1, 256))), 30, axis=0)
-    follow = Decoder(b"\x02" + bytes(60))
+    follow = RangeDecoder(b"\x02" + bytes(60))
     symbols = [follow.decode(row) for row in rows[:-2]] + [255, 255]  # the last two lie beyond the point
     code = coded(rows, symbols)
-    decoder = Decoder(code)
+    decoder = RangeDecoder(code)
     assert [decoder.decode(row) for row in rows] == symbols
     decoder.check_end()
     assert code[:16] == b"\x02" + bytes(15)
@@ -64,7 +64,7 @@ def test_what_no_encoder_wrote_is_told() -> None:
     edges = intervals(np.zeros((1, 3)))  # three intervals that leave a rest of the range
     code = coded(np.repeat(edges, 50, axis=0), [1] * 50)
     for damaged in (code[:-1], code + b"x", b"\xff" * len(code)):
-        decoder = Decoder(damaged)
+        decoder = RangeDecoder(damaged)
         with pytest.raises(DamagedError):
             for _ in range(50):
                 decoder.decode(edges[0])

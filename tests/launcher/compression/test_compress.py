@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longstride.launcher import cli
-from longstride.launcher.compression.coded_contexts import MOST_ROWS, decode, encode, rows_for
+from longstride.launcher.compression.coding import MOST_ROWS, decode, encode, rows_for
 from longstride.launcher.compression.compressed_file import Compressed, Surroundings
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models.exported import load_model

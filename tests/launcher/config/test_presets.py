@@ -11,9 +11,15 @@ import pytest
 from longstride.kernels.patterns import Column, Dense, Fixed, Local, Strided
 from longstride.launcher.config.run_config import EXPERIMENTS, RunConfig, load_config
 from longstride.launcher.engine.build import check_section
-from longstride.launcher.planning.memory import activations, states
-from longstride.launcher.planning.plan import step_flops
-from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work
+from longstride.launcher.planning.costs import (
+    activations,
+    dense_pairs,
+    layer_pairs,
+    parameter_parts,
+    states,
+    work,
+)
+from longstride.launcher.planning.plan import run_length, step_flops
 from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from longstride.data_pipelines.modalities import MODALITIES
 from longstride.kernels.errors import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
@@ -104,7 +105,7 @@ def test_a_streaming_configuration_is_refused_in_one_line(config_file: Path, str
 
 
 def test_a_streaming_run_is_still_exported_and_scored_on_an_index(streaming: RunConfig, tars: Path) -> None:
-    assert ModelData.of_run(streaming) == ModelData("text", {})
+    assert ModelData.of_run(streaming) == ModelData(MODALITIES["text"], {})
     assert cli.main(["data", "index", str(tars), "--output", str(tars)]) == 0
     assert next(RunData(streaming, Ranks(), str(tars)).evaluation()).lengths.sum() > 0
 

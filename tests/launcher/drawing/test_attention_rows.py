@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from longstride.launcher.drawing.attention_rows import attention_rows
+from longstride.launcher.drawing.attention import attention_rows
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import ATTENTIONS, small
 
@@ -105,7 +105,7 @@ def test_rows_in_pieces_are_kept_as_asked(monkeypatch: pytest.MonkeyPatch) -> No
     model = random_model(ATTENTIONS["strided merged"])
     tokens = torch.arange(40, dtype=torch.uint8)
     whole = attention_rows(model, tokens, range(40), layers=[1])[1]
-    monkeypatch.setattr("longstride.launcher.drawing.attention_rows.SCORES_IN_WORK", 3 * 40)
+    monkeypatch.setattr("longstride.launcher.drawing.attention.SCORES_IN_WORK", 3 * 40)
     kept = attention_rows(
         model, tokens, range(40), layers=[1], keep=lambda rows: rows.reshape(len(rows), 8, 5).sum(-1)
     )[1]

@@ -12,6 +12,7 @@ import torch
 
 from longstride.launcher import cli
 from longstride.launcher.drawing.attention import (
+    attention_rows,
     backdrop,
     by_cell,
     chosen_layers,
@@ -23,7 +24,6 @@ from longstride.launcher.drawing.attention import (
     overlay,
     spread,
 )
-from longstride.launcher.drawing.attention_rows import attention_rows
 from longstride.launcher.drawing.pattern import Grid
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small

@@ -20,8 +20,7 @@ from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.reading import Sample, sample_documents
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
-from longstride.launcher.drawing.data import print_texts, safe_text
-from longstride.launcher.drawing.samples import draw_pictures, draw_sounds, envelope
+from longstride.launcher.drawing.samples import draw_samples, envelope, print_texts, safe_text
 from tests.harness.runs import ROOT
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -100,7 +99,7 @@ def test_text_for_a_reader_that_has_seen_enough(folders: Path) -> None:
 
 def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:
     samples = list(sample_documents(folders / "image", "train", 7))
-    figure = draw_pictures(samples, "seven")
+    figure = draw_samples(samples, "image", "seven")
     panels = [axis for axis in figure.axes if axis.images]
     assert [axis.get_title() for axis in panels] == [sample.key for sample in samples]
     for axis in panels:
@@ -110,7 +109,7 @@ def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:
 
 def test_sounds_are_drawn_over_their_seconds(folders: Path) -> None:
     samples = list(sample_documents(folders / "audio", "train", 10))
-    figure = draw_sounds(samples, "all")
+    figure = draw_samples(samples, "audio", "all")
     for axis, sample in zip(figure.axes, samples, strict=True):
         assert axis.get_xlim() == (0, len(sample.content) / 1000)
         assert axis.get_title(loc="left").startswith(sample.key)

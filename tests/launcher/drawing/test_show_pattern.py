@@ -177,13 +177,13 @@ def test_what_cannot_be_drawn_is_told(source: str, query: int | None, message: s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loss", "x", "--step", "3"], "--step=3: is asked of `show attention` alone; leave it out"),
+        (["loss", "x", "--step", "3"], "--step=3: is of `show attention` alone; leave it out"),
         (
             ["loss", "x", "--query", "3"],
-            "--query=3: is asked of `show pattern` and `show attention` alone; leave it out",
+            "--query=3: is of `show pattern` and `show attention` alone; leave it out",
         ),
-        (["pattern", "demo", "--head", "0"], "--head=0: is asked of `show attention` alone; leave it out"),
-        (["pattern", "demo", "--context-number", "0"], "--context-number=0: is asked of `show attention` alone; leave"),
+        (["pattern", "demo", "--head", "0"], "--head=0: is of `show attention` alone; leave it out"),
+        (["pattern", "demo", "--context-number", "0"], "--context-number=0: is of `show attention` alone; leave"),
         (["pattern", "demo", "--query", "3", "--query", "4"], "--query=4: a pattern is shown for one query; give it"),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from longstride.data_pipelines.modalities.audio import Audio
+from longstride.data_pipelines.modalities.image import grid_size
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
-from longstride.launcher.generation.files import grid, grid_size, in_square, masked, output_files
-from longstride.launcher.models.model_data import ModelData
+from longstride.launcher.generation.sample import output_files
 from tests.harness.tiny_models import CONTEXT, HEIGHT, RATE, WIDTH, content_of, tiny_export
 
 GAP, SCALE = 6, 12  # of a grid of 8 x 8 pictures
@@ -97,20 +97,9 @@ def test_texts_are_plain_files(exported: Path, tmp_path: Path, capsysbinary: pyt
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    data = ModelData("audio", {"rate": RATE})
     (tmp_path / "out-2.wav").touch()
-    assert output_files(tmp_path / "out.wav", data, 1) == [tmp_path / "out.wav"]
+    assert output_files(tmp_path / "out.wav", Audio(), 1) == [tmp_path / "out.wav"]
     with pytest.raises(ConfigError, match=r"out-2\.wav: exists already; nothing is overwritten"):
-        output_files(tmp_path / "out.wav", data, 3)
+        output_files(tmp_path / "out.wav", Audio(), 3)
     with pytest.raises(ConfigError, match=r"out\.mp3: must be a \.wav file, as the model writes sounds"):
-        output_files(tmp_path / "out.mp3", data, 1)
-
-
-def test_grids_of_large_pictures_keep_their_pixels() -> None:
-    pictures = [np.full((100, 50, 1), number, dtype=np.uint8) for number in range(3)]
-    paper = grid(in_square(pictures))
-    assert paper.shape == (206, 106, 3)
-    assert (paper[2:102, 2:52] == 0).all() and (paper[2:102, 54:104] == 1).all() and (paper[104:204, 2:52] == 2).all()
-    assert (masked(pictures[2], 30) == np.repeat([2, 128], [30, 70])[:, None, None]).all()
-    with pytest.raises(ConfigError, match=r"--count: a grid of 9602 x 9602 pixels is too large; take fewer samples"):
-        grid_size(100, 100, 94, 94)
+        output_files(tmp_path / "out.mp3", Audio(), 1)

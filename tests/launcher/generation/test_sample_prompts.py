@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.modalities.audio import Audio
 from longstride.launcher import cli
-from longstride.launcher.generation.prompts import read_sound
+from longstride.launcher.generation.sample import read_prompts
 from longstride.launcher.models.model_data import ModelData
 from tests.harness.tiny_models import CONTEXT, RATE, content_of, tiny_export
 
@@ -20,9 +21,9 @@ IMAGE = [
     (["--prompt-image", "{folder}/s.wav"], "cannot be read as a picture"),
     (["--prompt-image", "{folder}/8x8.png", "--keep-rows", "8"], "--keep-rows=8: must be from 0 to 7, less than a pic"),
     (["--keep-rows", "4"], "--keep-rows: is of --prompt-image FILE; leave it out"),
-    (["--bytes", "10"], "--bytes: a picture has 192 bytes, no more and no less"),
-    (["--slide"], "--slide: a picture has 192 bytes, no more and no less"),
-    (["--prompt-file", "{folder}/s.wav"], "--prompt-file: has 458 bytes, and a picture 192; give less of it"),
+    (["--bytes", "10"], "--bytes: pictures have 192 bytes, no more and no less"),
+    (["--slide"], "--slide: pictures have 192 bytes, no more and no less"),
+    (["--prompt-file", "{folder}/s.wav"], "--prompt-file: has 458 bytes, and pictures have 192; give less of it"),
     (["--count", "9999999"], "--count: a grid of "),
     (["--rate", "8000"], "--rate=8000: the model writes pictures; leave it out"),
 ]
@@ -73,7 +74,8 @@ def test_sound_of_another_rate_is_brought_to_the_models(seconds: float | None, t
     path = tmp_path / "s.wav"
     sound = np.frombuffer(content_of("audio", 800, 0), dtype=np.uint8)
     path.write_bytes(Audio().encode(sound, {"rate": 2 * RATE}))
-    found = read_sound(path, ModelData("audio", {"rate": RATE}), seconds, CONTEXT // 2)
+    data = ModelData(modality_named("audio"), {"rate": RATE})
+    ([found], _) = read_prompts([path], "--prompt-audio", data, seconds, CONTEXT)
     with path.open("rb") as file:
         whole = Audio().open(path, file, {"rate": RATE, "resampled": 1}).read(0, 400)
     assert found == whole[: CONTEXT // 2 if seconds is None else round(seconds * RATE)]

@@ -165,11 +165,10 @@ def test_registered_classes_load_an_export_without_its_stub(
         "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
         "register()\nregister()\n"
         f"folder = {str(folder)!r}\n"
-        "for trust in ({}, {'trust_remote_code': True}):\n"
-        "    model = AutoModelForCausalLM.from_pretrained(folder, **trust)\n"
-        "    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)\n"
-        "    for each in (model, tokenizer, AutoConfig.from_pretrained(folder, **trust)):\n"
-        "        assert type(each).__module__ == 'longstride.launcher.hub.model', type(each)\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        "for each in (model, tokenizer, AutoConfig.from_pretrained(folder)):\n"
+        "    assert type(each).__module__ == 'longstride.launcher.hub.model', type(each)\n"
         "with torch.no_grad():\n"
         f"    torch.save(model(**tokenizer('a stride', return_tensors='pt')).logits, {str(tmp_path / 'logits.pt')!r})\n"
     )
@@ -177,7 +176,7 @@ def test_registered_classes_load_an_export_without_its_stub(
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     known = torch.tensor([list(b"a stride")])
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), rows(model, known))
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), rows(model, known))  # by as many threads as it likes
 
 
 def test_old_stub_is_refreshed(folder: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config.run_config import load_config
-from longstride.launcher.planning.memory import activations, states
-from longstride.launcher.planning.work import parameter_parts
+from longstride.launcher.planning.costs import activations, parameter_parts, states
 from tests.harness.runs import ROOT, files_under, plain_environment
 
 Plan = Callable[..., dict[str, Any]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.planning.memory import Activations, activations, count, states
+from longstride.launcher.planning.costs import Activations, activations, count, states
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import ROOT, plain_environment
 from tests.launcher.training.test_training import RUNS, ten_steps
@@ -64,6 +64,8 @@ import deepspeed, torch
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.planning.memory import activations, count
+from longstride.launcher.engine.accelerator import prepare_accelerator
+from longstride.launcher.planning.costs import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
 prepare_accelerator()

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import load_config
-from longstride.launcher.planning.work import dense_pairs, layer_pairs, parameter_parts, run_length, work
+from longstride.launcher.planning.costs import dense_pairs, layer_pairs, parameter_parts, work
+from longstride.launcher.planning.plan import run_length
 from longstride.sparse_model import SparseTransformer, feed_forward
 from tests.harness.configs import ATTENTIONS, small
 

@@ -177,6 +177,14 @@ def test_watch_lets_many_short_waits_be(ends: list[PeerFailure], monkeypatch: py
     assert not ends
 
 
+def test_watch_lets_long_work_of_the_first_rank_be(ends: list[PeerFailure], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two meetings the ranks sleep for longer than the time-out, and in no collective."""
+    monkeypatch.setattr(Ranks, "gather_objects", lambda ranks, value: [value, None])
+    with contextlib.closing(Watchdog(None, 0, 2, 0.2, orphaned=lambda: False)):
+        Ranks(0, 0, 2).first_works(lambda: time.sleep(1.5))
+    assert not ends
+
+
 @pytest.mark.parametrize("orphaned", [True, False])
 def test_watch_ends_what_stands_still_without_a_launcher(orphaned: bool, ends: list[PeerFailure]) -> None:
     with contextlib.closing(Watchdog(None, 0, 1, 0.2, orphaned=lambda: orphaned)):

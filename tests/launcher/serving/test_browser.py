@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longstride.data_pipelines.modalities.audio import mulaw_decode
+from longstride.data_pipelines.modalities.wav import mulaw_decode
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.chromium import Page, browser
 from tests.harness.runs import ROOT

@@ -19,8 +19,8 @@ from torch import Tensor
 from longstride.launcher.models.exported import load_model
 from longstride.launcher.serving import sampler as sampler_module
 from longstride.launcher.serving.application import Limits, Service
-from longstride.launcher.serving.running import listening
 from longstride.launcher.serving.sampler import Sampler
+from longstride.launcher.serving.serve import listening
 from longstride.sparse_model import SparseTransformer, generate
 
 JSON = {"Content-Type": "application/json"}

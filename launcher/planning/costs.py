@@ -1,15 +1,23 @@
-"""What a process of a run holds in memory: the optimiser's states by formula, activations by a rehearsal without data.
+"""What a run takes: parameters and operations counted from its model, and the memory of a process.
 
-Letters: P parameters, W processes.
+Letters: N positions, C width, D head width, P parameters, W processes.
 
-A step of two and of three layers runs on tensors that have shapes and no content; whatever the model's own code creates
-and keeps is counted, a storage at a time, until it would be freed. Layers are alike, so that the rest of a deep network
-is a straight line. Nothing here can drift from the model, and nothing is allocated.
+**Operations**: a multiplication and an addition are two. Matrix products are counted. A linear layer's take 2 a weight
+and position, and twice that in the backward pass. Attention's take 2·D a pair of query and key for the scores and as
+much for the sum of values; the backward pass has the scores once more and four products (5 products for 2, as
+FlashAttention counts them). It also computes again what the model does not keep: the logits, and of long contexts the
+first half of feed-forward.
+
+**Memory**: the optimiser's states by formula, activations by a rehearsal. A step of two and of three layers runs on
+tensors that have shapes and no content; every storage that the model's own code creates is counted until it would be
+freed. Layers are alike, so a deep network's is a straight line through both. Nothing here can drift from the model, and
+nothing is allocated.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,13 +32,89 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
 
+PARTS = ("embedding", "attention", "feed-forward", "norms", "output")
 REHEARSED_LAYERS = (2, 3)
 STAGES = (0, 1, 2, 3)
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def parameter_parts(config: ModelConfig) -> dict[str, int]:
+    """Parameters by part of the model, without allocating it. Layers are alike, so two tell about all."""
+    first, second = (_parts_of_layers(config, layers) for layers in (1, 2))
+    return {part: first[part] + (config.layers - 1) * (second[part] - first[part]) for part in PARTS}
+
+
+def _parts_of_layers(config: ModelConfig, layers: int) -> Counter[str]:
+    """Parameters by part of the same model with so many layers."""
+    with torch.device("meta"):
+        model = SparseTransformer(config.model_copy(update={"layers": layers}))
+    parts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts[_part_of(name)] += parameter.numel()
+    return parts
+
+
+def _part_of(name: str) -> str:
+    if "norm." in name:
+        return "norms"
+    if name.startswith("embedding."):
+        return "embedding"
+    if name.startswith("logits."):
+        return "output"
+    return "attention" if ".attention." in name else "feed-forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations of one pass over one context."""
+
+    linear: int
+    scores: int  # of attention: queries times keys
+    values: int  # of attention: weights times values
+    blocks: int  # of all three, what the residual blocks compute, which activation checkpointing recomputes
+    again: int  # of ``linear``, what the backward pass computes again in any case
+
+    @property
+    def forward(self) -> int:
+        """The forward pass."""
+        return self.linear + self.scores + self.values
+
+    @property
+    def backward(self) -> int:
+        """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
+        return 2 * self.forward + self.scores + self.again
+
+
+def layer_pairs(config: ModelConfig) -> list[int]:
+    """Pairs of a query and a key that each layer attends to, all heads together."""
+    layers = config.layer_patterns()
+    distinct = {pattern for heads in layers for pattern in heads}
+    pairs = {pattern: num_pairs(pattern, config.context) for pattern in distinct}
+    return [sum(pairs[pattern] for pattern in heads) for heads in layers]
+
+
+def dense_pairs(config: ModelConfig) -> int:
+    """Pairs of a layer with dense causal attention, all heads together."""
+    return config.heads * config.context * (config.context + 1) // 2
+
+
+def work(config: ModelConfig, pairs: int, micro_batch: int = 1) -> Work:
+    """Operations over one context of a micro-batch, with so many pairs in all layers together."""
+    width = config.width
+    per_block = width * (2 * config.query_key_width + width) + width * width + 2 * width * config.feed_forward_width
+    blocks = 2 * config.context * config.layers * per_block
+    logits = 2 * config.context * width * config.vocabulary
+    expand = 2 * config.context * config.layers * width * config.feed_forward_width
+    long = micro_batch * config.context > feed_forward.LONG_ROWS
+    scores = 2 * pairs * (config.query_key_width // config.heads)
+    values = 2 * pairs * (width // config.heads)
+    again = logits + (expand if long else 0)
+    return Work(blocks + logits, scores, values, blocks + scores + values, again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +127,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes that a process holds whatever it computes, under one ZeRO stage."""
+    """Bytes that a process holds under one ZeRO stage, whatever it computes."""
 
     weights: int
     gradients: int
@@ -51,22 +135,22 @@ class States:
     adam: int  # two fp32 moments
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
-    at_step: int  # fp32 gradients, which exist in the optimiser's step alone
+    at_step: int  # fp32 gradients, which exist only in the optimiser's step
 
     def resident(self) -> int:
-        """All but what exists in the optimiser's step alone."""
+        """All but what exists only in the optimiser's step."""
         return self.weights + self.gradients + self.masters + self.adam + self.average + self.buffers
 
     def peak(self, activations: Activations) -> int:
-        """At the worst moment of a step: in the backward pass, or in the optimiser's."""
+        """At the worst moment of a step: in the backward pass, or at its end in the optimiser."""
         return self.resident() + max(activations.peak, self.at_step)
 
 
 def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -> States:
     """What weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
-    Stage 1 shares out masters, moments and average, stage 2 gradients too, stage 3 weights too; what is offloaded to
-    the CPU is counted all the same.
+    Stage 1 shards masters, moments and average, stage 2 gradients too, stage 3 weights too. What is offloaded to the
+    CPU is counted all the same.
     """
     half = config.precision != "fp32"
     copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
@@ -87,9 +171,9 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
 
 
 def activations(config: RunConfig, checkpointing: bool) -> Activations:
-    """Of a micro-batch, in the run's precision, as a GPU keeps them; where ``model.backend`` is cpu, as a CPU does.
+    """Of a micro-batch, in the run's precision, as a GPU keeps them, or a CPU where ``model.backend`` is cpu.
 
-    What an attention kernel allocates and frees within a call is not seen.
+    What an attention kernel allocates and frees within a call is not counted.
     """
     dtype = _DTYPES[config.precision]
     batch, on_gpu = config.train.micro_batch, config.model.backend != "cpu"
@@ -113,7 +197,7 @@ def rehearse(
     """A forward and backward pass on tensors without content, counted."""
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
-        # The op of every backend has the same shapes; that of the CPU takes the tensors that can be had everywhere.
+        # Every backend's operation has the same shapes, and the CPU's runs on any machine.
         model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(dtype)
@@ -128,9 +212,9 @@ def rehearse(
 def count(model: SparseTransformer, tokens: Tensor) -> Activations:
     """What a forward and backward pass over tokens (B, N) creates beside the parameters and their gradients.
 
-    Tensors may have content or not. Gradients are dropped as soon as they are whole: ``states`` counts them.
+    Tensors may have content or not. Each gradient is dropped once it is complete: ``states`` counts them.
     """
-    hooks = [each.register_post_accumulate_grad_hook(_drop_gradient) for each in model.parameters()]
+    hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()]
     try:
         with LiveBytes([*model.parameters(), tokens]) as live:
             loss = model(tokens, return_nats=True).sum()
@@ -143,17 +227,17 @@ def count(model: SparseTransformer, tokens: Tensor) -> Activations:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes, for as long as it lives; some are left out."""
+    """Counts the bytes of every storage that an operation makes, as long as it lives, but for those of some tensors."""
 
     def __init__(self, without: list[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in without}
+        self._counted = {tensor.untyped_storage()._cdata for tensor in without}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation, and looks at what it returns."""
+        """Runs the operation, and counts what it returns."""
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -162,20 +246,20 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._seen:
+        if key in self._counted:
             return
-        self._seen.add(key)
+        self._counted.add(key)
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._free, key, storage.nbytes())
 
     def _free(self, key: int, num_bytes: int) -> None:
-        self._seen.discard(key)
+        self._counted.discard(key)
         self.now -= num_bytes
 
 
 class _FusedDropout(TorchFunctionMode):
-    """Dropout as GPUs compute it, which keep a mask of bytes; a CPU keeps one of the activations' own type."""
+    """Dropout as on a GPU, which keeps a mask of bytes; a CPU keeps one of the activations' type."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -192,7 +276,7 @@ def _dropout_arguments(h: Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """As DeepSpeed's checkpointing, which keeps a block's input and runs the block again in the backward pass."""
+    """As DeepSpeed's checkpointing: keeps a block's input, and runs the block again in the backward pass."""
     return checkpoint(function, *args, use_reentrant=True)
 
 
@@ -202,20 +286,20 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _gradient_bytes(config: RunConfig, stage: int) -> int:
-    """Of one accumulated gradient."""
-    own = config.precision
-    gathered_as = config.deepspeed.get("data_types", {}).get("grad_accum_dtype") or own
-    return 4 if (own if stage == 0 else gathered_as) == "fp32" else 2
+    """Of one number of the accumulated gradients."""
+    computed_in = config.precision
+    accumulated_in = config.deepspeed.get("data_types", {}).get("grad_accum_dtype") or computed_in
+    return 4 if (computed_in if stage == 0 else accumulated_in) == "fp32" else 2
 
 
 def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int) -> int:
-    """The buckets in which stages 1 to 3 reduce gradients, and what stage 3 may hold of other processes' weights."""
+    """The buckets in which stages 1 to 3 reduce gradients, and other processes' weights that stage 3 may hold."""
     zero = config.deepspeed.get("zero_optimization", {})
     if stage == 0:
         return 0
-    # Stage 2 reduces in the weights' own precision, whatever it adds up in.
-    one = gradient_bytes if stage != 2 or config.precision == "fp32" else 2
-    bucket = one * int(zero.get("reduce_bucket_size", _BUCKET))
+    # Stage 2 reduces in the precision of the weights, whatever it accumulates in.
+    element = gradient_bytes if stage != 2 or config.precision == "fp32" else 2
+    bucket = element * int(zero.get("reduce_bucket_size", _BUCKET))
     if not zero.get("contiguous_gradients", True):
         bucket = 0
     if stage < 3:
