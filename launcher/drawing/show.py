@@ -11,7 +11,6 @@ import numpy as np
 
 from longstride.kernels.errors import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.engine import WEIGHTS_KINDS
 from longstride.launcher.output import METRICS
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
@@ -26,6 +25,8 @@ _PICTURES_WITH = {  # the options that not every picture has
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
+    from longstride.launcher.engine import WEIGHTS_KINDS  # with deepspeed, which `data show` does without
+
     parser.add_argument("what", choices=("pattern", "attention", "loss"))
     parser.add_argument(
         "source",
