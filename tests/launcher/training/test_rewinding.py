@@ -18,7 +18,6 @@ from longstride.launcher.checkpoints.saving import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run import Run
 from longstride.launcher.data.run_data import RunData
-from longstride.launcher.output import metrics_file
 from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
