@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -27,12 +28,14 @@ Trained = Callable[..., Path]
 BYTES = 30_000  # that a shard of these runs does not fit into
 
 
-@pytest.fixture
-def short_files() -> Iterator[Callable[[int], None]]:
-    """A function that limits the length of files; SIGXFSZ is ignored by Python."""
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+@contextlib.contextmanager
+def short_files(most_bytes: int) -> Iterator[None]:
+    """No file of this process gets longer, inside; SIGXFSZ is ignored by Python. Outside, pytest writes its report."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def steps_of(run: Path) -> list[int]:
@@ -137,33 +140,30 @@ def test_small_disk_fills_up_and_the_run_reaches_its_end(config_file: Path, tmp_
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 
-def test_error_of_a_disk_is_told_with_its_path(tmp_path: Path, short_files: Callable[[int], None]) -> None:
+def test_error_of_a_disk_is_told_with_its_path(tmp_path: Path) -> None:
     import torch
 
-    short_files(4096)
-    with pytest.raises(OSError) as caught:
+    with short_files(4096), pytest.raises(OSError) as caught:
         write_pickle({"weights": torch.zeros(100_000)}, tmp_path / "x.pt")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "x.pt"))
-    short_files(resource.RLIM_INFINITY)
     record = write_pickle({"weights": torch.zeros(100_000)}, tmp_path / "y.pt")
     assert record.bytes == (tmp_path / "y.pt").stat().st_size
 
 
-def test_lines_that_a_disk_has_no_room_for_wait(tmp_path: Path, short_files: Callable[[int], None]) -> None:
+def test_lines_that_a_disk_has_no_room_for_wait(tmp_path: Path) -> None:
     path, said = tmp_path / "lines", list[str]()
     lines = LineFile(path, said.append)
     lines.append("a" * 10, "step 1")
-    short_files(15)  # the next line fits by a part, which must not stay
-    lines.append("b" * 10, "step 2")
-    lines.append("c" * 10, "step 3")
+    with short_files(15):  # the next line fits by a part, which must not stay
+        lines.append("b" * 10, "step 2")
+        lines.append("c" * 10, "step 3")
     assert path.read_text() == "a" * 10 + "\n"
     assert said == [f"{path}: {os.strerror(errno.ENOSPC)}; lines from step 2 on wait in memory until there is room"]
-    short_files(resource.RLIM_INFINITY)
     lines.append("d" * 10, "step 4")
     assert path.read_text().split() == [letter * 10 for letter in "abcd"]
     assert said[1:] == [f"{path}: 2 lines from step 2 on have been made up for"]
-    short_files(50)
-    lines.append("e" * 10, "step 5")
-    lines.close()
+    with short_files(50):
+        lines.append("e" * 10, "step 5")
+        lines.close()
     assert said[-1] == f"{path}: 1 line from step 5 on are lost"
     assert path.read_text().split() == [letter * 10 for letter in "abcd"]
