@@ -13,18 +13,3 @@ else:
     from longstride.kernels.decoding import CachedAttention, allowed_keys, attend_one, empty_cache, num_keys_read
     from longstride.kernels.errors import ConfigError, Problem, join_paths, nearest
     from longstride.kernels.plan import num_pairs
-
-    __all__ = [
-        "CachedAttention",
-        "ConfigError",
-        "Problem",
-        "allowed_keys",
-        "attend_one",
-        "check_backend",
-        "empty_cache",
-        "join_paths",
-        "nearest",
-        "num_keys_read",
-        "num_pairs",
-        "sparse_attention",
-    ]

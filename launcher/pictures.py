@@ -14,8 +14,6 @@ from matplotlib import pyplot as plt
 
 from longstride.kernels import ConfigError
 
-__all__ = ["check_output", "plt", "save_picture", "write_picture"]
-
 
 def check_output(output: Path, option: str = "--output") -> None:
     """Raise ConfigError where a picture cannot be written: told before it is drawn."""

@@ -16,16 +16,3 @@ else:
     from longstride.sparse_model.session import Session
     from longstride.sparse_model.strict import StrictModel, config_error
     from longstride.sparse_model.transformer import SparseTransformer
-
-    __all__ = [
-        "Attention",
-        "ImageEmbedding",
-        "ModelConfig",
-        "Session",
-        "SparseTransformer",
-        "StrictModel",
-        "config_error",
-        "feed_forward",
-        "generate",
-        "wrong_settings",
-    ]

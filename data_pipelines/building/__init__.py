@@ -3,5 +3,3 @@
 from longstride.data_pipelines.building.build import build, build_dataset
 from longstride.data_pipelines.building.crew import Crew, join_crew
 from longstride.data_pipelines.building.folders import kept_folder
-
-__all__ = ["Crew", "build", "build_dataset", "join_crew", "kept_folder"]

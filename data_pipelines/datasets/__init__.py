@@ -15,6 +15,3 @@ def dataset_named(name: str) -> Dataset:
     if name not in DATASETS:
         raise DataError(f"dataset={name}: not a dataset that is known; take one of {', '.join(sorted(DATASETS))}")
     return DATASETS[name]
-
-
-__all__ = ["DATASETS", "Dataset", "dataset_named", "default_input", "fetched_input"]

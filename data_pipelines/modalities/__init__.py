@@ -17,6 +17,3 @@ def modality_named(name: str) -> Modality:
     if name not in MODALITIES:
         raise DataError(f"modality={name!r}: not a registered modality; take one of {', '.join(sorted(MODALITIES))}")
     return MODALITIES[name]
-
-
-__all__ = ["CHANNELS", "MODALITIES", "Content", "Modality", "Properties", "modality_named"]

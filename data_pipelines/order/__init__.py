@@ -13,16 +13,3 @@ from longstride.data_pipelines.order.evaluation import (
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.loading import StreamSettings, Substitution
 from longstride.data_pipelines.order.stream import Batch, ByteStream
-
-__all__ = [
-    "Batch",
-    "ByteStream",
-    "Cut",
-    "EvaluationBatch",
-    "StreamSettings",
-    "StreamState",
-    "Substitution",
-    "evaluation_contexts",
-    "read_context",
-    "split_bytes",
-]

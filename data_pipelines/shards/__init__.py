@@ -7,18 +7,3 @@ from longstride.data_pipelines.shards.indexing import index_tars
 from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, SplitRecord
 from longstride.data_pipelines.shards.reading import DataFolder, Sample, SampleReader, Split, sample_documents
 from longstride.data_pipelines.shards.verify import Progress, check_split, verify
-
-__all__ = [
-    "DataFolder",
-    "DataManifest",
-    "Progress",
-    "Sample",
-    "SampleReader",
-    "ShardRecord",
-    "Split",
-    "SplitRecord",
-    "check_split",
-    "index_tars",
-    "sample_documents",
-    "verify",
-]

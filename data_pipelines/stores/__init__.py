@@ -12,8 +12,6 @@ from longstride.data_pipelines.stores.local import LocalStore, Store, StoredFile
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL = re.compile(r"(file|local)://")
 
-__all__ = ["Store", "StoredFile", "open_store", "remote", "unreadable"]  # the module `remote` hands out fetch_file
-
 
 def open_store(location: str | Path, settings: RemoteSettings | None = None) -> Store:
     """The store of a data folder: a path, or a URL of any protocol that fsspec knows.

@@ -79,19 +79,3 @@ def pattern_to_json(pattern: Pattern) -> dict[str, object]:
     for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
         value[field.name] = getattr(pattern, field.name)
     return value
-
-
-__all__ = [
-    "PATTERNS",
-    "Block",
-    "Column",
-    "Dense",
-    "Fixed",
-    "Local",
-    "Pattern",
-    "PatternPart",
-    "Strided",
-    "Summary",
-    "pattern_from_json",
-    "pattern_to_json",
-]

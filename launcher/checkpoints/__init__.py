@@ -9,21 +9,3 @@ from longstride.launcher.checkpoints.manifest import check_space, flush_folder, 
 from longstride.launcher.checkpoints.restoring import restore
 from longstride.launcher.checkpoints.saved_state import SavedState, master_weights
 from longstride.launcher.checkpoints.saving import NotSavedError, Saver, error_line, go_back_to
-
-__all__ = [
-    "Checkpoint",
-    "NotSavedError",
-    "SavedState",
-    "Saver",
-    "check_space",
-    "error_line",
-    "first_whole",
-    "flush_folder",
-    "go_back_to",
-    "list_checkpoints",
-    "master_weights",
-    "open_checkpoint",
-    "restore",
-    "write_json",
-    "write_text",
-]

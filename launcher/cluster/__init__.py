@@ -2,5 +2,3 @@
 
 Hands out the modules of its two verbs, and imports neither: what starts and stops processes must not wait for torch.
 """
-
-__all__ = ["slurm", "start"]

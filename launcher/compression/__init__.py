@@ -9,5 +9,3 @@ from longstride.launcher.compression.compress import (
     run_compress,
     run_decompress,
 )
-
-__all__ = ["add_compress_arguments", "add_decompress_arguments", "run_compress", "run_decompress"]

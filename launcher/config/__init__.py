@@ -16,18 +16,3 @@ from longstride.launcher.config.run_config import (
     find_config,
     load_config,
 )
-
-__all__ = [
-    "DATA_PATHS",
-    "TRUST_OPTION",
-    "GuardPolicy",
-    "GuardsConfig",
-    "RunConfig",
-    "TrainConfig",
-    "add_trust_argument",
-    "find_config",
-    "flattened",
-    "load_config",
-    "load_json_object",
-    "part_errors",
-]

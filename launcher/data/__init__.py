@@ -3,16 +3,3 @@
 from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import Run, check_data, check_output, check_replay, resolve_steps, steps_of
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together
-
-__all__ = [
-    "GlobalBatch",
-    "Run",
-    "RunData",
-    "check_data",
-    "check_location",
-    "check_output",
-    "check_replay",
-    "resolve_steps",
-    "steps_of",
-    "together",
-]

@@ -5,5 +5,3 @@ Matplotlib is imported where a picture is drawn.
 
 from longstride.launcher.drawing.samples import add_data_show_arguments, run_data_show
 from longstride.launcher.drawing.show import add_arguments, run
-
-__all__ = ["add_arguments", "add_data_show_arguments", "run", "run_data_show"]

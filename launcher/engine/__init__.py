@@ -7,20 +7,3 @@ from longstride.launcher.engine.build import apply_settings, build_engine, check
 from longstride.launcher.engine.device import compile_kernels, prepare_accelerator, random_states, set_random_states
 from longstride.launcher.engine.optimizer import AVERAGE, TRAINED, add_weights_argument, parameter_groups
 from longstride.launcher.engine.step import EngineStep, Overflow
-
-__all__ = [
-    "AVERAGE",
-    "TRAINED",
-    "EngineStep",
-    "Overflow",
-    "add_weights_argument",
-    "apply_settings",
-    "build_engine",
-    "check_engine",
-    "compile_kernels",
-    "parameter_groups",
-    "prepare_accelerator",
-    "random_states",
-    "set_random_states",
-    "weights_are_finite",
-]

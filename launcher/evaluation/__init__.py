@@ -2,5 +2,3 @@
 
 from longstride.launcher.evaluation.evaluate import evaluate_split
 from longstride.launcher.evaluation.exact_sums import ExactSums
-
-__all__ = ["ExactSums", "evaluate_split"]

@@ -2,5 +2,3 @@
 
 No other room imports from here; models and hub read what it writes.
 """
-
-__all__: list[str] = []

@@ -6,5 +6,3 @@
 from longstride.launcher.generation.likelihood import check_bytes
 from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
 from longstride.launcher.generation.sample import add_arguments, run
-
-__all__ = ["add_arguments", "check_bytes", "check_new", "naming", "read_file", "run", "write_new"]

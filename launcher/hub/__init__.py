@@ -4,5 +4,3 @@ The stub in an export imports the classes from here; ``register()`` has transfor
 """
 
 from longstride.launcher.hub.model import LongstrideConfig, LongstrideForCausalLM, LongstrideTokenizer, register
-
-__all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer", "register"]

@@ -13,18 +13,3 @@ from longstride.launcher.models.exported import (
 )
 from longstride.launcher.models.model_data import ModelData
 from longstride.launcher.models.tensors import ALIGNMENT, DTYPES, MAPPED_BYTES, Fingerprint, write_tensors
-
-__all__ = [
-    "ALIGNMENT",
-    "DTYPES",
-    "MAPPED_BYTES",
-    "Exported",
-    "Fingerprint",
-    "ModelData",
-    "computing_numbers",
-    "empty_model",
-    "load_model",
-    "streamed_model",
-    "usable_device",
-    "write_tensors",
-]

@@ -14,17 +14,3 @@ from longstride.launcher.output.messages import (
     report,
     say,
 )
-
-__all__ = [
-    "AgreedError",
-    "ByteCounter",
-    "exit_codes",
-    "exit_on_mistake",
-    "file_names",
-    "lasting_output",
-    "metrics_file",
-    "mistake",
-    "mute_accelerator_warning",
-    "report",
-    "say",
-]

@@ -4,5 +4,3 @@
 """
 
 from longstride.launcher.planning.plan import add_arguments, run
-
-__all__ = ["add_arguments", "run"]

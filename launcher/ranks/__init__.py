@@ -4,15 +4,3 @@ from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, process_group, run_lock
 from longstride.launcher.ranks.rank_environment import adopt_place, is_loopback, source_address
 from longstride.launcher.ranks.waiting import wait_until_visible
-
-__all__ = [
-    "Ranks",
-    "Watchdog",
-    "adopt_place",
-    "check_unlocked",
-    "is_loopback",
-    "process_group",
-    "run_lock",
-    "source_address",
-    "wait_until_visible",
-]

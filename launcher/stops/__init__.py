@@ -5,15 +5,3 @@ Imports neither torch nor deepspeed nor numpy: a rank listens for signals before
 
 from longstride.launcher.stops.reasons import LEAVE_AT_ONCE, LauncherGone, StopFile, TimeIsUp
 from longstride.launcher.stops.stop_flag import SIGNALS, SignalPipe, StopAskedError, StopFlag, stopped_at_once
-
-__all__ = [
-    "LEAVE_AT_ONCE",
-    "SIGNALS",
-    "LauncherGone",
-    "SignalPipe",
-    "StopAskedError",
-    "StopFile",
-    "StopFlag",
-    "TimeIsUp",
-    "stopped_at_once",
-]

@@ -4,13 +4,3 @@ from longstride.launcher.training.guards import Guards, GuardStopError
 from longstride.launcher.training.loop import Trainer
 from longstride.launcher.training.replay import replay_step
 from longstride.launcher.training.resume import begin, choose_start, prepare_folder
-
-__all__ = [
-    "GuardStopError",
-    "Guards",
-    "Trainer",
-    "begin",
-    "choose_start",
-    "prepare_folder",
-    "replay_step",
-]

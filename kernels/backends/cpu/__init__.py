@@ -2,5 +2,3 @@
 
 from longstride.kernels.backends.cpu.attention import backward, forward, why_not
 from longstride.kernels.backends.cpu.decode import prepare
-
-__all__ = ["backward", "forward", "prepare", "why_not"]
