@@ -12,8 +12,9 @@ class _TextContent:
     file: BinaryIO
 
     def read(self, offset: int, size: int) -> bytes:
+        end = min(offset + size, self.file.seek(0, 2))  # a file cannot be asked for any number of bytes
         self.file.seek(offset)
-        return self.file.read(size)
+        return self.file.read(max(0, end - offset))
 
 
 class Text(Modality):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,15 @@ def test_new_modality_needs_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(MODALITIES, "genome", Genome())
-    model = str(tiny_export(tmp_path / "model", "text", modality="genome"))
+    model = tiny_export(tmp_path / "model", "text")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"data": {"modality": "genome", "properties": {}}}))
     (tmp_path / "in").write_bytes(b"ACGTACGT")
     prompt = ["--prompt-genome", str(tmp_path / "in"), "--keep-bases", "3", "--bytes", "5"]
-    assert cli.main(["sample", model, *prompt, "--output", str(tmp_path / "out.fa")]) == 0
+    assert cli.main(["sample", str(model), *prompt, "--output", str(tmp_path / "out.fa")]) == 0
     made = (tmp_path / "out.fa").read_bytes()
     assert made.startswith(b">sample\nACG") and len(made) == len(b">sample\n") + 8
-    assert cli.main(["sample", model, "--output", str(tmp_path / "out.txt")]) == 2
+    assert cli.main(["sample", str(model), "--output", str(tmp_path / "out.txt")]) == 2
     assert "must be a .fa file, as the model writes genomes" in capsys.readouterr().err
-    assert cli.main(["sample", model, "--likelihood", str(tmp_path / "in"), "--decoded"]) == 0
+    assert cli.main(["sample", str(model), "--likelihood", str(tmp_path / "in"), "--decoded"]) == 0
     assert '"tokens": 8' in capsys.readouterr().out
