@@ -26,8 +26,7 @@ from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, g
 from longstride.launcher.engine import TRAINED
 from longstride.launcher.pictures import plt
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.attention import Attention
+from longstride.sparse_model import Attention, SparseTransformer
 
 MOST_QUERIES = 6  # one below the other
 DEFAULT_QUERIES = 4
