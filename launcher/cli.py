@@ -17,8 +17,8 @@ from longstride.launcher.stops import stopped_at_once
 class Verb(NamedTuple):
     """A verb, and the module whose functions declare its options and run it.
 
-    The module is a string, so that `longstride --help` imports no verb, and a verb none of the others. Where a face
-    names verbs' modules in its ``__all__``, as that of ``cluster`` does, they are all that this room hands out.
+    The module is a string, so that `longstride --help` imports no verb, and no verb imports another. It is the face of
+    the verb's room, or a module of the room: faces such as that of ``cluster`` hand out the modules of their verbs.
     """
 
     words: str

@@ -13,10 +13,10 @@ same substitute.
 
 import signal
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -133,58 +133,49 @@ class LanesReader:
         self._loaded = epoch, block
 
     def _load_one_by_one(self, epoch: int, place: int) -> None:
-        """Reads what can be read of a lane's block that holds damage, and substitutes for the rest."""
+        """Reads what can be read of a lane's block that holds damage, and substitutes for the rest.
+
+        Raises DataError where so many contexts are damaged that no substitute is found.
+        """
+
+        def read(context: int, number: int) -> None:
+            row, length = self._rows[place, number : number + 1], self._lengths[place, number : number + 1]
+            self._contexts.read(self._readers[place], context, row, length, self._seed)
+
         for number, context in enumerate(self._ids[place].tolist()):
-            read = partial(self._read_one, place=place, number=number)
             try:
-                read(context)
-            except DataError as damage:
-                candidates = substitutes(self._lanes.contexts_of(epoch), self._seed, epoch, context)
-                stand_in = _substitute(read, context, damage, candidates)
-                self._ids[place, number] = stand_in.context
-                self._substitutions[place * self._rows.shape[1] + number] = stand_in
-
-    def _read_one(self, context: int, *, place: int, number: int) -> None:
-        row, length = self._rows[place, number : number + 1], self._lengths[place, number : number + 1]
-        self._contexts.read(self._readers[place], context, row, length, self._seed)
-
-
-def _substitute(
-    read: Callable[[int], None], damaged: int, damage: DataError, candidates: Iterable[int]
-) -> Substitution:
-    """Read the first candidate that can be read in place of a damaged context.
-
-    Raises DataError where so many are damaged that none is found.
-    """
-    tried = 0
-    for context in candidates:
-        try:
-            read(context)
-        except DataError:
-            tried += 1
-            continue
-        return Substitution(context, damaged, str(damage).removesuffix(f"; {REPAIR}"))
-    raise DataError(f"{damage}; so are all {tried} contexts that could stand in for it: too much is lost")
-
-
-def shared_out(rows: Sequence[int], workers: int) -> list[Sequence[int]]:
-    """The rows of each worker: as many shares as there are workers, and rows for; one share without workers."""
-    count = max(1, min(workers, len(rows)))
-    return [rows[each * len(rows) // count : (each + 1) * len(rows) // count] for each in range(count)]
+                read(context, number)
+                continue
+            except DataError as error:
+                damage = str(error)
+            candidates = substitutes(self._lanes.contexts_of(epoch), self._seed, epoch, context)
+            for candidate in candidates:
+                with suppress(DataError):
+                    read(candidate, number)
+                    break
+            else:
+                rule = f"so are all {len(candidates)} contexts that could stand in for it: too much is lost"
+                raise DataError(f"{damage}; {rule}")
+            self._ids[place, number] = candidate
+            stand_in = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
+            self._substitutions[place * self._rows.shape[1] + number] = stand_in
 
 
 def load_rows(
-    readers: Sequence[LanesReader], lanes: Lanes, first_batch: int, workers: int, prefetch: int
+    contexts: Contexts, lanes: Lanes, own: Sequence[int], settings: StreamSettings, first_batch: int
 ) -> Generator[LaneRows, None, None]:
-    """The rows of each step from global batch ``first_batch`` on, without end, of all readers in their order.
+    """The contexts of a rank's lanes at each step from global batch ``first_batch`` on, without end.
 
-    With ``workers``, each reader has a process of its own. Raises DataError as the readers do.
+    With workers, as many processes read as there are workers, and lanes for. Raises DataError as ``LanesReader`` does.
     """
-    if workers == 0:
-        for rows in zip(*(_read(reader, lanes, first_batch) for reader in readers), strict=True):
-            yield _joined(rows)
-        return
-    parts = _start(_Shares(readers, lanes, first_batch), len(readers), prefetch)
+    num_readers = max(1, min(settings.workers, len(own)))
+    bounds = [number * len(own) // num_readers for number in range(num_readers + 1)]
+    readers = [LanesReader(contexts, lanes, own[first:end], settings) for first, end in pairwise(bounds)]
+    if settings.workers == 0:
+        for batch in count(first_batch):
+            yield readers[0].take(*lanes.position(batch))
+    contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
+    parts = _start(_Shares(readers, lanes, first_batch), num_readers, settings.prefetch)
     try:
         while True:
             yield _joined([next(parts) for _ in readers])
@@ -210,11 +201,6 @@ def _joined(step: Sequence[LaneRows | DataError]) -> LaneRows:
     )
 
 
-def _read(reader: LanesReader, lanes: Lanes, first_batch: int) -> Iterator[LaneRows]:
-    for batch in count(first_batch):
-        yield reader.take(*lanes.position(batch))
-
-
 class _Shares(IterableDataset):
     """What each worker reads: its share of every step. An error travels as a value, without a traceback."""
 
@@ -225,7 +211,8 @@ class _Shares(IterableDataset):
         worker = get_worker_info()
         assert worker is not None
         try:
-            yield from _read(self._readers[worker.id], self._lanes, self._first)
+            for batch in count(self._first):
+                yield self._readers[worker.id].take(*self._lanes.position(batch))
         except DataError as error:
             yield error
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import cut_contexts
 from longstride.data_pipelines.order.lanes import Lanes, StreamState
-from longstride.data_pipelines.order.loading import LanesReader, StreamSettings, Substitution, load_rows, shared_out
+from longstride.data_pipelines.order.loading import StreamSettings, Substitution, load_rows
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder
 
@@ -61,13 +61,7 @@ class ByteStream:
 
     def __iter__(self) -> Iterator[Batch]:
         first = self.lanes.batch_number(self.state.epoch, self.state.step)
-        workers, prefetch = self.settings.workers, self.settings.prefetch
-        readers = [
-            LanesReader(self.contexts, self.lanes, share, self.settings) for share in shared_out(self._own, workers)
-        ]
-        if workers:
-            self.contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
-        with closing(load_rows(readers, self.lanes, first, workers, prefetch)) as steps:
+        with closing(load_rows(self.contexts, self.lanes, self._own, self.settings, first)) as steps:
             for number, rows in enumerate(steps, start=first):
                 yield Batch(
                     tokens=torch.from_numpy(rows.tokens),

@@ -28,7 +28,7 @@ from longstride.data_pipelines.shards.verify import Progress
 from longstride.data_pipelines.stores import Store, open_store
 
 PIECE_BYTES = 2**16  # of a long member: a row of the index each, which is checked whole and lost whole if damaged
-_HEAD_BYTES = 2**12  # of a member, which tell what file it is
+_HEAD_BYTES = 2**16  # of a member, which tell what file it is
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key and extension, as WebDataset divides a member's name
 _PASSED_OVER = re.compile(r"(.*/)?\.[^/]*$|(.*/)?__[^/]*__($|/)")  # hidden files, and WebDataset's own
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -58,13 +58,17 @@ def index_tars(
 
     Raises DataError, naming tar and member, for what cannot be read as it lies, and for an output that is taken.
     """
-    settings = _Settings(modality_named(modality), _checked_extension(extension, modality), complete)
+    kind = modality_named(modality)
+    ending = kind.extension if extension is None else extension.removeprefix(".").lower()  # as WebDataset has it
+    if not ending or "/" in ending:
+        raise DataError(f"extension={extension!r}: must be what follows a member's first dot, such as txt")
     base, sizes = _find(places, remote)
     dealt = _deal(sorted(sizes), splits, validation_fraction)
     _check_output(output, [name for names in dealt.values() for name in names])
     store = open_store(base, remote)
-    reader = _Reader(store, settings)
+    reader = _Reader(store, kind, ending, complete)
     reader.left_out["tars_of_no_split"] = len(sizes) - sum(map(len, dealt.values()))
+    is_new = not output.exists()
     with os_errors_as_data_errors(output):
         output.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".index-", dir=output))
@@ -86,7 +90,7 @@ def index_tars(
                 split: SplitRecord(sum(shard.documents for shard in shards), tuple(shards))
                 for split, shards in records.items()
             },
-            made={"settings": {"extension": settings.extension}, "left_out": reader.left_out},
+            made={"settings": {"extension": ending}, "left_out": reader.left_out},
             tars=base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output)),
         )
         _check_splits(dealt, records, reader, store)
@@ -94,16 +98,10 @@ def index_tars(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         store.close()
-        with suppress(OSError):
-            output.rmdir()  # where nothing came of it
+        if is_new:
+            with suppress(OSError):
+                output.rmdir()  # where nothing came of it
     return manifest
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    modality: Modality
-    extension: str
-    complete: bool  # whether a sample without its member is refused
 
 
 @dataclass(slots=True)
@@ -111,18 +109,20 @@ class _Reader:
     """Reads tars, one after the other; the first member of content settles what all have in common."""
 
     store: Store
-    settings: _Settings
+    modality: Modality
+    extension: str
+    complete: bool  # whether a sample without its member is refused
     properties: dict[str, int] | None = None
     left_out: dict[str, int] = field(default_factory=dict)
     extensions: set[str] = field(default_factory=set)  # of other members, for messages
 
     def __post_init__(self) -> None:
-        extension = self.settings.extension
-        self.left_out = {f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0}
+        ending = self.extension
+        self.left_out = {f"samples_without_{ending}": 0, "empty_samples": 0, f"tars_without_{ending}": 0}
 
     def read(self, name: str, size: int, aside: Path) -> ShardRecord | None:
         """The record of a tar, whose index is written below ``aside``; None where it holds no content."""
-        tar, extension = self.store.path_for_messages(name), self.settings.extension
+        tar, extension = self.store.path_for_messages(name), self.extension
         rows: list[IndexRow] = []
         keys: dict[str, bool] = {}  # of samples: whether the member is there
         stream = TarStream(tar, self.store.blocks(name, size))
@@ -148,7 +148,7 @@ class _Reader:
                 keys[key] = True
                 rows += self._rows(where, member.offset, member.size, stream)
         lacking = [key for key, complete in keys.items() if not complete]
-        if lacking and self.settings.complete:
+        if lacking and self.complete:
             raise DataError(
                 f"{tar}: sample {shown(lacking[0])} has no member .{extension}; add it, or leave out --complete"
             )
@@ -163,14 +163,14 @@ class _Reader:
 
     def _rows(self, where: str, begins: int, size: int, stream: TarStream) -> list[IndexRow]:
         """The rows of a member of content, whose header has just gone by: one, or one for each piece of a long one."""
-        data, modality = stream.offset, self.settings.modality
+        data = stream.offset
         end = data + size
         place = data + self._header_bytes(where, size, stream)
         if place == end:
             self.left_out["empty_samples"] += 1
             return []
         rows: list[IndexRow] = []
-        step = PIECE_BYTES if modality.divisible else size
+        step = PIECE_BYTES if self.modality.divisible else size
         member = begins
         while place < end:
             # Data begins at a block of the tar, and so does every piece but for the header before the first.
@@ -185,17 +185,16 @@ class _Reader:
 
     def _header_bytes(self, where: str, size: int, stream: TarStream) -> int:
         """Bytes of the header before the content. Raises DataError for a member that is not what we read as it lies."""
-        modality = self.settings.modality
+        modality = self.modality
         if size == 0:
             return 0
         head = stream.peek(min(size, _HEAD_BYTES))
         if self.properties is None:
-            with tempfile.TemporaryFile() as file:  # as long as the member, and of its size on no disk
+            with tempfile.TemporaryFile() as file:  # as long as the member, without its bytes
                 file.write(head)
                 file.truncate(size)
                 file.seek(0)
-                path = Path(where)
-                self.properties = dict(modality.settle(path, file, {}))
+                self.properties = dict(modality.settle(Path(where), file, {}))
         header = len(modality.header(0, self.properties))
         fixed = modality.document_bytes(self.properties)
         if (
@@ -210,15 +209,6 @@ class _Reader:
                 f"`longstride data build --modality {modality.name}`"
             )
         return header
-
-
-def _checked_extension(extension: str | None, modality: str) -> str:
-    if extension is None:
-        return modality_named(modality).extension
-    bare = extension.removeprefix(".").lower()  # WebDataset lowers what stands in the tar
-    if not bare or "/" in bare:
-        raise DataError(f"extension={extension!r}: must be what follows a member's first dot, such as txt")
-    return bare
 
 
 # Where the tars are.
@@ -366,7 +356,7 @@ def _check_output(output: Path, names: list[str]) -> None:
 
 
 def _check_splits(dealt: Mapping[str, list[str]], records: Mapping[str, Any], reader: _Reader, store: Store) -> None:
-    extension = reader.settings.extension
+    extension = reader.extension
     for split, names in dealt.items():
         if split not in records:
             held = ", ".join(sorted(f".{each}" for each in reader.extensions if each)) or "none with an extension"

@@ -202,21 +202,22 @@ class Split:
         """End what goes on in the background of this process."""
         self._folder.close()
 
-    def check_sizes(self) -> None:
-        """Raises DataError for a file that is missing or of another size; a remote folder is not looked at."""
-        for store, files in (
-            (self._folder.tars, [shard.file for shard in self.shards]),
-            (self._folder.store, [shard.index_file for shard in self.shards]),
-        ):
-            sizes = store.sizes()
-            for file in files:
-                if sizes is not None and sizes.get(file.name) != file.size:
-                    store.local(file)  # says what is wrong with it
+    def check_sizes(self) -> bool:
+        """Whether the shards are at hand: raises DataError where one of their files is missing or of another size.
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the shards have to be fetched."""
-        return self._folder.tars.sizes() is None
+        Remote files are not looked at.
+        """
+        folder, at_hand = self._folder, False
+        for store in dict.fromkeys((folder.store, folder.tars)):
+            sizes = store.sizes()
+            if sizes is None:
+                continue
+            at_hand |= store is folder.tars
+            for shard in self.shards:
+                for place, file in ((folder.tars, shard.file), (folder.store, shard.index_file)):
+                    if place is store and sizes.get(file.name) != file.size:
+                        store.local(file)  # says what is wrong with it
+        return at_hand
 
     def document_sizes(self) -> Iterator[np.ndarray]:
         """(documents,) int64 of each shard: content bytes. Reads every index."""

@@ -26,8 +26,7 @@ def check_split(location: str | Path | DataFolder, split: str) -> None:
     begins. Remote files are not looked at: they are checked when they are fetched.
     """
     opened = DataFolder.at(location).split(split)
-    opened.check_sizes()
-    if opened.is_remote:
+    if not opened.check_sizes():
         return
     count = len(opened.shards)
     checked = min(count, _CHECKED_AT_START)
@@ -50,7 +49,7 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
         return [str(error)]
     with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
         # What is remote is fetched anew, whatever the training's cache holds, and forgotten shard after shard.
-        room = 2 * max(shard.file.size + shard.index_file.size for shard in manifest.shards())
+        room = 2 * max((shard.file.size + shard.index_file.size for shard in manifest.shards()), default=1)
         folder = DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)
         try:
             return _verify_shards(folder, progress) + _strangers(folder)

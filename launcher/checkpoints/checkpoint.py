@@ -110,6 +110,10 @@ class Checkpoint:
         """
         saved, state = self.config, StreamState.from_json(self.manifest.stream)
         origin = f"the checkpoint {self.folder}"
+        if saved.data.order != config.data.order:
+            rule = f"{origin} counts steps of the order {saved.data.order!r}, which is no more; index its tars with "
+            rule += "`longstride data index`, and begin a run in another folder"
+            raise ConfigError.at("data.order", config.data.order, rule)
         problems = []
         model, saved_model = (flattened(each.to_json()["model"], "model") for each in (config, saved))
         for path in sorted((model.keys() | saved_model.keys()) - {"model.backend"}):  # who computes, not what
@@ -120,7 +124,6 @@ class Checkpoint:
         pairs = (
             ("data.train_split", data.train_split, saved_data.train_split),
             ("data.shuffle_bytes", data.shuffle_bytes, saved_data.shuffle_bytes),
-            ("data.order", data.order, saved_data.order),
             ("data.packing", data.packing, saved_data.packing),
             ("data.separator", data.separator, saved_data.separator),
             ("data.hop", data.hop, saved_data.hop),

@@ -10,8 +10,8 @@ from typing import Any
 
 from longstride.kernels import ConfigError, join_paths
 
-# A string, or a mark of structure; numbers and words never matter to the search for keys.
 _DEEPEST = 64  # objects and lists within each other
+# A string, or a mark of structure: enough to find keys.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 
@@ -44,7 +44,7 @@ def load_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """``train.steps=10`` as (["train", "steps"], 10); the value is JSON, or else a string.
+    """``train.steps=10`` as (["train", "steps"], 10); a value that is no JSON is a string.
 
     Raises:
         ConfigError: no ``=``, or an empty part of the path.
@@ -77,7 +77,7 @@ def put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 
 def flattened(content: object, prefix: str = "") -> dict[str, object]:
-    """Nested objects as one of dotted paths; lists count as values."""
+    """Nested objects as one object of dotted paths; lists count as values."""
     if not isinstance(content, dict) or not content:
         return {prefix: content}
     flat: dict[str, object] = {}
@@ -95,7 +95,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _parse(text: str) -> Any:
-    """The value of a JSON text. Raises RecursionError beyond a depth that whatever reads the value can follow."""
+    """The value of a JSON text. Raises RecursionError where it is nested too deep for what reads the value."""
     content = json.loads(text, parse_constant=_refuse_constant)
     depth = 0
     for token in _TOKEN.finditer(text):
@@ -107,7 +107,7 @@ def _parse(text: str) -> Any:
 
 def _repeated_keys(text: str) -> list[tuple[int, int, str]]:
     """(line, column, key) of every key that its object holds already; the text is known to be JSON."""
-    found = []
+    repeated = []
     open_objects: list[set[str]] = []  # the keys so far; a list has an empty set that never fills
     last = None
     for token in _TOKEN.finditer(text):
@@ -120,7 +120,7 @@ def _repeated_keys(text: str) -> list[tuple[int, int, str]]:
             key = last.group()
             if key in open_objects[-1]:
                 start = last.start()
-                found.append((text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start), key))
+                repeated.append((text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start), key))
             open_objects[-1].add(key)
         last = token
-    return found
+    return repeated

@@ -118,7 +118,7 @@ GuardPolicy = Literal["skip", "rewind", "stop"]
 
 
 class SpikeConfig(StrictModel):
-    """From when on a loss counts as a spike: above the mean of the last ones by so many standard deviations."""
+    """What counts as a spike: a loss above the mean of the last ones by so many standard deviations."""
 
     deviations: float = Field(default=6.0, gt=0, description="above the mean, in standard deviations")
     window: int = Field(
@@ -267,10 +267,10 @@ class RunConfig(StrictModel):
 
 
 def find_config(text: str | Path) -> Path:
-    """The file that a person means by a path, or by the bare name of one of ds_configs/experiments.
+    """The file of a path, or of the bare name of one of ds_configs/experiments.
 
     Raises:
-        ConfigError: a bare name that is neither; what looks like a path is left to whoever reads it.
+        ConfigError: a bare name that is neither. A path is checked by whoever reads it.
     """
     path = Path(text)
     known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
@@ -311,13 +311,10 @@ def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
 
 
 def _drop_other_length(content: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Steps on the command line take the place of a file's epochs, and epochs that of its steps, in place.
-
-    A null says that there is no such length, and takes the place of nothing.
-    """
+    """Steps on the command line replace a file's epochs, and epochs its steps, in place. A null replaces nothing."""
     train = content.get("train")
-    for own, other in (("steps", "epochs"), ("epochs", "steps")):
-        given = overrides.get(f"train.{own}") is not None and f"train.{other}" not in overrides
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        given = overrides.get(f"train.{length}") is not None and f"train.{other}" not in overrides
         if isinstance(train, dict) and given:
             train.pop(other, None)
 

@@ -23,7 +23,7 @@ _CONTENTS = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)  # o
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that is asked of a run on this rank. Its number of steps is known: see ``resolve_steps``."""
+    """All that is asked of a run on this rank, as one value. Its steps are resolved: see ``resolve_steps``."""
 
     config: RunConfig
     ranks: Ranks

@@ -50,7 +50,7 @@ SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch(Generic[SomeBatch]):
-    """What all ranks take together in a step or at a time of an evaluation, of which each holds its own part."""
+    """What all ranks take at once, in a step or an evaluation; each rank holds its part."""
 
     part: SomeBatch  # of this rank
     num_bytes: int  # over all ranks, without padding: what the loss is normalised by
@@ -84,8 +84,12 @@ def together(
             batch = next(batches)
         except StopIteration:
             pass
-        except Exception as error:
-            problem = problem_line(error, ranks)
+        except DataError as error:
+            problem = str(error)
+        except Exception as error:  # no mistake of the user: its traceback is printed here
+            traceback.print_exception(error)
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            problem = f"rank {ranks.rank} cannot take its batch: {what}"
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
         stops = int(stop is not None and stop.reason is not None)
         if batch is not None:
@@ -126,14 +130,6 @@ def placed() -> Iterator[None]:
         raise
 
 
-def problem_line(error: Exception, ranks: Ranks) -> str:
-    """A line for the other ranks; what is no mistake of the user keeps its traceback here."""
-    if isinstance(error, DataError):
-        return str(error)
-    traceback.print_exception(error)
-    return f"rank {ranks.rank} cannot take its batch: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
 class RunData:
     """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
 
@@ -145,7 +141,8 @@ class RunData:
         if location is None:  # a run's configuration may be older
             config.data.check_order()
         with placed():
-            self._folder = DataFolder(location or config.data.path, make_remote(config))
+            remote = RemoteSettings(**config.data.remote.model_dump())
+            self._folder = DataFolder(location or config.data.path, remote)
 
     @property
     def modality(self) -> str:
@@ -234,18 +231,13 @@ def check_pictures(config: RunConfig, properties: Mapping[str, int]) -> None:
     """
     names = ("height", "width", "channels")
     embedding = config.model.embedding
-    asked, has = ([getattr(embedding, name, None) for name in names], [properties.get(name) for name in names])
-    if None in has or asked == has:
+    of_model, of_data = [getattr(embedding, name, None) for name in names], [properties.get(name) for name in names]
+    if None in of_data or of_model == of_data:
         return
-    shape = " x ".join(map(str, has))
-    good = json.dumps({"type": "image", **dict(zip(names, has, strict=True))})
+    shape = " x ".join(map(str, of_data))
+    good = json.dumps({"type": "image", **dict(zip(names, of_data, strict=True))})
     rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
     raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
-
-
-def make_remote(config: RunConfig) -> RemoteSettings:
-    """How the run's remote files are fetched."""
-    return RemoteSettings(**config.data.remote.model_dump())
 
 
 def make_cut(config: RunConfig) -> Cut:

@@ -53,7 +53,7 @@ def run_data_show(arguments: argparse.Namespace) -> int:
     check_location(arguments.location)
     folder = DataFolder(arguments.location)
     name = folder.manifest.modality
-    kind, extension = modality_named(name).shown_as, modality_named(name).extension
+    kind = modality_named(name).shown_as
     default, most = _COUNTS[kind]
     if most is None and arguments.output is not None:
         raise DataError(f"--output={arguments.output}: {name} is printed, not drawn; leave it out")

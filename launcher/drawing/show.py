@@ -26,6 +26,7 @@ _PICTURES_WITH = {  # the options that not every picture has
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
+
     parser.add_argument("what", choices=("pattern", "attention", "loss"))
     parser.add_argument(
         "source",

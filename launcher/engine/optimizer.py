@@ -64,7 +64,7 @@ def rate_factor(train: TrainConfig, step: int) -> float:
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Lets every step of the optimiser be followed by average = decay · average + (1 - decay) · weights.
+    """Has every step of the optimiser followed by average = decay · average + (1 - decay) · weights.
 
     The average begins at the weights before the first step (the released code has decay 0.999).
     """
@@ -72,7 +72,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
     @torch.no_grad()
     def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Not put into the state yet: Adam takes one that is not empty for one that has begun.
+        # Not put into the state yet: Adam takes a state that is not empty for one that it has begun.
         before.update({p: p.detach().clone() for p in _stepped(optimizer) if AVERAGE not in optimizer.state[p]})
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 def forget_average(optimizer: torch.optim.Optimizer) -> None:
-    """Removes what a checkpoint brought: an average that is no longer kept would be saved as if it were."""
+    """Removes the average that a checkpoint brought: one that is no longer updated would be saved as if it were."""
     for state in optimizer.state.values():
         state.pop(AVERAGE, None)
 

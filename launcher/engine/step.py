@@ -66,7 +66,7 @@ class EngineStep:
         self._backward(loss * math.nan if drop else loss)
         if self._scaler is not None and "raise_error_at_min_scale" in vars(self._scaler):
             # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise under ZeRO 1
-            # to 3. Said at every step, as a loaded checkpoint brings a scaler of its own.
+            # to 3. Set at every step, as a loaded checkpoint brings a scaler of its own.
             self._scaler.raise_error_at_min_scale = False
         norm = None
         if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm

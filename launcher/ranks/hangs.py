@@ -114,8 +114,8 @@ class Watchdog:
     def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
         """Takes the addresses of all ranks, in rank order."""
         self._name = everyone[0][1]  # the same for all ranks of an attempt
-        own = self._sheet.address
-        self._neighbours = [Neighbour(each) for each, _ in everyone if each.host == own.host and each != own]
+        here = self._sheet.address
+        self._neighbours = [Neighbour(each) for each, _ in everyone if each.host == here.host and each != here]
         self._met = True
 
     def at(self, place: str) -> None:

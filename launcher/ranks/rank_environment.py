@@ -158,9 +158,12 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this host can reach the address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address always means this host itself."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def source_address(host: str) -> str | None:

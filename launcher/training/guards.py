@@ -59,7 +59,7 @@ class GuardMemory(StrictModel):
 
 
 class GuardStopError(Exception):
-    """A guard ends the run, on every rank; the engine is as it was before the step."""
+    """A guard ends the run, on every rank. The engine is as it was before the step."""
 
     def __init__(self, step: int, verdict: Verdict) -> None:
         self.step, self.verdict = step, verdict

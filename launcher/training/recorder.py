@@ -24,14 +24,14 @@ _MOST_WAITING = 100_000  # lines of some 500 bytes
 
 
 def device_seconds(device: torch.device) -> float:
-    """The clock once the device has done all it was given."""
+    """The clock once the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Recorder:
-    """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is told, and ends nothing."""
+    """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is reported and ends nothing."""
 
     def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
         self._run, self._engine = run, engine
@@ -73,10 +73,10 @@ class Recorder:
                 self._progress.say(text)
 
     def rewind(self, step: int, line: dict[str, Any]) -> Path | None:
-        """Goes back to a step from that of a line; returns the copy that keeps this and all others after the step.
+        """Cuts the lines after a step, to which the step of ``line`` goes back; returns the copy that keeps them all.
 
         Raises:
-            OSError: there is no room for it; nothing has changed, and lines that wait still do.
+            OSError: there is no room for the copy; nothing has changed, and lines that wait still do.
         """
         if not self._is_first:
             return None
@@ -88,7 +88,7 @@ class Recorder:
         return copy
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Closes the file and leaves the bar as it is."""
         if self._is_first:
             self._lines.close()
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class Recorder:
 
 
 class LineFile:
-    """A file that whole lines are appended to; what cannot be written waits for the next try."""
+    """A file to which whole lines are appended; a line that cannot be written waits for the next try."""
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
@@ -106,7 +106,7 @@ class LineFile:
         self._dropped = 0
 
     def append(self, text: str, about: str) -> None:
-        """Writes a line, behind those that wait; ``about`` names it where it cannot be written."""
+        """Writes a line, after those that wait; ``about`` names it where it cannot be written."""
         waited = len(self._waiting)
         self._waiting.append(f"{text}\n".encode())
         if waited == _MOST_WAITING:
@@ -117,24 +117,24 @@ class LineFile:
             self._first = about
             self._say(f"{self._path}: {reason}; lines from {about} on wait in memory until there is room")
         elif reason is None and waited:
-            self._tell_made_up(waited)
+            self._say_made_up(waited)
 
-    def _tell_made_up(self, waited: int) -> None:
+    def _say_made_up(self, waited: int) -> None:
         lost = f"; {self._dropped} more are lost" if self._dropped else ""
         self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
         self._dropped = 0
 
     def settle(self) -> None:
-        """Writes what waits. OSError where it cannot, and then it waits on."""
+        """Writes the lines that wait. Raises OSError where it cannot; then they wait on."""
         waited = len(self._waiting)
         reason = self._write() if waited else None
         if reason is not None:
             raise OSError(errno.ENOSPC, f"{reason}, and lines from {self._first} on wait", str(self._path))
         if waited:
-            self._tell_made_up(waited)
+            self._say_made_up(waited)
 
     def close(self) -> None:
-        """Tries once more, and tells what is lost."""
+        """Tries once more, and says what is lost."""
         if self._waiting and self._write() is not None:
             count = len(self._waiting) + self._dropped
             self._say(f"{self._path}: {count} line{'s' if count > 1 else ''} from {self._first} on are lost")
@@ -142,7 +142,7 @@ class LineFile:
             self._file.close()
 
     def _write(self) -> str | None:
-        """Writes all that waits; why not, where it cannot, and then no part of it stays in the file."""
+        """Writes all lines that wait; or returns why it cannot, and then no part of them stays in the file."""
         text = b"".join(self._waiting)
         try:
             before = self._file.seek(0, os.SEEK_END)
@@ -150,7 +150,7 @@ class LineFile:
                 if self._file.write(text) == len(text):
                     self._waiting.clear()
                     return None
-                reason = os.strerror(errno.ENOSPC)  # a part had room
+                reason = os.strerror(errno.ENOSPC)  # there was room for a part
             except OSError as error:
                 reason = error.strerror or str(error)
             self._file.truncate(before)
@@ -175,7 +175,7 @@ class BarProgress:
         self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Leaves the last state on the screen."""
+        """Ends the bar; its last state stays on the screen."""
         self._bar.close()
 
 
@@ -201,7 +201,7 @@ class LineProgress:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Has nothing to close."""
 
 
 def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LineProgress:

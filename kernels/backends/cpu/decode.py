@@ -145,12 +145,8 @@ class CachedRows:
 
     def of(self, keys: QueryReads) -> list[Tensor]:
         """The rows that are read: gathered into one tensor, or one tensor a read, views where possible."""
-        index = keys.together
-        if index is not None and self.whole_rows:
-            # One buffer for all queries, as new memory may be new pages each time.
-            if len(index) > len(self.scratch):
-                self.scratch = _normal_empty(self.x, len(index), *self.x.shape[1:])
-            return [self._flat(torch.index_select(self.x, 0, index, out=self.scratch[: len(index)]))]
+        if keys.together is not None and self.whole_rows:
+            return [self._gathered(keys.together)]
         rows = []
         for read, place in zip(keys.reads, keys.places, strict=True):
             if place is None or self.once:
@@ -164,6 +160,12 @@ class CachedRows:
         """Rows from here on are written anew."""
         for (_, _, step), blocks in self.kept.items():
             blocks.count = min(blocks.count, position // step)
+
+    def _gathered(self, index: Tensor) -> Tensor:
+        """Rows of all heads in one buffer for all queries, as new memory may be new pages each time."""
+        if len(index) > len(self.scratch):
+            self.scratch = _normal_empty(self.x, len(index), *self.x.shape[1:])
+        return self._flat(torch.index_select(self.x, 0, index, out=self.scratch[: len(index)]))
 
     def _flat(self, rows: Tensor) -> Tensor:
         rows = in_dtype(rows, self.wide)

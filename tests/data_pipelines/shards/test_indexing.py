@@ -10,6 +10,9 @@ import os
 import random
 import shutil
 import tarfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -439,6 +442,31 @@ def test_tars_behind_a_failing_server_are_indexed_and_read(tars, tmp_path, quick
         assert verify(f"{url}/served") == []
     index_tars([str(folder)], tmp_path / "local", **ALL)
     assert DataFolder(tmp_path / "local").manifest.fingerprint == DataFolder(tmp_path / "served").manifest.fingerprint
+
+
+def test_tars_that_a_web_server_lists_are_found(tars, tmp_path, quick):
+    folder, texts = tars
+    (folder / ".hidden").mkdir()
+    shutil.copy(folder / "train-000.tar", folder / ".hidden" / "train-000.tar")
+    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder.parent))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        settings = RemoteSettings(cache=str(tmp_path / "cache"))
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            manifests = [
+                index_tars([f"{url}/{place}"], tmp_path / f"index{number}", remote=settings, **ALL)
+                for number, place in enumerate(("tars", "tars/*2.tar"))
+            ]
+            assert documents(tmp_path / "index0", remote=settings) == list(itertools.chain(*texts))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert [[shard.name for shard in each.shards()] for each in manifests] == [
+        [f"train-00{number}.tar" for number in range(5)],
+        ["train-002.tar"],
+    ]
 
 
 def test_each_remote_tar_is_read_once(tars, tmp_path, quick):

@@ -22,7 +22,7 @@ from longstride.launcher.ranks.processes import Ranks  # noqa: E402
 
 
 def convert_and_die(run: Path, number: int) -> None:
-    """Converts, and dies before the so-manieth call that reads a tensor or touches a file."""
+    """Converts, and is killed before call `number` of those that read a tensor or touch a file."""
     calls = itertools.count()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def convert_and_die(run: Path, number: int) -> None:
 
 
 def main(run: Path) -> int:
-    """How many conversions were killed; each was made good by the next process, to the byte."""
+    """How many conversions were killed; the next process made each form again, with the same bytes."""
     checkpoint = open_checkpoint(run, 4)
     folder = universal.universal_folder(checkpoint.folder)
     wanted = contents(universal.ready_universal(checkpoint, Ranks())[0].folder)

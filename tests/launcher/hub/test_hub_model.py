@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -143,28 +146,26 @@ def test_tokens_are_bytes(folder: Path) -> None:
     assert len(tokenizer) == 256
 
 
-OLD_STUB = """\
-try:
-    from launcher.hub_model import LongstrideConfig, LongstrideForCausalLM
-    from launcher.hub_tokenizer import LongstrideTokenizer
-except ImportError as error:
-    raise ImportError(f"this model needs Longstride, and transformers 5.23 or newer, installed: {error}") from error
-"""  # of exports made before the rooms moved
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An export made before the rooms moved, whose stub imports modules that are gone."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return Path(shutil.copytree(ROOT / "tests/made_before/model", tmp_path / "old"))
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new stub", "old stub"])
+@pytest.mark.parametrize("name", ["folder", "old"])
 def test_registered_classes_load_an_export_without_its_stub(
-    folder: Path, model: SparseTransformer, tmp_path: Path, old: bool
+    request: pytest.FixtureRequest, tmp_path: Path, name: str
 ) -> None:
     """In a process of its own: what is registered stays so."""
-    if old:
-        (folder / "modeling_longstride.py").write_text(OLD_STUB)
+    export = request.getfixturevalue(name)
     script = (
         "import torch\n"
         "from longstride.launcher.hub import register\n"
         "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
         "register()\nregister()\n"
-        f"folder = {str(folder)!r}\n"
+        f"folder = {str(export)!r}\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
         "for each in (model, tokenizer, AutoConfig.from_pretrained(folder)):\n"
@@ -175,18 +176,22 @@ def test_registered_classes_load_an_export_without_its_stub(
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    known = torch.tensor([list(b"a stride")])
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), rows(model, known))  # by as many threads as it likes
+    expected = rows(load_model(export), torch.tensor([list(b"a stride")]))
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)  # of another number of threads
 
 
-def test_old_stub_is_refreshed(folder: Path) -> None:
+def test_old_stub_is_refreshed(old: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    (folder / "modeling_longstride.py").write_text(OLD_STUB)
     with pytest.raises(ImportError, match="this model needs Longstride"):
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    refresh_stub(folder)
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        AutoModelForCausalLM.from_pretrained(old, trust_remote_code=True)
+    refresh_stub(old)
+    model = AutoModelForCausalLM.from_pretrained(old, trust_remote_code=True)
+    made = ROOT / "tests/made_before"
+    with torch.no_grad():
+        logits = model(torch.tensor([json.loads((made / "expected.json").read_text())["tokens"]])).logits
+    # Row i of the network stands at place i - 1 here.
+    torch.testing.assert_close(logits[0, 6::8], torch.from_numpy(np.load(made / "logits.npy")))
 
 
 def test_neither_deepspeed_nor_triton_is_needed(folder: Path) -> None:

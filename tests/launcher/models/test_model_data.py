@@ -74,19 +74,19 @@ def run_config(data: Path | str, **model: Any) -> RunConfig:
 
 
 def test_export_tells_what_the_data_folder_says(data: Path, tmp_path: Path) -> None:
-    assert ModelData.of_run(run_config(data)) == ModelData("text", {})
+    assert ModelData.of_run(run_config(data)) == ModelData(modality_named("text"), {})
     sounds = tmp_path / "sounds"
     sounds.mkdir()
     for name in "abcdef":
         (sounds / f"{name}.wav").write_bytes(Audio().encode(np.arange(200) % 256, {"rate": 4000}))
     build([sounds], tmp_path / "audio", modality="audio", validation_fraction=0.3)
-    assert ModelData.of_run(run_config(tmp_path / "audio")) == ModelData("audio", {"rate": 4000})
+    assert ModelData.of_run(run_config(tmp_path / "audio")) == ModelData(modality_named("audio"), {"rate": 4000})
 
 
 def test_export_tells_what_it_can_where_the_data_is_gone() -> None:
-    assert ModelData.of_run(run_config("/nowhere")) == ModelData("text", {})
+    assert ModelData.of_run(run_config("/nowhere")) == ModelData(modality_named("text"), {})
     audio = {"type": "audio", "row_width": 8}
-    assert ModelData.of_run(run_config("s3://bucket/data", embedding=audio)) == ModelData("audio", {})
+    assert ModelData.of_run(run_config("s3://bucket/data", embedding=audio)) == ModelData(modality_named("audio"), {})
     picture = {"type": "image", "height": 4, "width": 4, "channels": 4}
-    expected = ModelData("image", {"height": 4, "width": 4, "channels": 4})
+    expected = ModelData(modality_named("image"), {"height": 4, "width": 4, "channels": 4})
     assert ModelData.of_run(run_config("/nowhere", embedding=picture)) == expected
