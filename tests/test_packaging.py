@@ -182,7 +182,7 @@ def test_everything_runs_from_a_wheel_beside_foreign_kernels(installation: Insta
     runner = ["python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     run(*runner, program, "--config", "run.json", f"train.output={tmp_path / 'again'}")
     run("python", "-c", SEVERAL_VERBS.format([["evaluate", "run"], ["export", "run", "--output", "model"]]))
-    assert run("longstride", "sample", "model", "--prompt", "sparse ", "--bytes", "8").count("sparse ") == 1
+    assert run("longstride", "sample", "model", "--prompt", "sparse ", "--bytes", "8").startswith("sparse ")
 
     ranks = [process for process in ended() if process.argv[0] == str(program)]
     assert len(ranks) == 3 and all(len(rank.files) > 40 for rank in ranks)
