@@ -79,7 +79,8 @@ def imported(path: Path) -> set[str]:
 def face(room: str) -> set[str]:
     """The names that a room hands out: what its `__init__.py` imports from the room, or defines."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / room / "__init__.py").read_text())):
+    top = ast.parse((ROOT / room / "__init__.py").read_text()).body
+    for node in [*top, *(inner for outer in top if isinstance(outer, ast.If) for inner in outer.orelse)]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"longstride.{room.replace('/', '.')}"):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
