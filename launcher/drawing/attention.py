@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError
-from longstride.kernels.patterns.base import Pattern
+from longstride.kernels.patterns import Pattern
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData
