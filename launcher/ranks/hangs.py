@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -138,14 +138,23 @@ class Watchdog:
         if self._sheet.marked:  # a neighbour reports it, and reads this rank's stacks
             time.sleep(_MARKED_SECONDS)
         else:
-            place = self._sheet.read()
+            place, seconds, _ = self._sheet.read()
             self._sheet.write_stacks()
             text = "" if raised is None else "".join(traceback.format_exception(raised))
-            with self._first_here() as is_first:
+            with socket.socket(socket.AF_UNIX) as name:  # bound by the host's first rank to report, until it leaves
+                try:
+                    name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
+                    is_first = True
+                except OSError:
+                    is_first = False
                 written = [self._write(self._rank, failure, self._sheet.read(), text)]
                 if is_first:
                     written += self._neighbours_stacks(failure)
-                    self._report(failure, place, [path for path in written if path is not None])
+                    folder = next((path.parent for path in written if path is not None), None)
+                    what = "lost another process" if failure.lost else "heard nothing of another process in time"
+                    where = f"{place}, after {seconds:.0f} s"
+                    files = f"; stacks: {folder}/{self._name}-rank-*.txt" if folder else ""
+                    say(f"rank {self._rank} on {socket.gethostname()} {what} ({where}): {failure.reason}{files}")
                 if failure.lost:
                     time.sleep(_LOST_SECONDS)
         leave_at_once()
@@ -176,17 +185,6 @@ class Watchdog:
                 self.end(PeerFailure(f"nothing came for {still:.0f} s, and no time-out ended it", lost=False))
             if orphaned and still > self._timeout:
                 self.end(PeerFailure(f"the launcher is gone, and nothing moved for {still:.0f} s", lost=False))
-
-    @contextlib.contextmanager
-    def _first_here(self) -> Iterator[bool]:
-        """Whether this is the host's first rank to report; others are not, for as long as the block runs."""
-        with socket.socket(socket.AF_UNIX) as name:
-            try:
-                name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
-                is_first = True
-            except OSError:
-                is_first = False
-            yield is_first
 
     def _neighbours_stacks(self, failure: PeerFailure) -> list[Path | None]:
         """Writes the files of this host's other ranks, as far as they have not; returns the paths."""
@@ -231,13 +229,6 @@ class Watchdog:
                 say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path
-
-    def _report(self, failure: PeerFailure, reading: Reading, written: Sequence[Path]) -> None:
-        """Says it in one line."""
-        what = "lost another process" if failure.lost else "heard nothing of another process in time"
-        place = f"{reading.place}, after {reading.seconds:.0f} s"
-        files = f"; stacks: {written[0].parent}/{self._name}-rank-*.txt" if written else ""
-        say(f"rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}")
 
 
 def leave_at_once() -> NoReturn:
