@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from longstride.kernels import ConfigError
+from longstride.launcher.cluster.placement import HostRanks, LocalRanks, NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
 from longstride.launcher.output import exit_codes, file_names, say
 from longstride.launcher.ranks import check_unlocked
@@ -26,33 +26,11 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _TAIL_BYTES = 1 << 16
 
 
-class NoHostAnswersError(Exception):
-    """No host answers. They may be well: perhaps only this host has lost its network for a while."""
-
-
-class Placement(Protocol):
-    """Where the ranks of a run are placed (see placement.py)."""
-
-    def launch(self, resume: str) -> Launch:
-        """What starts the ranks, with a value for --resume."""
-
-    def shrink(self) -> str:
-        """Places the ranks on what is left after a loss; describes that for a line of output.
-
-        Raises:
-            ConfigError: the run cannot go on with what is left.
-            NoHostAnswersError: there is no knowing what is left.
-        """
-
-    def end_elsewhere(self) -> None:
-        """Ends what the newest launch has left on other hosts that answer."""
-
-
 def run_with_restarts(
     run: Path,
     resume: str,
     max_restarts: int,
-    placement: Placement,
+    placement: LocalRanks | HostRanks,
     request: StopRequest,
     supervise: Callable[[Launch], Outcome],
     stop_seconds: float,
