@@ -10,7 +10,6 @@ interface is not in it: hosts may name theirs differently, so each rank finds it
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import re
@@ -176,12 +175,12 @@ def write_environment_file(run: Path, environment: Mapping[str, str]) -> Path:
         if "\n" in value or '"' in value:
             raise ConfigError(f"environment: {name} holds a quote or a line's end, which no launcher hands on")
     run.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
+    number = 1
+    while True:
         path = run.absolute() / f"hosts-{number}.env"
         try:
             with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.writelines(f"{name}={value}\n" for name, value in environment.items())
+            return path
         except FileExistsError:
-            continue
-        return path
-    raise AssertionError("there is always a next number")
+            number += 1

@@ -64,7 +64,7 @@ class LocalRanks:
     def launch(self, resume: str) -> Launch:
         """What starts the ranks, with a value for --resume."""
         command = launcher_command(self._arguments, resume, self._processes)
-        return _launch(command, self._environment, self._config, self._started)
+        return _launch(command, self._environment, Path(self._config.train.output).absolute(), self._started)
 
     def shrink(self) -> str:
         """Takes as many of the GPUs that are left as the batch divides over; says how many processes that makes.
@@ -101,6 +101,7 @@ class HostRanks:
             ConfigError: a host does not, or the address of the first one is not known.
         """
         self._config, self._arguments, self._hosts, self._started = config, arguments, hosts, started
+        self._run = Path(config.train.output).absolute()
         # The other ways to start ranks are srun, and an agent that the user names.
         self._by_ssh = hosts.launcher != "slurm" and not any(
             "agent" in word or word.startswith(("-launcher", "--launcher"))
@@ -108,18 +109,18 @@ class HostRanks:
         )
         self._answering = list(hosts.slots)
         self._pattern = ""  # of the newest launch
-        self._address = arguments.master_addr or meeting_address(list(hosts.slots))
+        self._address = arguments.master_addr or meeting_address(self._answering)
         if self._by_ssh:
-            check_reachable(list(hosts.slots), NEEDED_FILES)
+            check_reachable(self._answering, NEEDED_FILES)
 
     def launch(self, resume: str) -> Launch:
         """What starts the ranks, with a value for --resume; they meet at a port of their own."""
         port = self._arguments.master_port or free_port()
         hosts = replace(self._hosts, master_addr=self._address, master_port=port)
         self._pattern = launch_pattern(hosts.master_addr, hosts.master_port)
-        environment = launcher_environment(write_hosts_environment(hosts, _output(self._config)))
+        environment = launcher_environment(write_hosts_environment(hosts, self._run))
         command = launcher_command(self._arguments, resume, None, hosts)
-        return _launch(command, environment, self._config, self._started)
+        return _launch(command, environment, self._run, self._started)
 
     def shrink(self) -> str:
         """Takes the hosts that still answer; says how many processes that makes.
@@ -151,14 +152,10 @@ class HostRanks:
             end_launches(self._answering, self._pattern)
 
 
-def _launch(command: list[str], environment: dict[str, str], config: RunConfig, started: float) -> Launch:
+def _launch(command: list[str], environment: dict[str, str], run: Path, started: float) -> Launch:
     """A launch with a stop file of its own; ``--started`` lets ranks of a restart count max_seconds from the start."""
-    file = _output(config) / f".stop-{secrets.token_hex(8)}"
+    file = run / f".stop-{secrets.token_hex(8)}"
     return Launch([*command, f"--stop-file={file}", f"--started={started!r}"], environment, file)
-
-
-def _output(config: RunConfig) -> Path:
-    return Path(config.train.output).absolute()
 
 
 def _counted(processes: int) -> str:

@@ -39,7 +39,8 @@ def run_with_restarts(
 
     ``stop_seconds``: how long ranks that have lost their launcher may take to save and end.
     """
-    option, furthest = ResumeOption(run, resume), Furthest(run, from_nothing=resume == "never")
+    option = ResumeOption(run, resume)
+    furthest = Progress(saved=0 if resume == "never" else read_progress(run).saved, recorded=0)
     left, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
     launch, placed = placement.launch(resume), ""
     ended, attempted = supervise(launch), True
@@ -49,9 +50,10 @@ def run_with_restarts(
                 say(f"ended: {ended.description}")
             return ended.code
         if attempted:
-            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest.advances() else (in_vain + 1, wait)
+            before, furthest = furthest, furthest.at_least(read_progress(run))
+            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest != before else (in_vain + 1, wait)
         if in_vain == _MOST_IN_VAIN:
-            step = furthest.progress.saved
+            step = furthest.saved
             say(f"ended: {ended.description}; {in_vain} attempts in a row came no further than step {step}: given up")
             return ended.code
         if left == 0:
@@ -155,19 +157,9 @@ class Progress:
     saved: int
     recorded: int
 
-
-class Furthest:
-    """How far any attempt has come."""
-
-    def __init__(self, run: Path, *, from_nothing: bool) -> None:
-        self._run = run
-        self.progress = Progress(saved=0 if from_nothing else read_progress(run).saved, recorded=0)
-
-    def advances(self) -> bool:
-        """Whether the newest attempt has come further than all before it."""
-        newest, before = read_progress(self._run), self.progress
-        self.progress = Progress(max(newest.saved, before.saved), max(newest.recorded, before.recorded))
-        return self.progress != before
+    def at_least(self, other: Progress) -> Progress:
+        """The further of both in each respect."""
+        return Progress(max(self.saved, other.saved), max(self.recorded, other.recorded))
 
 
 def read_progress(run: Path) -> Progress:

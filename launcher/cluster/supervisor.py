@@ -85,8 +85,8 @@ class StopRequest:
 def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_done: Callable[[], bool]) -> Outcome:
     """Runs a launch to its end; returns once none of its processes is left on this host.
 
-    ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. A launcher
-    exits by 0 where its own part that watches the ranks was killed, so its exit code alone does not say so.
+    ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. The exit
+    code 0 does not prove that: a launcher exits by 0, too, where the part of it that watches the ranks was killed.
     """
     if sys.platform == "linux":  # descendants whose parents end become children of this process, not of process 1
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -145,8 +145,7 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
         return Outcome(exit_codes.UNFORESEEN, f"code {code}")
     if stopped_by is not None and killed_by in (stopped_by, signal.SIGTERM):
         return Outcome(exit_codes.REQUEUE, "stopped before it could listen; there was nothing to save")
-    names = {number.value: number.name for number in signal.Signals}
-    name = names.get(killed_by, f"signal {killed_by}")
+    name = {number.value: number.name for number in signal.Signals}.get(killed_by, f"signal {killed_by}")
     return Outcome(exit_codes.HUNG, f"code {code}: a process was ended by {name}")
 
 

@@ -197,12 +197,11 @@ class Watchdog:
             readings = [(each, each.read()) for each in waiting]
             waiting = [each for each, reading in readings if reading is not None and not reading.stacks]
         time.sleep(0.1)  # the handler writes line by line
-        files = []
-        for neighbour in self._neighbours:
-            reading = neighbour.read()
-            if reading is not None:
-                files.append(self._write(neighbour.address.rank, failure, reading, ""))
-        return files
+        return [
+            self._write(each.address.rank, failure, reading, "")
+            for each in self._neighbours
+            if (reading := each.read()) is not None
+        ]
 
     def _write(self, rank: int, failure: PeerFailure, reading: Reading, raised: str) -> Path | None:
         """A rank's file; None where it has one already, or there is no run folder to write to."""
