@@ -17,8 +17,8 @@ from longstride.launcher.stops import stopped_at_once
 class Verb(NamedTuple):
     """A verb, and the module whose functions declare its options and run it.
 
-    The module is a string, so that `longstride --help` imports no verb, and no verb imports another. It is the face of
-    the verb's room, or a module of the room: faces such as that of ``cluster`` hand out the modules of their verbs.
+    The module is a string, so that `longstride --help` imports no verb. It is a room of ``longstride.launcher``, or a
+    module of one where the room's face must stay light.
     """
 
     words: str
@@ -29,49 +29,21 @@ class Verb(NamedTuple):
 
 
 VERBS = (
-    Verb(
-        "data build", "make shards from files", "longstride.launcher.data.folders", "add_build_arguments", "run_build"
-    ),
-    Verb(
-        "data index",
-        "train on tars as they are",
-        "longstride.launcher.data.folders",
-        "add_index_arguments",
-        "run_index",
-    ),
-    Verb(
-        "data verify", "check a data folder", "longstride.launcher.data.folders", "add_verify_arguments", "run_verify"
-    ),
-    Verb(
-        "data show",
-        "a few samples of a data folder",
-        "longstride.launcher.drawing",
-        "add_data_show_arguments",
-        "run_data_show",
-    ),
-    Verb("train", "train, or go on training", "longstride.launcher.cluster.start"),
-    Verb("slurm", "write a batch script that trains under SLURM", "longstride.launcher.cluster.slurm"),
-    Verb("plan", "what a run will cost", "longstride.launcher.planning"),
-    Verb("evaluate", "bits per byte over a split", "longstride.launcher.evaluation.evaluate"),
-    Verb("export", "a checkpoint as safetensors", "longstride.launcher.exports.export"),
-    Verb("sample", "write with an exported model, or score a file", "longstride.launcher.generation"),
-    Verb(
-        "compress",
-        "shrink a file without loss",
-        "longstride.launcher.compression",
-        "add_compress_arguments",
-        "run_compress",
-    ),
-    Verb(
-        "decompress",
-        "get it back",
-        "longstride.launcher.compression",
-        "add_decompress_arguments",
-        "run_decompress",
-    ),
-    Verb("serve", "an exported model behind HTTP, with a page to try it", "longstride.launcher.serving"),
-    Verb("show", "draw a pattern, a run's attention or its loss", "longstride.launcher.drawing"),
-    Verb("config schema", "the JSON schema of a run", "longstride.launcher.config.run_config"),
+    Verb("data build", "make shards from files", "data.folders", "add_build_arguments", "run_build"),
+    Verb("data index", "train on tars as they are", "data.folders", "add_index_arguments", "run_index"),
+    Verb("data verify", "check a data folder", "data.folders", "add_verify_arguments", "run_verify"),
+    Verb("data show", "a few samples of a data folder", "drawing", "add_data_show_arguments", "run_data_show"),
+    Verb("train", "train, or go on training", "cluster.start"),
+    Verb("slurm", "write a batch script that trains under SLURM", "cluster.slurm"),
+    Verb("plan", "what a run will cost", "planning"),
+    Verb("evaluate", "bits per byte over a split", "evaluation.evaluate"),
+    Verb("export", "a checkpoint as safetensors", "exports.export"),
+    Verb("sample", "write with an exported model, or score a file", "generation"),
+    Verb("compress", "shrink a file without loss", "compression", "add_compress_arguments", "run_compress"),
+    Verb("decompress", "get it back", "compression", "add_decompress_arguments", "run_decompress"),
+    Verb("serve", "an exported model behind HTTP, with a page to try it", "serving"),
+    Verb("show", "draw a pattern, a run's attention or its loss", "drawing"),
+    Verb("config schema", "the JSON schema of a run", "config.run_config"),
 )
 
 
@@ -93,23 +65,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
         with stopped_at_once() if verb.words == "train" else nullcontext():
-            return _run(verb, words[len(verb.words.split()) :])
+            mute_accelerator_warning()
+            module = importlib.import_module(f"longstride.launcher.{verb.module}")
+            summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
+            parser = Parser(prog=f"longstride {verb.words}", description=summary)
+            getattr(module, verb.arguments)(parser)
+            options = parser.parse_intermixed_args(words[len(verb.words.split()) :])
+            try:
+                return getattr(module, verb.run)(options)
+            except (OSError, ValueError) as error:
+                return report(error)
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             say("; ".join(["stopped", *map(str, stop.args)]))
         return exit_codes.STOPPED
-
-
-def _run(verb: Verb, words: list[str]) -> int:
-    mute_accelerator_warning()
-    module = importlib.import_module(verb.module)
-    parser = Parser(prog=f"longstride {verb.words}", description=f"{verb.summary[0].upper()}{verb.summary[1:]}.")
-    getattr(module, verb.arguments)(parser)
-    options = parser.parse_intermixed_args(words)
-    try:
-        return getattr(module, verb.run)(options)
-    except (OSError, ValueError) as error:
-        return report(error)
 
 
 def _help(words: list[str]) -> int:

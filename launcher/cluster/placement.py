@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,19 +25,21 @@ from longstride.launcher.cluster.hosts import (
     unreachable,
 )
 from longstride.launcher.cluster.launchers import (
-    free_meeting_port,
+    NEEDED_FILES,
+    free_port,
     launcher_command,
     launcher_environment,
-    needed_files,
-    reaches_by_ssh,
     write_hosts_environment,
 )
-from longstride.launcher.cluster.restarts import NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the deepspeed launcher takes all of these where it is given no number
 _COUNT_SECONDS = 120.0
+
+
+class NoHostAnswersError(Exception):
+    """No host answers. They may be well: perhaps only this host has lost its network for a while."""
 
 
 class LocalRanks:
@@ -46,8 +51,7 @@ class LocalRanks:
         Raises:
             ConfigError: there are fewer GPUs than processes, or CUDA_VISIBLE_DEVICES names them by other than numbers.
         """
-        self._config, self._arguments, self._started = config, arguments, started
-        self._processes = processes
+        self._config, self._arguments, self._processes, self._started = config, arguments, processes, started
         on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available()
         self._accelerators = 0 if on_cpu else torch.accelerator.device_count()
         self._environment = launcher_environment()
@@ -60,7 +64,7 @@ class LocalRanks:
     def launch(self, resume: str) -> Launch:
         """What starts the ranks, with a value for --resume."""
         command = launcher_command(self._arguments, resume, self._processes)
-        return _launch(command, self._environment, self._config, self._started)
+        return _launch(command, self._environment, Path(self._config.train.output).absolute(), self._started)
 
     def shrink(self) -> str:
         """Takes as many of the GPUs that are left as the batch divides over; says how many processes that makes.
@@ -74,13 +78,9 @@ class LocalRanks:
         before = self._processes or self._accelerators
         if available >= before:
             return f"with {_counted(before)}"
-        sizes = usable_world_sizes(self._config, available)
-        if not sizes:
-            raise ConfigError(
-                f"{available} of {self._accelerators} GPUs are left, and the batch divides over no such number"
-            )
-        self._take(sizes[0])
-        return f"with {_counted(sizes[0])}, as {available} GPUs are left of {before}"
+        size = largest_world_size(self._config, available, f"{available} of {self._accelerators} GPUs")
+        self._take(size)
+        return f"with {_counted(size)}, as {available} GPUs are left of {before}"
 
     def end_elsewhere(self) -> None:
         """Does nothing: the supervisor has ended all processes on this host."""
@@ -101,20 +101,26 @@ class HostRanks:
             ConfigError: a host does not, or the address of the first one is not known.
         """
         self._config, self._arguments, self._hosts, self._started = config, arguments, hosts, started
-        self._by_ssh = reaches_by_ssh(hosts, arguments.launcher_args)
+        self._run = Path(config.train.output).absolute()
+        # The other ways to start ranks are srun, and an agent that the user names.
+        self._by_ssh = hosts.launcher != "slurm" and not any(
+            "agent" in word or word.startswith(("-launcher", "--launcher"))
+            for word in shlex.split(arguments.launcher_args)
+        )
         self._answering = list(hosts.slots)
         self._pattern = ""  # of the newest launch
-        self._address = arguments.master_addr or meeting_address(list(hosts.slots))
+        self._address = arguments.master_addr or meeting_address(self._answering)
         if self._by_ssh:
-            check_reachable(list(hosts.slots), needed_files())
+            check_reachable(self._answering, NEEDED_FILES)
 
     def launch(self, resume: str) -> Launch:
         """What starts the ranks, with a value for --resume; they meet at a port of their own."""
-        hosts = self._hosts.meeting(self._address, self._arguments.master_port or free_meeting_port())
+        port = self._arguments.master_port or free_port()
+        hosts = replace(self._hosts, master_addr=self._address, master_port=port)
         self._pattern = launch_pattern(hosts.master_addr, hosts.master_port)
-        environment = launcher_environment(write_hosts_environment(hosts, _output(self._config)))
+        environment = launcher_environment(write_hosts_environment(hosts, self._run))
         command = launcher_command(self._arguments, resume, None, hosts)
-        return _launch(command, environment, self._config, self._started)
+        return _launch(command, environment, self._run, self._started)
 
     def shrink(self) -> str:
         """Takes the hosts that still answer; says how many processes that makes.
@@ -124,7 +130,7 @@ class HostRanks:
             ConfigError: the batch divides over no number of processes that is left, or the launcher cannot leave a
                 host out.
         """
-        lost = unreachable(list(self._hosts.slots), needed_files()) if self._by_ssh else {}
+        lost = unreachable(list(self._hosts.slots), NEEDED_FILES) if self._by_ssh else {}
         self._answering = [host for host in self._hosts.slots if host not in lost]
         if not lost:
             return f"with {self._hosts.num_processes} processes on the same hosts"
@@ -133,10 +139,8 @@ class HostRanks:
             raise NoHostAnswersError("no host answers any more; what runs there runs on")
         if left.launcher != "pdsh":
             raise ConfigError(f"{', '.join(lost)} answers no more; write a hostfile without it, and --resume auto")
-        sizes = usable_world_sizes(self._config, left.num_processes)
-        if not sizes:
-            raise ConfigError(f"{left.num_processes} slots are left, and the batch divides over no such number")
-        left = left.only(first_slots(left.slots, sizes[0]))
+        size = largest_world_size(self._config, left.num_processes, f"{left.num_processes} slots")
+        left = left.only(first_slots(left.slots, size))
         if next(iter(left.slots)) != next(iter(self._hosts.slots)):
             self._address = meeting_address(list(left.slots))
         self._hosts = left
@@ -148,30 +152,27 @@ class HostRanks:
             end_launches(self._answering, self._pattern)
 
 
-def _launch(command: list[str], environment: dict[str, str], config: RunConfig, started: float) -> Launch:
+def _launch(command: list[str], environment: dict[str, str], run: Path, started: float) -> Launch:
     """A launch with a stop file of its own; ``--started`` lets ranks of a restart count max_seconds from the start."""
-    file = _output(config) / f".stop-{secrets.token_hex(8)}"
+    file = run / f".stop-{secrets.token_hex(8)}"
     return Launch([*command, f"--stop-file={file}", f"--started={started!r}"], environment, file)
-
-
-def _output(config: RunConfig) -> Path:
-    return Path(config.train.output).absolute()
 
 
 def _counted(processes: int) -> str:
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
-def usable_world_sizes(config: RunConfig, most: int) -> list[int]:
-    """The numbers of processes up to ``most`` over which the batch divides, largest first."""
-    sizes = []
+def largest_world_size(config: RunConfig, most: int, left: str) -> int:
+    """The largest number of processes up to ``most`` over which the batch divides.
+
+    Raises:
+        ConfigError: there is none; names what is ``left``.
+    """
     for size in range(most, 0, -1):
-        try:
+        with suppress(ConfigError):
             config.check_world_size(size)
-        except ConfigError:
-            continue
-        sizes.append(size)
-    return sizes
+            return size
+    raise ConfigError(f"{left} are left, and the batch divides over no such number")
 
 
 def first_slots(slots: Mapping[str, Sequence[int]], world_size: int) -> dict[str, list[int]]:

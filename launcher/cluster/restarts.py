@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from longstride.kernels import ConfigError
+from longstride.launcher.cluster.placement import HostRanks, LocalRanks, NoHostAnswersError
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
 from longstride.launcher.output import exit_codes, file_names, say
 from longstride.launcher.ranks import check_unlocked
@@ -26,33 +26,11 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _TAIL_BYTES = 1 << 16
 
 
-class NoHostAnswersError(Exception):
-    """No host answers. They may be well: perhaps only this host has lost its network for a while."""
-
-
-class Placement(Protocol):
-    """Where the ranks of a run are placed (see placement.py)."""
-
-    def launch(self, resume: str) -> Launch:
-        """What starts the ranks, with a value for --resume."""
-
-    def shrink(self) -> str:
-        """Places the ranks on what is left after a loss; describes that for a line of output.
-
-        Raises:
-            ConfigError: the run cannot go on with what is left.
-            NoHostAnswersError: there is no knowing what is left.
-        """
-
-    def end_elsewhere(self) -> None:
-        """Ends what the newest launch has left on other hosts that answer."""
-
-
 def run_with_restarts(
     run: Path,
     resume: str,
     max_restarts: int,
-    placement: Placement,
+    placement: LocalRanks | HostRanks,
     request: StopRequest,
     supervise: Callable[[Launch], Outcome],
     stop_seconds: float,
@@ -61,7 +39,8 @@ def run_with_restarts(
 
     ``stop_seconds``: how long ranks that have lost their launcher may take to save and end.
     """
-    option, furthest = ResumeOption(run, resume), Furthest(run, from_nothing=resume == "never")
+    option = ResumeOption(run, resume)
+    furthest = Progress(saved=0 if resume == "never" else read_progress(run).saved, recorded=0)
     left, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
     launch, placed = placement.launch(resume), ""
     ended, attempted = supervise(launch), True
@@ -71,9 +50,10 @@ def run_with_restarts(
                 say(f"ended: {ended.description}")
             return ended.code
         if attempted:
-            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest.advances() else (in_vain + 1, wait)
+            before, furthest = furthest, furthest.at_least(read_progress(run))
+            in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest != before else (in_vain + 1, wait)
         if in_vain == _MOST_IN_VAIN:
-            step = furthest.progress.saved
+            step = furthest.saved
             say(f"ended: {ended.description}; {in_vain} attempts in a row came no further than step {step}: given up")
             return ended.code
         if left == 0:
@@ -177,19 +157,9 @@ class Progress:
     saved: int
     recorded: int
 
-
-class Furthest:
-    """How far any attempt has come."""
-
-    def __init__(self, run: Path, *, from_nothing: bool) -> None:
-        self._run = run
-        self.progress = Progress(saved=0 if from_nothing else read_progress(run).saved, recorded=0)
-
-    def advances(self) -> bool:
-        """Whether the newest attempt has come further than all before it."""
-        newest, before = read_progress(self._run), self.progress
-        self.progress = Progress(max(newest.saved, before.saved), max(newest.recorded, before.recorded))
-        return self.progress != before
+    def at_least(self, other: Progress) -> Progress:
+        """The further of both in each respect."""
+        return Progress(max(self.saved, other.saved), max(self.recorded, other.recorded))
 
 
 def read_progress(run: Path) -> Progress:

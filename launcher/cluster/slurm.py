@@ -11,8 +11,8 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from longstride.kernels import ConfigError, Problem
-from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, training_script
+from longstride.kernels import ConfigError
+from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import check_data, check_output
 from longstride.launcher.output import exit_codes
@@ -112,7 +112,7 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
     lines += [f"#SBATCH --{option.removeprefix('--')}" for option in arguments.sbatch]
     # Since SLURM 22.05 srun does not inherit this from the job.
     command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
-    command += [sys.executable, "-u", training_script()]
+    command += [sys.executable, "-u", TRAINING_SCRIPT]
     command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto", *arguments.overrides]
     ranks = arguments.nodes * arguments.processes_per_node
     values = {
@@ -133,7 +133,7 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
 def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
     """Checks the options and the run; every wrong option has a line of its own."""
     problems = [
-        Problem("", f"{option}={value}: must be at least 1")
+        f"{option}={value}: must be at least 1"
         for option, value in (
             ("--nodes", arguments.nodes),
             ("--processes-per-node", arguments.processes_per_node),
@@ -144,24 +144,24 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
     ]
     seconds = _seconds(arguments.time)
     if seconds is None:
-        problems.append(Problem("", f"--time={arguments.time}: must be [days-]hours:minutes:seconds, such as 12:00:00"))
+        problems.append(f"--time={arguments.time}: must be [days-]hours:minutes:seconds, such as 12:00:00")
     elif seconds <= arguments.stop_seconds + 60:  # SLURM may send the signal a minute earlier
         rule = f"must be more than --stop-seconds {arguments.stop_seconds} and a minute, or the job stops as it starts"
-        problems.append(Problem("", f"--time={arguments.time}: {rule}; such as 12:00:00"))
+        problems.append(f"--time={arguments.time}: {rule}; such as 12:00:00")
     for option, value in (("--partition", arguments.partition), ("--account", arguments.account)):
         if value is not None and _NAME.fullmatch(value) is None:
             shown = " ".join(value.split())
-            problems.append(Problem("", f"{option}={shown}: must be a name; such as {_valid_name(value)}"))
+            problems.append(f"{option}={shown}: must be a name; such as {_valid_name(value)}")
     for option in arguments.sbatch:
         if _OPTION.fullmatch(option.removeprefix("--")) is None:
             shown = " ".join(option.split())
-            problems.append(Problem("", f"--sbatch={shown}: must be one option of sbatch; such as qos=long"))
+            problems.append(f"--sbatch={shown}: must be one option of sbatch; such as qos=long")
         elif option.removeprefix("--").partition("=")[0] in _RESERVED:
-            problems.append(Problem("", f"--sbatch={option}: is the script's own, or another option's; leave it out"))
+            problems.append(f"--sbatch={option}: is the script's own, or another option's; leave it out")
     # #SBATCH lines are comments, in which nothing can be quoted.
     for option, path in (("--output-dir", arguments.output_dir or config.train.output), ("this folder", Path.cwd())):
         if re.search(r"[\s\"'\\%]", str(Path(path).absolute())):
-            problems.append(Problem("", f"{option}={path}: must be a path without blanks, quotes and %, for SLURM"))
+            problems.append(f"{option}={path}: must be a path without blanks, quotes and %, for SLURM")
     if problems:
         raise ConfigError(*problems)
     check_output(config.train.output, "auto")

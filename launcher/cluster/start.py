@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -13,12 +14,7 @@ from longstride.launcher import train
 from longstride.launcher.cluster.hosts import add_host_arguments, find_hosts
 from longstride.launcher.cluster.placement import HostRanks, LocalRanks
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts
-from longstride.launcher.cluster.supervisor import (
-    StopRequest,
-    orphan_seconds,
-    supervise,
-    supervised_signals,
-)
+from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay
 from longstride.launcher.output import lasting_output
@@ -52,8 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
-    with supervised_signals() as signals, lasting_output():
-        request = StopRequest(signals)
+    with closing(StopRequest()) as request, lasting_output():
         return run_with_restarts(
             output,
             arguments.resume,

@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,10 @@ class StopRequest:
     ``signal``: the first signal; None before. ``at_once``: whether a second one asked to leave without saving.
     """
 
-    def __init__(self, signals: SignalPipe) -> None:
+    def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.at_once = False
-        self._signals = signals
+        self._signals = SignalPipe((*SIGNALS, signal.SIGCHLD))  # by SIGCHLD a child's end is noticed at once
         self._since = 0.0
 
     def listen(self, seconds: float) -> bool:
@@ -77,22 +77,16 @@ class StopRequest:
                 self.at_once = changed = True
         return changed
 
-
-@contextmanager
-def supervised_signals() -> Iterator[SignalPipe]:
-    """Catches the signals that ask for a stop, and SIGCHLD, by which a child's end is noticed at once."""
-    signals = SignalPipe((*SIGNALS, signal.SIGCHLD))
-    try:
-        yield signals
-    finally:
-        signals.close()
+    def close(self) -> None:
+        """Gives the signals back."""
+        self._signals.close()
 
 
 def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_done: Callable[[], bool]) -> Outcome:
     """Runs a launch to its end; returns once none of its processes is left on this host.
 
-    ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. A launcher
-    exits by 0 where its own part that watches the ranks was killed, so its exit code alone does not say so.
+    ``timeout_seconds``: of the run's collectives. ``is_done``: whether the run folder holds the last step. The exit
+    code 0 does not prove that: a launcher exits by 0, too, where the part of it that watches the ranks was killed.
     """
     if sys.platform == "linux":  # descendants whose parents end become children of this process, not of process 1
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -103,9 +97,7 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
     child = subprocess.Popen(command, env=launch.environment, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         while child.poll() is None and not request.at_once:
-            if request.listen(1.0):
-                _forward(request, file)
-            _reap_adopted(child.pid)
+            _attend(1.0, request, file, child.pid)
         if request.at_once:
             _end_launcher(child, file)
             return Outcome(exit_codes.STOPPED, "left at once")
@@ -115,9 +107,7 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
             say("the launcher was killed; the processes save and end by themselves")
             end = time.monotonic() + orphan_seconds(timeout_seconds)
             while local_ranks() and time.monotonic() < end and not request.at_once:
-                if request.listen(0.5):
-                    _forward(request, file)
-                _reap_adopted(child.pid)
+                _attend(0.5, request, file, child.pid)
         if request.at_once:
             return Outcome(exit_codes.STOPPED, "left at once")
         return outcome_of(child.returncode, request.signal, whole=not orphaned and is_done(), orphaned=orphaned)
@@ -155,19 +145,18 @@ def outcome_of(code: int, stopped_by: signal.Signals | None, *, whole: bool, orp
         return Outcome(exit_codes.UNFORESEEN, f"code {code}")
     if stopped_by is not None and killed_by in (stopped_by, signal.SIGTERM):
         return Outcome(exit_codes.REQUEUE, "stopped before it could listen; there was nothing to save")
-    names = {number.value: number.name for number in signal.Signals}
-    name = names.get(killed_by, f"signal {killed_by}")
+    name = {number.value: number.name for number in signal.Signals}.get(killed_by, f"signal {killed_by}")
     return Outcome(exit_codes.HUNG, f"code {code}: a process was ended by {name}")
 
 
-def _forward(request: StopRequest, file: StopFile) -> None:
-    """Forwards a stop to the ranks; leaving at once is up to ``_end_launcher``."""
-    if request.at_once or request.signal is None:
-        return
-    file.write(request.signal.name)
-    for rank in local_ranks():
-        with suppress(psutil.Error):
-            rank.send_signal(request.signal)
+def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int) -> None:
+    """Waits for a signal; forwards a stop to the ranks. Leaving at once is up to ``_end_launcher``."""
+    if request.listen(seconds) and request.signal is not None and not request.at_once:
+        file.write(request.signal.name)
+        for rank in local_ranks():
+            with suppress(psutil.Error):
+                rank.send_signal(request.signal)
+    _reap_adopted(child_pid)
 
 
 def _end_launcher(child: subprocess.Popen[bytes], file: StopFile) -> None:

@@ -16,7 +16,6 @@ from longstride.launcher.output.exit_codes import WRONG_INPUT
 _FIRST_RANK_SECONDS = 30.0  # long enough for a slow start of rank 0
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a write, which names no file
 _CLOSED = (errno.EIO, errno.EPIPE)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _COUNTER_SECONDS = 0.2
 
 
@@ -31,11 +30,7 @@ def mute_accelerator_warning() -> None:
 
     For the start of a program: importing deepspeed prints it.
     """
-    logging.getLogger("DeepSpeed").addFilter(_is_no_accelerator_warning)
-
-
-def _is_no_accelerator_warning(record: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in record.getMessage()
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 class AgreedError(ValueError):
@@ -111,7 +106,8 @@ class LastingOutput:
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._drop(error)
+            if error.errno not in self._dropped:
+                raise
             return 0
 
     def flush(self) -> None:
@@ -119,11 +115,8 @@ class LastingOutput:
         try:
             self._stream.flush()
         except OSError as error:
-            self._drop(error)
-
-    def _drop(self, error: OSError) -> None:
-        if error.errno not in self._dropped:
-            raise error
+            if error.errno not in self._dropped:
+                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -136,7 +129,10 @@ def lasting_output() -> Iterator[None]:
     A full disk costs standard error its lines. On standard output, which carries a verb's result, it stays an error.
     """
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = LastingOutput(sys.stdout), LastingOutput(sys.stderr, _CLOSED + _FULL)
+    sys.stdout, sys.stderr = (
+        LastingOutput(sys.stdout),
+        LastingOutput(sys.stderr, (*_CLOSED, errno.ENOSPC, errno.EDQUOT)),
+    )
     try:
         yield
     finally:

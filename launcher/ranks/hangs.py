@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -138,14 +138,23 @@ class Watchdog:
         if self._sheet.marked:  # a neighbour reports it, and reads this rank's stacks
             time.sleep(_MARKED_SECONDS)
         else:
-            place = self._sheet.read()
+            place, seconds, _ = self._sheet.read()
             self._sheet.write_stacks()
             text = "" if raised is None else "".join(traceback.format_exception(raised))
-            with self._first_here() as is_first:
+            with socket.socket(socket.AF_UNIX) as name:  # bound by the host's first rank to report, until it leaves
+                try:
+                    name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
+                    is_first = True
+                except OSError:
+                    is_first = False
                 written = [self._write(self._rank, failure, self._sheet.read(), text)]
                 if is_first:
                     written += self._neighbours_stacks(failure)
-                    self._report(failure, place, [path for path in written if path is not None])
+                    folder = next((path.parent for path in written if path is not None), None)
+                    what = "lost another process" if failure.lost else "heard nothing of another process in time"
+                    where = f"{place}, after {seconds:.0f} s"
+                    files = f"; stacks: {folder}/{self._name}-rank-*.txt" if folder else ""
+                    say(f"rank {self._rank} on {socket.gethostname()} {what} ({where}): {failure.reason}{files}")
                 if failure.lost:
                     time.sleep(_LOST_SECONDS)
         leave_at_once()
@@ -177,17 +186,6 @@ class Watchdog:
             if orphaned and still > self._timeout:
                 self.end(PeerFailure(f"the launcher is gone, and nothing moved for {still:.0f} s", lost=False))
 
-    @contextlib.contextmanager
-    def _first_here(self) -> Iterator[bool]:
-        """Whether this is the host's first rank to report; others are not, for as long as the block runs."""
-        with socket.socket(socket.AF_UNIX) as name:
-            try:
-                name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
-                is_first = True
-            except OSError:
-                is_first = False
-            yield is_first
-
     def _neighbours_stacks(self, failure: PeerFailure) -> list[Path | None]:
         """Writes the files of this host's other ranks, as far as they have not; returns the paths."""
         for neighbour in self._neighbours:
@@ -199,12 +197,11 @@ class Watchdog:
             readings = [(each, each.read()) for each in waiting]
             waiting = [each for each, reading in readings if reading is not None and not reading.stacks]
         time.sleep(0.1)  # the handler writes line by line
-        files = []
-        for neighbour in self._neighbours:
-            reading = neighbour.read()
-            if reading is not None:
-                files.append(self._write(neighbour.address.rank, failure, reading, ""))
-        return files
+        return [
+            self._write(each.address.rank, failure, reading, "")
+            for each in self._neighbours
+            if (reading := each.read()) is not None
+        ]
 
     def _write(self, rank: int, failure: PeerFailure, reading: Reading, raised: str) -> Path | None:
         """A rank's file; None where it has one already, or there is no run folder to write to."""
@@ -231,13 +228,6 @@ class Watchdog:
                 say("\n".join([f"stacks: {error.strerror}", *lines]))
             return None
         return path
-
-    def _report(self, failure: PeerFailure, reading: Reading, written: Sequence[Path]) -> None:
-        """Says it in one line."""
-        what = "lost another process" if failure.lost else "heard nothing of another process in time"
-        place = f"{reading.place}, after {reading.seconds:.0f} s"
-        files = f"; stacks: {written[0].parent}/{self._name}-rank-*.txt" if written else ""
-        say(f"rank {self._rank} on {socket.gethostname()} {what} ({place}): {failure.reason}{files}")
 
 
 def leave_at_once() -> NoReturn:

@@ -23,7 +23,6 @@ from collections.abc import Mapping, MutableMapping
 from longstride.kernels import ConfigError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # Ports below those that systems give to outgoing connections (32768 and up on Linux).
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 _NAMES = {
@@ -49,25 +48,41 @@ def adopt_place(environment: MutableMapping[str, str]) -> None:
     source = None if "RANK" in environment else _source(environment)
     if source is None:
         return
-    place = _place(environment, source)
-    environment.update(place)  # first: a rank that knows its number knows whether it has to report a mistake
-    if place:
-        environment.update(_meeting_place(environment, source))
-
-
-def _place(environment: Mapping[str, str], source: str) -> dict[str, str]:
-    """RANK, LOCAL_RANK and WORLD_SIZE from a launcher's variables; nothing for a process alone."""
     place = {name: environment.get(name, "") for name in _NAMES[source]}
     if not all(text.isascii() and text.isdecimal() for text in place.values()):
         shown = ", ".join(f"{name}={text or '(missing)'}" for name, text in place.items())
         raise ConfigError(f"environment: {shown}: must be whole numbers, all three")
     rank, local_rank, world_size = place.values()
     if int(world_size) == 1:
-        return {}  # alone, however it was started
+        return  # alone, however it was started
     given = environment.get("WORLD_SIZE", world_size)
     if given != world_size:
         raise ConfigError(f"environment: WORLD_SIZE={given}: {_NAMES[source][2]} is {world_size}; leave it out")
-    return {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+    # Before the meeting place: a rank that knows its number knows whether it has to report a mistake.
+    environment.update({"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size})
+    if source == "slurm":
+        hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
+        if hosts is not None and "MASTER_ADDR" not in environment:
+            environment["MASTER_ADDR"] = end_host(hosts)  # tasks are dealt to the hosts in the order of their list
+        if "SLURM_JOB_ID" in environment and "MASTER_PORT" not in environment:
+            environment["MASTER_PORT"] = str(job_port(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]))
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        number = f"{_NAMES[source][0]}={rank}"
+        raise ConfigError(f"environment: {number} given without {' and '.join(missing)}; {_HOW[source]}")
+
+
+def _source(environment: Mapping[str, str]) -> str | None:
+    """Whose variables give the place of this process; None where none do."""
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        return "openmpi"
+    # `srun --mpi=pmi2` sets PMI_RANK as well, but no local rank.
+    if "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
+        return "mpich"
+    # In salloc's shell, and in a batch script itself, there is no step: a program there is started by its user.
+    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        return "slurm"
+    return None
 
 
 def end_host(node_list: str, *, last: bool = False) -> str:
@@ -96,37 +111,6 @@ def job_port(job: str, step: str = "0") -> int:
     # A prime between steps and jobs: the steps of a job do not meet the next jobs' first steps.
     steps = int(step) if step.isascii() and step.isdecimal() else 0
     return _FIRST_PORT + (int(job) + 1009 * steps) % _NUM_PORTS
-
-
-def _source(environment: Mapping[str, str]) -> str | None:
-    """Whose variables give the place of this process; None where none do."""
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        return "openmpi"
-    # `srun --mpi=pmi2` sets PMI_RANK as well, but no local rank.
-    if "PMI_RANK" in environment and "MPI_LOCALRANKID" in environment:
-        return "mpich"
-    # In salloc's shell, and in a batch script itself, there is no step: a program there is started by its user.
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-        return "slurm"
-    return None
-
-
-def _meeting_place(environment: Mapping[str, str], source: str) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT: as given, or else from SLURM's variables."""
-    place = {name: environment[name] for name in MASTER if name in environment}
-    if source == "slurm":
-        hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
-        if hosts is not None and "MASTER_ADDR" not in place:
-            place["MASTER_ADDR"] = end_host(hosts)  # tasks are dealt to the hosts in the order of their list
-        if "SLURM_JOB_ID" in environment and "MASTER_PORT" not in place:
-            place["MASTER_PORT"] = str(job_port(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]))
-    missing = [name for name in MASTER if name not in place]
-    if missing:
-        name = _NAMES[source][0]
-        raise ConfigError(
-            f"environment: {name}={environment[name]} given without {' and '.join(missing)}; {_HOW[source]}"
-        )
-    return place
 
 
 def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None:

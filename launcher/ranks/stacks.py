@@ -34,7 +34,7 @@ class SheetAddress(NamedTuple):
     host: str  # with the namespaces in which pid and sockets mean something
     pid: int
     file: int  # the process's own number of the sheet's open file
-    token: str
+    token: str  # the name of the file in memory
 
 
 class Reading(NamedTuple):
@@ -49,12 +49,15 @@ class Sheet:
     """This process's sheet."""
 
     def __init__(self, rank: int) -> None:
-        token = secrets.token_hex(8)
-        self._file = os.memfd_create(_name(token))
+        token = f"longstride-stacks-{secrets.token_hex(8)}"
+        self._file = os.memfd_create(token)
         os.ftruncate(self._file, _PAGE_BYTES)
         self._page = mmap.mmap(self._file, _PAGE_BYTES)
         fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # stacks stand after the page, one after the other
-        self.address = SheetAddress(rank, this_host(), os.getpid(), self._file, token)
+        # Two processes can signal one another where name, and namespaces of processes and sockets, are the same.
+        spaces = [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net")]
+        host = " ".join([socket.gethostname(), *spaces])
+        self.address = SheetAddress(rank, host, os.getpid(), self._file, token)
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
 
     def at(self, place: str) -> None:
@@ -111,17 +114,7 @@ class Neighbour:
 
     def _is_there(self) -> bool:
         """Whether the process id still means that process: a new one may have got it."""
-        return str(self._path.readlink()).startswith(f"/memfd:{_name(self.address.token)} ")
-
-
-def this_host() -> str:
-    """What two processes have in common that can signal one another: name, and namespaces of processes and sockets."""
-    spaces = [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "net")]
-    return " ".join([socket.gethostname(), *spaces])
-
-
-def _name(token: str) -> str:
-    return f"longstride-stacks-{token}"
+        return str(self._path.readlink()).startswith(f"/memfd:{self.address.token} ")
 
 
 def _read(file: int) -> Reading:

@@ -18,7 +18,6 @@ from longstride.launcher.output import say
 LEAVE_AT_ONCE = "leave at once"  # the reason in a stop file by which ranks leave without saving
 _LAUNCH = "deepspeed.launcher.launch"
 _RUNNERS = ("deepspeed", "sshd")  # in the command line of the process that started launch
-_NOBODY = -1
 _MOST_LINKS = 4  # launch, a shell or two, the runner
 
 
@@ -102,7 +101,7 @@ def _links_to_launcher() -> list[tuple[int, int]]:
             break
         child, parent = parent, above
         if child == os.getppid() and parent == 1 and not _command_line_holds(1, _RUNNERS):
-            return [(child, _NOBODY)]  # launch is an orphan: its runner died before this rank began
+            return [(child, -1)]  # launch is an orphan: its runner died before this rank began
         links.append((child, parent))
         # A shell of pdsh has launch, and so the word deepspeed, in its own command line.
         if _command_line_holds(parent, _RUNNERS) and not _command_line_holds(parent, (_LAUNCH,)):

@@ -119,7 +119,8 @@ class SignalPipe:
         self._numbers = {number for number in numbers if not _stays_ignored(number)}
         # The pipe before the handlers: a signal that had its handler, and no pipe yet, would be lost.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, _do_nothing) for number in self._numbers}
+        # Handlers that do nothing: Python writes a signal to the pipe only where it has one.
+        self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
 
     def wait(self, seconds: float) -> list[signal.Signals]:
         """The signals that came, in order; empty after so many seconds. One thread at a time may wait."""
@@ -164,7 +165,3 @@ def end_now(code: int) -> NoReturn:
 def _stays_ignored(number: signal.Signals) -> bool:
     """Whether this process was started with the signal ignored: nohup does so with SIGHUP."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """A handler: Python writes a signal to the pipe only where it has one."""

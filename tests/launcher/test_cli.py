@@ -32,7 +32,7 @@ def test_unknown_verb_ends_with_the_list(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("verb", cli.VERBS, ids=lambda verb: verb.words)
 def test_verb_names_functions_that_exist(verb: cli.Verb) -> None:
-    module = importlib.import_module(verb.module)
+    module = importlib.import_module(f"longstride.launcher.{verb.module}")
     assert callable(getattr(module, verb.arguments)) and callable(getattr(module, verb.run))
 
 

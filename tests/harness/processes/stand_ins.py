@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise, supervised_signals  # noqa: E402
+from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise  # noqa: E402
 from longstride.launcher.output import exit_codes  # noqa: E402  the path comes first
 from longstride.launcher.stops import LauncherGone, StopFile, StopFlag  # noqa: E402
 from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
@@ -29,8 +30,8 @@ def command(role: str, folder: Path, *words: str) -> list[str]:
 def parent(folder: Path) -> int:
     """As `longstride train`."""
     launch = Launch(command("runner", folder, "deepspeed.launcher.runner"), dict(os.environ), folder / ".stop-token")
-    with supervised_signals() as signals:
-        ended = supervise(launch, StopRequest(signals), 5.0, lambda: (folder / "done").exists())
+    with closing(StopRequest()) as request:
+        ended = supervise(launch, request, 5.0, lambda: (folder / "done").exists())
     print(ended.description, file=sys.stderr)
     return ended.code
 

@@ -14,7 +14,7 @@ from longstride.launcher.cluster.placement import (
     count_accelerators,
     first_slots,
     first_visible,
-    usable_world_sizes,
+    largest_world_size,
 )
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig, load_config
@@ -35,9 +35,9 @@ def config(config_file: Path) -> RunConfig:
 
 
 def test_world_sizes_divide_the_batch(config: RunConfig) -> None:
-    assert usable_world_sizes(config, 7) == [4, 2, 1]
-    assert usable_world_sizes(config, 3) == [2, 1]
-    assert usable_world_sizes(config, 0) == []
+    assert [largest_world_size(config, most, "GPUs") for most in (7, 4, 3, 2, 1)] == [4, 4, 2, 2, 1]
+    with pytest.raises(ConfigError, match=r"^0 GPUs are left, and the batch divides over no such number"):
+        largest_world_size(config, 0, "0 GPUs")
 
 
 @pytest.mark.campaign

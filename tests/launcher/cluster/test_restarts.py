@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster import restarts
-from longstride.launcher.cluster.restarts import NoHostAnswersError, ResumeOption, run_with_restarts
-from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest, supervised_signals
+from longstride.launcher.cluster.placement import NoHostAnswersError
+from longstride.launcher.cluster.restarts import ResumeOption, run_with_restarts
+from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
 from longstride.launcher.output import exit_codes
 
 Attempt = Callable[[], int]
@@ -40,8 +42,8 @@ class Played:
         monkeypatch.setattr(restarts, "vacate", lambda _, stop_file, *__: self.vacated.append(stop_file))
 
     def go(self, max_restarts: int, resume: str = "never") -> int:
-        with supervised_signals() as signals:
-            return run_with_restarts(self.run, resume, max_restarts, self, StopRequest(signals), self._supervise, 1.0)
+        with closing(StopRequest()) as request:
+            return run_with_restarts(self.run, resume, max_restarts, self, request, self._supervise, 1.0)
 
     def launch(self, resume: str) -> Launch:
         self.resumed.append(resume)
@@ -212,8 +214,8 @@ class Elsewhere:
         monkeypatch.setattr(restarts, "_UNLOCK_SECONDS", 0.05)
 
     def vacate(self) -> None:
-        with supervised_signals() as signals:
-            restarts.vacate(self.run, self.run / ".stop-1", StopRequest(signals), 0.05, self.end)
+        with closing(StopRequest()) as request:
+            restarts.vacate(self.run, self.run / ".stop-1", request, 0.05, self.end)
 
     def end(self) -> None:
         self.ended += 1
