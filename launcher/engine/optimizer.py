@@ -87,12 +87,6 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     optimizer.register_step_post_hook(follow)
 
 
-def forget_average(optimizer: torch.optim.Optimizer) -> None:
-    """Removes the average that a checkpoint brought: one that is no longer updated would be saved as if it were."""
-    for state in optimizer.state.values():
-        state.pop(AVERAGE, None)
-
-
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The parameters that a step changes; under ZeRO 3 they are those of one sub-group."""
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
