@@ -87,9 +87,7 @@ def spread(length: int, count: int) -> list[int]:
 
 def chosen_layers(layers: int, most: int) -> list[int]:
     """At most ``most`` layers, evenly spread from the first to the last."""
-    if layers <= most:
-        return list(range(layers))
-    return [round(place * (layers - 1) / (most - 1)) for place in range(most)]
+    return np.linspace(0, layers - 1, min(layers, most)).round().astype(int).tolist()
 
 
 def draw_views(

@@ -33,10 +33,9 @@ def parameter_groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on tensors of two or more dimensions (section 6)."""
-    decayed, others = parameter_groups(parameters)
     groups = [
-        {"params": [parameters[name] for name in decayed], "weight_decay": train.weight_decay},
-        {"params": [parameters[name] for name in others], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(parameter_groups(parameters), (train.weight_decay, 0.0), strict=True)
     ]
     # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)

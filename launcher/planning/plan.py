@@ -55,7 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.contexts is not None and arguments.contexts < 1:
         raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
     config = load_config(arguments.config, overrides)
-    processes = _processes(config, [word for word in arguments.processes if "=" not in word])
+    words = [word for word in arguments.processes if "=" not in word]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and int(word)):
+            raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
+        config.check_world_size(int(word))
+    units = config.train.global_batch // config.train.micro_batch
+    most = max(count for count in range(1, MOST_PROCESSES + 1) if units % count == 0)
+    processes = [int(word) for word in words] or [most]
     plan = make_plan(config, processes, arguments.contexts)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
@@ -162,19 +169,6 @@ def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
 def describe(plan: dict[str, Any]) -> str:
     """The plan as a person reads it."""
     return "\n\n".join("\n".join(lines) for lines in (_parameters(plan), _memory(plan), _work(plan), _length(plan)))
-
-
-def _processes(config: RunConfig, given: list[str]) -> list[int]:
-    """The numbers of processes to plan for; ConfigError where the batch does not divide over them."""
-    train = config.train
-    if not given:
-        units = train.global_batch // train.micro_batch
-        return [max(count for count in range(1, MOST_PROCESSES + 1) if units % count == 0)]
-    for word in given:
-        if not (word.isascii() and word.isdecimal() and int(word)):
-            raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
-        config.check_world_size(int(word))
-    return [int(word) for word in given]
 
 
 def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
