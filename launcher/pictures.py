@@ -16,7 +16,7 @@ from longstride.kernels import ConfigError
 
 
 def check_output(output: Path, option: str = "--output") -> None:
-    """Raise ConfigError where a picture cannot be written: told before it is drawn."""
+    """Raise ConfigError where a picture cannot be written. Called before it is drawn."""
     if output.exists():
         raise ConfigError(f"{option}={output}: exists already; nothing is overwritten")
     if output.suffix != ".png" or not output.parent.is_dir():
@@ -26,7 +26,7 @@ def check_output(output: Path, option: str = "--output") -> None:
 
 
 def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
-    """Write a figure into a file that is not there yet, and forget it.
+    """Write a figure into a new file, and free its memory.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -37,13 +37,3 @@ def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
     except OSError as error:
         raise ConfigError(f"{option}={output}: cannot be written: {error.strerror}") from None
     plt.close(figure)
-
-
-def write_picture(figure: Any, output: Path) -> None:
-    """Write a figure, forget it, and print where it is.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    save_picture(figure, output)
-    print(output)

@@ -139,12 +139,9 @@ def check_keys(section: dict[str, Any]) -> None:
         ConfigError: every key that is set elsewhere, unknown, of a wrong type or contradictory; paths relative to the
             section.
     """
-    problems = []
-    for key in section:
-        if key in OWNED:
-            problems.append(Problem(key, OWNED[key]))
-        elif key not in KNOWN:
-            problems.append(Problem(key, f"unknown key; {nearest(key, KNOWN)}"))
+    problems = [
+        Problem(key, OWNED.get(key) or f"unknown key; {nearest(key, KNOWN)}") for key in section if key not in KNOWN
+    ]
     try:
         _Section.model_validate({key: value for key, value in section.items() if key in KNOWN})
     except ConfigError as error:
@@ -154,7 +151,7 @@ def check_keys(section: dict[str, Any]) -> None:
         if isinstance(part, dict) and not isinstance(part.get("enabled", False), bool):
             problems.append(Problem(f"{name}.enabled", "must be true or false", part["enabled"]))
     if not problems:
-        problems = _precision_problems(section) + _stage_problems(section) + _offload_problems(section)
+        problems = _contradictions(section)
     if problems:
         raise ConfigError(*problems)
 
@@ -168,8 +165,7 @@ def part_errors(section: dict[str, Any], models: Mapping[str, type[BaseModel]]) 
     errors = []
     for name, model in models.items():
         content, path = section.get(name, {}), f"deepspeed.{name}"
-        wrong_types = _type_problems(model, content, path)
-        if wrong_types:
+        if wrong_types := _type_problems(model, content, path):
             errors.append(ConfigError(*wrong_types))
             continue
         try:
@@ -206,22 +202,17 @@ def enabled(section: dict[str, Any], name: str) -> bool:
     return bool(section.get(name, {}).get("enabled", False))
 
 
-def zero_stage(section: dict[str, Any]) -> int:
-    """The ZeRO stage, 0 to 3."""
-    return int(section.get("zero_optimization", {}).get("stage", 0))
-
-
 def precision(section: dict[str, Any]) -> str:
     """fp32, fp16 or bf16."""
     return next((name for name in ("fp16", "bf16") if enabled(section, name)), "fp32")
 
 
-def _precision_problems(section: dict[str, Any]) -> list[Problem]:
-    """Two half precisions at once; masters that are not fp32, which resume and export rely on; unchecked gradients."""
+def _contradictions(section: dict[str, Any]) -> list[Problem]:
+    """What a section whose keys are all known asks for, and a run cannot do."""
     problems = []
     if enabled(section, "fp16") and enabled(section, "bf16"):
         problems.append(Problem("fp16.enabled", "fp16 and bf16 cannot both be on", True))
-    for name in ("fp16", "bf16"):
+    for name in ("fp16", "bf16"):  # resume and export rely on fp32 masters
         key = f"{name}_master_weights_and_grads"
         if section.get(name, {}).get(key, False) is not False:
             problems.append(Problem(f"{name}.{key}", "must be false: master weights are fp32", section[name][key]))
@@ -230,33 +221,20 @@ def _precision_problems(section: dict[str, Any]) -> list[Problem]:
         if section.get(part, {}).get(key) is False:
             rule = "must be true: without it nobody sees gradients that are no finite numbers"
             problems.append(Problem(f"{part}.{key}", rule, False))
-    return problems
-
-
-def _stage_problems(section: dict[str, Any]) -> list[Problem]:
-    """A stage that does not exist, or one that cannot gather gradients in the type that is asked for."""
-    path = "zero_optimization.stage"
-    stage = section.get("zero_optimization", {}).get("stage", 0)
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
-        return [Problem(path, "must be 0, 1, 2 or 3", stage)]
-    gathered_as = section.get("data_types", {}).get("grad_accum_dtype")
-    if stage == 0 and gathered_as not in (None, precision(section)):
-        rule = f"ZeRO 0 gathers gradients in the model's own {precision(section)}; take stage 1, 2 or 3"
-        return [Problem("data_types.grad_accum_dtype", rule, gathered_as)]
-    return []
-
-
-def _offload_problems(section: dict[str, Any]) -> list[Problem]:
-    """States moved to where a checkpoint would not find them, or kinds of offloading that need DeepSpeed's own Adam."""
-    problems = []
     zero = section.get("zero_optimization", {})
+    stage, gathered_as = zero.get("stage", 0), section.get("data_types", {}).get("grad_accum_dtype")
+    if type(stage) is not int or stage not in range(4):
+        problems.append(Problem("zero_optimization.stage", "must be 0, 1, 2 or 3", stage))
+    elif stage == 0 and gathered_as not in (None, precision(section)):
+        rule = f"ZeRO 0 gathers gradients in the model's own {precision(section)}; take stage 1, 2 or 3"
+        problems.append(Problem("data_types.grad_accum_dtype", rule, gathered_as))
+    # States moved to where a checkpoint would not find them, or offloading that needs DeepSpeed's own Adam.
     if zero.get("zenflow") is not None:
         problems.append(Problem("zero_optimization.zenflow", "needs DeepSpeed's own optimiser; leave it out"))
     for name in ("offload_optimizer", "offload_param"):
         part = zero.get(name)
-        if not isinstance(part, dict):
-            continue  # none, or refused by DeepSpeed's class
         for key, accepted, rule in _OFFLOAD:
-            if key in part and part[key] not in accepted:
+            # What is no object is refused by DeepSpeed's class.
+            if isinstance(part, dict) and key in part and part[key] not in accepted:
                 problems.append(Problem(f"zero_optimization.{name}.{key}", rule, part[key]))
     return problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +14,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels import ConfigError, Problem, nearest
-from longstride.launcher.config.deepspeed_keys import check_keys, precision, zero_stage
+from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
 from longstride.sparse_model import ModelConfig, StrictModel
 
@@ -26,8 +26,6 @@ _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
     "description": "a DeepSpeed configuration, or the name of one",
 }
-
-
 _REMOTE = RemoteSettings()
 _URL = re.compile(r"(?P<protocol>[^/]+://)(?P<user>[^/?#]*@)?(?P<path>[^?]*)(?P<query>\?.*)?")
 
@@ -76,21 +74,18 @@ class DataConfig(StrictModel):
         problems = []
         url = _URL.fullmatch(self.path)
         if url and (url["user"] or url["query"]):
-            rule = (
-                "has a user or a query, which would be saved with the run: leave them out, and give credentials by "
-                "the environment (~/.netrc, AWS_PROFILE)"
-            )
+            rule = "has a user or a query, which would be saved with the run: leave them out, and give credentials by "
+            rule += "the environment (~/.netrc, AWS_PROFILE)"
             problems.append(Problem("path", rule, f"{url['protocol']}***{url['path']}"))
         if self.train_split == self.validation_split:
             rule = (
                 "must be another split than train_split, or the score would be of what was learned; such as validation"
             )
             problems.append(Problem("validation_split", rule, self.validation_split))
-        if self.order == "exact":
-            for name in ("modality", "extension"):
-                if getattr(self, name) is not None:
-                    rule = f"a data folder knows its own; leave it out, and give --{name} to `longstride data index`"
-                    problems.append(Problem(name, rule, getattr(self, name)))
+        for name, value in (("modality", self.modality), ("extension", self.extension)):
+            if self.order == "exact" and value is not None:
+                rule = f"a data folder knows its own; leave it out, and give --{name} to `longstride data index`"
+                problems.append(Problem(name, rule, value))
         if problems:
             raise ConfigError(*problems)
         return self
@@ -109,7 +104,7 @@ class DataConfig(StrictModel):
         raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
 
 
-# Settings of the data by the names that the data room has for them, and where the user wrote them.
+# The data room's settings by their names there, and their paths in the configuration.
 DATA_PATHS = {
     **{name: f"data.{name}" for name in DataConfig.model_fields},
     **{name: f"data.remote.{name}" for name in RemoteConfig.model_fields},
@@ -195,9 +190,8 @@ class TrainConfig(StrictModel):
             rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
             problems.append(Problem("keep_every", rule, self.keep_every))
         if self.global_batch % self.micro_batch:
-            problems.append(
-                _batch_problem("global_batch", self.global_batch, self.micro_batch, f"micro_batch {self.micro_batch}")
-            )
+            divisor = f"micro_batch {self.micro_batch}"
+            problems.append(_batch_problem("global_batch", self.global_batch, self.micro_batch, divisor))
         if problems:
             raise ConfigError(*problems)
         return self
@@ -241,7 +235,7 @@ class RunConfig(StrictModel):
     @property
     def zero_stage(self) -> int:
         """What DeepSpeed shards over the ranks: 0 to 3."""
-        return zero_stage(self.deepspeed)
+        return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
 
     def check_world_size(self, world_size: int) -> None:
         """Whether the batch divides over so many processes.
@@ -251,15 +245,16 @@ class RunConfig(StrictModel):
         """
         train = self.train
         unit = train.micro_batch * world_size
-        if train.global_batch % unit:
-            divisor = f"micro_batch {train.micro_batch} × {world_size} processes"
-            problem = _batch_problem("train.global_batch", train.global_batch, unit, divisor)
-            # A resumed run cannot take another batch, but other processes can share the one it has.
-            shares = train.global_batch // train.micro_batch
-            fitting = [count for count in range(1, shares + 1) if shares % count == 0]
-            below = max(count for count in fitting if count < world_size)
-            good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
-            raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
+        if train.global_batch % unit == 0:
+            return
+        divisor = f"micro_batch {train.micro_batch} × {world_size} processes"
+        problem = _batch_problem("train.global_batch", train.global_batch, unit, divisor)
+        # A resumed run cannot take another batch, but other processes can share the one it has.
+        shares = train.global_batch // train.micro_batch
+        fitting = [count for count in range(1, shares + 1) if shares % count == 0]
+        below = max(count for count in fitting if count < world_size)
+        good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
+        raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
 
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
@@ -273,13 +268,12 @@ def find_config(text: str | Path) -> Path:
         ConfigError: a bare name that is neither. A path is checked by whoever reads it.
     """
     path = Path(text)
-    known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
     if path.is_file() or len(path.parts) != 1 or path.suffix:
         return path
+    known = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
     if path.name not in known:
-        raise ConfigError(
-            f"{text}: no such file, and none of that name in ds_configs/experiments; {nearest(str(text), known)}"
-        )
+        rule = f"no such file, and none of that name in ds_configs/experiments; {nearest(str(text), known)}"
+        raise ConfigError(f"{text}: {rule}")
     return EXPERIMENTS / f"{path.name}.json"
 
 
@@ -291,7 +285,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     content = load_json_object(find_config(path))
     parsed = [parse_override(text) for text in overrides]
-    _drop_other_length(content, {".".join(parts): value for parts, value in parsed})
+    # Steps on the command line replace a file's epochs, and epochs its steps. A null replaces nothing.
+    train, given = content.get("train"), {".".join(parts): value for parts, value in parsed}
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        if isinstance(train, dict) and given.get(f"train.{length}") is not None and f"train.{other}" not in given:
+            train.pop(other, None)
     for parts, value in parsed:
         # An override below a named DeepSpeed configuration changes a copy of what the name stands for.
         if parts[0] == "deepspeed" and len(parts) > 1:
@@ -308,15 +306,6 @@ def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:
     below = value // unit * unit
     good = ", ".join(str(multiple) for multiple in (below, below + unit) if multiple)
     return Problem(path, f"must be a multiple of {divisor}; nearest {good}", value)
-
-
-def _drop_other_length(content: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Steps on the command line replace a file's epochs, and epochs its steps, in place. A null replaces nothing."""
-    train = content.get("train")
-    for length, other in (("steps", "epochs"), ("epochs", "steps")):
-        given = overrides.get(f"train.{length}") is not None and f"train.{other}" not in overrides
-        if isinstance(train, dict) and given:
-            train.pop(other, None)
 
 
 def _resolve_deepspeed(content: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from longstride.data_pipelines.stores import open_store
 from longstride.launcher.output import exit_codes, mistake, report
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
-_SETTINGS = {  # of `build` and `index`, by the names that they have here
+_SETTINGS = {  # of `build` and `index`, and their options
     "validation_fraction": "--validation-fraction",
     "shard_bytes": "--shard-bytes",
     "exclude": "--exclude",
@@ -30,7 +30,7 @@ _SETTINGS = {  # of `build` and `index`, by the names that they have here
     "split": "--split",
 }
 _OPTIONS = {name: kind.build_option for name, kind in MODALITIES.items() if kind.build_option}  # of one modality alone
-# Of files alone: a dataset has its own. None where they were not given, so that what is given in vain is told.
+# Of files alone: a dataset has its own. Parsed as None where they are not given: an option in vain is refused.
 _DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
 
@@ -131,9 +131,8 @@ def _check_kind(arguments: argparse.Namespace) -> None:
                 setattr(arguments, name, default)
         return
     if arguments.inputs:
-        raise DataError(
-            f"PATH={arguments.inputs[0]}: goes without --dataset; name the dataset's archive or folder by --input"
-        )
+        rule = "goes without --dataset; name the dataset's archive or folder by --input"
+        raise DataError(f"PATH={arguments.inputs[0]}: {rule}")
     for name in (*_DEFAULTS, *(option.attribute for option in _OPTIONS.values())):
         value = getattr(arguments, name)
         if value is not None:
@@ -161,7 +160,7 @@ def _check_on_this_machine(option: str, value: str, rule: str) -> None:
 
 
 def _by_option(error: DataError | OSError) -> Exception:
-    """The same about a setting by the option's name, which a person wrote."""
+    """The error with the option that the user wrote in place of the setting's name."""
     setting, equals, rest = str(error).partition("=")
     return DataError(f"{_SETTINGS[setting]}={rest}") if equals and setting in _SETTINGS else error
 
@@ -207,7 +206,7 @@ def run_index(arguments: argparse.Namespace) -> int:
 
 
 def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
-    """What the options ask of all documents.
+    """What the options of one modality ask of all documents.
 
     Raises:
         DataError: an option of another modality, or a value that cannot be read.
@@ -215,11 +214,12 @@ def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
     properties: dict[str, int] = {}
     for modality, option in _OPTIONS.items():
         value = getattr(arguments, option.attribute)
-        if value is not None:
-            if modality != arguments.modality:
-                rule = f"goes with --modality {modality}, and this is {arguments.modality}"
-                raise DataError(f"{option.name}={value}: {rule}")
-            properties = MODALITIES[modality].parse_build_option(value)
+        if value is None:
+            continue
+        if modality != arguments.modality:
+            rule = f"goes with --modality {modality}, and this is {arguments.modality}"
+            raise DataError(f"{option.name}={value}: {rule}")
+        properties = MODALITIES[modality].parse_build_option(value)
     return properties
 
 
@@ -240,9 +240,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     if not findings:
-        print(
-            f"{open_store(arguments.location).location}: whole", file=sys.stderr
-        )  # which hides what a URL has of secrets
+        location = open_store(arguments.location).location  # which hides the secrets in a URL
+        print(f"{location}: whole", file=sys.stderr)
     return 1 if findings else 0
 
 
@@ -254,9 +253,9 @@ def check_location(location: str) -> None:
 
 def _summary(manifest: DataManifest) -> str:
     """What was made, and what was left out of it."""
-    made = [
+    made = ", ".join(
         f"{name} {split.content_bytes:,} bytes of {split.documents:,} documents"
         for name, split in manifest.splits.items()
-    ]
+    )
     left_out = [f"{count:,} {what.replace('_', ' ')}" for what, count in manifest.made["left_out"].items() if count]
-    return "; ".join([", ".join(made), *([f"left out {', '.join(left_out)}"] if left_out else [])])
+    return f"{made}; left out {', '.join(left_out)}" if left_out else made

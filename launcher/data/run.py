@@ -18,8 +18,6 @@ from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
 
-_CONTENTS = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)  # of a run folder
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -100,7 +98,8 @@ def check_output(output: str, resume: str) -> None:
         raise ConfigError.at("train.output", output, f"{nearest} is a file; name a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError.at("train.output", output, f"{nearest} cannot be written; name another folder")
-    taken = [name for name in _CONTENTS if (run / name).exists()]
+    contents = (file_names.CONFIG, file_names.METRICS, file_names.CHECKPOINTS)
+    taken = [name for name in contents if (run / name).exists()]
     if resume == "never" and taken:
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
@@ -117,9 +116,8 @@ def check_replay(config: RunConfig, resume: str, replay: str) -> None:
     if resume != "never":
         raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
     if not (Path(config.train.output) / file_names.CONFIG).is_file():
-        raise ConfigError.at(
-            "train.output", config.train.output, "holds no run to replay a step of; name one that does"
-        )
+        rule = "holds no run to replay a step of; name one that does"
+        raise ConfigError.at("train.output", config.train.output, rule)
 
 
 def check_data(config: RunConfig, *, elsewhere: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -140,6 +140,7 @@ class RunData:
         self._config, self._ranks = config, ranks
         if location is None:  # a run's configuration may be older
             config.data.check_order()
+        self._cut = Cut(packing=config.data.packing, separator=config.data.separator, hop=config.data.hop)
         with placed():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
@@ -163,7 +164,7 @@ class RunData:
                 seed=data.seed,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
-                cut=make_cut(self._config),
+                cut=self._cut,
                 shuffle_bytes=data.shuffle_bytes,
                 on_damage=data.on_damage,
                 workers=data.workers,
@@ -192,54 +193,39 @@ class RunData:
                 batch_size=batch_size or self._config.train.micro_batch,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
-                cut=make_cut(self._config),
+                cut=self._cut,
                 limit=limit,
                 min_context=min_context,
             )
 
-    def context(self, number: int, split: str | None = None) -> Tensor:
-        """Context ``number`` of a split, by default the validation split: (n,) uint8, n from 1 to the model's context.
+    def context(self, number: int) -> Tensor:
+        """Context ``number`` of the validation split: (n,) uint8, n from 1 to the model's context.
 
         Raises:
             DataError: the split does not fit the run, has no such context, or is damaged there.
         """
-        name = split or self._config.data.validation_split
-        context, cut = self._config.model.context, make_cut(self._config)
+        split, context = self._config.data.validation_split, self._config.model.context
         with placed():
-            return read_context(self._folder, name, number, context=context, cut=cut)
+            return read_context(self._folder, split, number, context=context, cut=self._cut)
 
     def check(self) -> None:
         """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.
 
         Raises:
+            ConfigError: the model's positions are as many as those of the data's pictures, and otherwise arranged.
             DataError: a split or shard is missing, damaged or too small.
         """
         stream = self.stream()
         self.evaluation()
-        check_pictures(self._config, stream.properties)
+        names = ("height", "width", "channels")
+        pictures = {name: stream.properties[name] for name in names if name in stream.properties}
+        embedding = self._config.model.embedding
+        if len(pictures) == 3 and any(getattr(embedding, name, None) != size for name, size in pictures.items()):
+            shape = " x ".join(map(str, pictures.values()))
+            good = json.dumps({"type": "image", **pictures})
+            rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
+            raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
         data = self._config.data
         check_split(self._folder, data.validation_split)
         if data.on_damage == "abort":
             check_split(self._folder, data.train_split)
-
-
-def check_pictures(config: RunConfig, properties: Mapping[str, int]) -> None:
-    """Whether the model's positions are those of the data's pictures.
-
-    Raises:
-        ConfigError: they are as many, and otherwise arranged.
-    """
-    names = ("height", "width", "channels")
-    embedding = config.model.embedding
-    of_model, of_data = [getattr(embedding, name, None) for name in names], [properties.get(name) for name in names]
-    if None in of_data or of_model == of_data:
-        return
-    shape = " x ".join(map(str, of_data))
-    good = json.dumps({"type": "image", **dict(zip(names, of_data, strict=True))})
-    rule = f"the data holds pictures of {shape} (height, width, channels); {good}"
-    raise ConfigError.at("model.embedding", embedding.model_dump(), rule)
-
-
-def make_cut(config: RunConfig) -> Cut:
-    """How the run's documents become contexts."""
-    return Cut(packing=config.data.packing, separator=config.data.separator, hop=config.data.hop)

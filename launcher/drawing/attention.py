@@ -22,7 +22,7 @@ from longstride.kernels.patterns import Pattern
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData
-from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, grid_of, window
+from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, check_number, draw_around, grid_of
 from longstride.launcher.engine import TRAINED
 from longstride.launcher.pictures import plt
 from longstride.launcher.ranks import Ranks
@@ -59,9 +59,13 @@ def draw_attention(
     """
     checkpoint = open_checkpoint(run, step, trusted=trusted)
     config = checkpoint.config
-    check_head(head, config.model.heads)
+    if head is not None:
+        check_number("--head", head, config.model.heads, "a head of the model")
     tokens = RunData(config, Ranks()).context(context_number)
-    check_queries(queries, len(tokens))
+    for query in queries or ():
+        check_number("--query", query, len(tokens), "a byte of the context")
+    if queries and len(queries) > MOST_QUERIES:
+        raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
     # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
     model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
     model.load_state_dict(master_weights(checkpoint, weights))
@@ -76,23 +80,6 @@ def draw_attention(
     return draw_matrices(model.eval(), tokens, head, title, config)
 
 
-def check_head(head: int | None, heads: int) -> None:
-    """Raise ConfigError where the model has no such head."""
-    if head is not None and not 0 <= head < heads:
-        near = min(max(head, 0), heads - 1)
-        raise ConfigError(f"--head={head}: must be from 0 to {heads - 1}, a head of the model; nearest {near}")
-
-
-def check_queries(queries: Sequence[int] | None, length: int) -> None:
-    """Raise ConfigError where a query is no position of the context, or one picture has no room for all of them."""
-    for query in queries or ():
-        if not 0 <= query < length:
-            near = min(max(query, 0), length - 1)
-            raise ConfigError(f"--query={query}: must be from 0 to {length - 1}, a byte of the context; nearest {near}")
-    if queries and len(queries) > MOST_QUERIES:
-        raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
-
-
 def spread(length: int, count: int) -> list[int]:
     """At most ``count`` positions, evenly apart, none at an end."""
     return sorted({length * (2 * place + 1) // (2 * count) for place in range(count)})
@@ -100,9 +87,7 @@ def spread(length: int, count: int) -> list[int]:
 
 def chosen_layers(layers: int, most: int) -> list[int]:
     """At most ``most`` layers, evenly spread from the first to the last."""
-    if layers <= most:
-        return list(range(layers))
-    return [round(place * (layers - 1) / (most - 1)) for place in range(most)]
+    return np.linspace(0, layers - 1, min(layers, most)).round().astype(int).tolist()
 
 
 def draw_views(
@@ -182,13 +167,8 @@ def overlay(colours: np.ndarray, weights: np.ndarray, cell: int) -> np.ndarray:
 
 def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
     """(cells, 3) colours around a query's cell, which is framed."""
-    row, column = divmod(cell, grid.columns)
-    rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
-    columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
-    extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
-    part = colours.reshape(grid.rows, grid.columns, 3)[np.ix_(rows, columns)]
-    axis.imshow(part, interpolation="nearest", extent=extent)
-    axis.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="#19b8ff", linewidth=1.2))
+    picture = colours.reshape(grid.rows, grid.columns, 3)
+    draw_around(axis, cell, grid, "#19b8ff", lambda rows, columns: picture[np.ix_(rows, columns)])
     axis.tick_params(labelsize=5)
 
 

@@ -8,7 +8,9 @@ Letters: N positions of the context.
 
 from __future__ import annotations
 
+import functools
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ MATRIX_CELLS = 192  # along an edge, as many as can be told apart
 VIEW_ROWS, VIEW_COLUMNS = 64, 128  # of a view, around its query
 NOTHING, FIRST, LATER, SELF, FUTURE = range(5)  # what a cell shows
 COLOURS = ListedColormap(["white", "#8fb8de", "#d9874b", "#1f3b57", "#dddddd"])
+SCALE: dict[str, Any] = {"cmap": COLOURS, "vmin": NOTHING, "vmax": FUTURE}
 LEGEND = "framed: the query, dark where it reads itself; blue: first part; orange: later parts; grey: still to come"
 
 
@@ -43,44 +46,41 @@ class Grid(NamedTuple):
     name: str  # of a cell
 
 
-def load_model_config(source: Path) -> ModelConfig:
-    """The model of a configuration: a path, or the bare name of a file in ds_configs/experiments.
+def draw_pattern(source: Path, query: int | None = None) -> Any:
+    """The figure of a configuration: a path, or the bare name of a file in ds_configs/experiments.
+
+    ``query`` is the position whose view is shown, by default one below the middle.
 
     Raises:
-        ConfigError: there is no such file, or it holds no model that fits.
+        ConfigError: the configuration cannot be read, holds no model that fits, or has no such position.
     """
     path = find_config(source)
     content = load_json_object(path)
     if "model" not in content:
         raise ConfigError(f"{path}: has no model")
     try:
-        return ModelConfig.model_validate(content["model"])
+        config = ModelConfig.model_validate(content["model"])
     except ConfigError as error:
         raise error.under("model") from None
-
-
-def draw_pattern(source: Path, query: int | None = None) -> Any:
-    """The figure of a configuration; ``query`` is the position whose view is shown, by default one below the middle.
-
-    Raises:
-        ConfigError: the configuration cannot be read, or has no such position.
-    """
-    config = load_model_config(source)
-    if query is not None and not 0 <= query < config.context:
-        near = min(max(query, 0), config.context - 1)
-        raise ConfigError(f"--query={query}: must be from 0 to {config.context - 1}, a position; nearest {near}")
-    users = pattern_users(config)
+    if query is not None:
+        check_number("--query", query, config.context, "a position")
+    users: dict[Pattern, list[str]] = {}  # in the order of the layers
+    for layer, heads in enumerate(config.layer_patterns()):
+        for head, pattern in enumerate(heads):
+            users.setdefault(pattern, []).append(f"{layer}.{head}")
     shown = list(users.items())[:SHOWN_PATTERNS]
     size = matrix_size([pattern for pattern, _ in shown], config.context)
     grid = grid_of(config)
     position = default_query(grid, config.context) if query is None else query
     columns = min(COLUMNS, len(shown))
     bands = -(-len(shown) // columns)
+    # Inches of a view that is 3.4 inches wide, with its title.
+    height = 0.7 + min(3.4 * min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS), 3.6)
     figure, axes = plt.subplots(
         2 * bands,
         columns,
-        figsize=(max(5.6, 3.6 * columns), 0.8 + (view_height(grid) + 4.0) * bands),
-        height_ratios=[view_height(grid), 4.0] * bands,
+        figsize=(max(5.6, 3.6 * columns), 0.8 + (height + 4.0) * bands),
+        height_ratios=[height, 4.0] * bands,
         squeeze=False,
         layout="constrained",
     )
@@ -100,13 +100,11 @@ def draw_pattern(source: Path, query: int | None = None) -> Any:
     return figure
 
 
-def pattern_users(config: ModelConfig) -> dict[Pattern, list[str]]:
-    """Each distinct pattern, with every layer.head that uses it, in the order of the layers."""
-    users: dict[Pattern, list[str]] = {}
-    for layer, heads in enumerate(config.layer_patterns()):
-        for head, pattern in enumerate(heads):
-            users.setdefault(pattern, []).append(f"{layer}.{head}")
-    return users
+def check_number(option: str, number: int, count: int, what: str) -> None:
+    """Raise ConfigError where an option does not name one of 0 … count - 1."""
+    if not 0 <= number < count:
+        near = min(max(number, 0), count - 1)
+        raise ConfigError(f"{option}={number}: must be from 0 to {count - 1}, {what}; nearest {near}")
 
 
 def grid_of(config: ModelConfig) -> Grid:
@@ -124,25 +122,27 @@ def default_query(grid: Grid, context: int) -> int:
     return min((row * grid.columns + column) * grid.channels, context - 1)
 
 
-def view_height(grid: Grid) -> float:
-    """Inches of a view that is 3.4 inches wide, with its title."""
-    return 0.7 + min(3.4 * min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS), 3.6)
-
-
 def draw_view(axis: Any, pattern: Pattern, query: int, grid: Grid, context: int) -> None:
     """One query's view: which of the cells around it are read."""
     cell = query // grid.channels
-    row, column = divmod(cell, grid.columns)
-    rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
-    columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
     axis.set_axis_on()
-    extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
-    picture = view(pattern, cell, grid, rows, columns, context)
-    axis.imshow(picture, cmap=COLOURS, vmin=NOTHING, vmax=FUTURE, interpolation="nearest", extent=extent)
-    axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="#c4262e", linewidth=1.2))
+    picture = functools.partial(view, pattern, cell, grid, context=context)
+    draw_around(axis, cell, grid, "#c4262e", picture, **SCALE)
     axis.set_xlabel(f"column of {grid.columns:,}", fontsize=7)
     axis.set_ylabel(f"row of {grid.rows:,}", fontsize=7)
     axis.tick_params(labelsize=6)
+
+
+def draw_around(
+    axis: Any, cell: int, grid: Grid, edge: str, picture: Callable[[range, range], np.ndarray], **colours: Any
+) -> None:
+    """The ``picture`` of the rows and columns around a query's cell, which is framed."""
+    row, column = divmod(cell, grid.columns)
+    rows = window(row, grid.rows, VIEW_ROWS, VIEW_ROWS * 7 // 8)
+    columns = window(column, grid.columns, VIEW_COLUMNS, VIEW_COLUMNS // 2)
+    extent = (columns.start - 0.5, columns.stop - 0.5, rows.stop - 0.5, rows.start - 0.5)
+    axis.imshow(picture(rows, columns), interpolation="nearest", extent=extent, **colours)
+    axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=edge, linewidth=1.2))
 
 
 def window(place: int, size: int, shown: int, before: int) -> range:
@@ -182,7 +182,7 @@ def draw_matrix(axis: Any, pattern: Pattern, size: int) -> None:
     picture = pooled_connectivity(pattern, size, cell)
     edge = len(picture) * cell - 0.5
     extent = (-0.5, edge, edge, -0.5)
-    axis.imshow(picture, cmap=COLOURS, vmin=NOTHING, vmax=FUTURE, interpolation="nearest", extent=extent)
+    axis.imshow(picture, interpolation="nearest", extent=extent, **SCALE)
     axis.set_title(f"the first {size:,} positions" + (f", {cell} x {cell} a cell" if cell > 1 else ""), fontsize=7)
     axis.set_xlabel("key position", fontsize=7)
     axis.set_ylabel("query position", fontsize=7)

@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from longstride.data_pipelines.shards import Sample
 
 SHOWN_BYTES = 2000  # of a text
-# By what a modality's samples are shown as: how many by default, and at most: more cannot be told apart in one picture.
+# How many samples are shown: by default, and at most (more could not be told apart in one picture).
 _COUNTS = {"text": (3, None), "picture": (16, 100), "waveform": (4, 20)}
 TILE_INCHES = 1.5
 TILE_PIXELS = 180  # of a tile in the file; smaller pictures are shown with their pixels as squares
 WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each column
-# What could do anything to a terminal: control characters but for line ends and tabs, and those that turn the
-# direction of writing.
+# Control characters but for line ends and tabs, and those that turn the direction of writing: they command a terminal.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -64,19 +63,20 @@ def run_data_show(arguments: argparse.Namespace) -> int:
     count = default if arguments.count is None else arguments.count
     samples = sample_documents(folder, arguments.split, count, arguments.seed)
     if kind != "text":
-        from longstride.launcher.pictures import check_output, write_picture
+        from longstride.launcher.pictures import check_output, save_picture
 
         check_output(arguments.output)
         drawn = list(samples)
         whole = folder.manifest.splits[arguments.split].samples
         last = folder.store.location.rstrip("/").rpartition("/")[2]
         title = f"{last}, {arguments.split}: {len(drawn)} of {whole:,} samples"
-        write_picture(draw_samples(drawn, name, title), arguments.output)
+        save_picture(draw_samples(drawn, name, title), arguments.output)
+        print(arguments.output)
         return 0
     try:
         print_texts(samples, sys.stdout)
     except BrokenPipeError:
-        # The reader has what it wanted. What Python still buffers must not meet the closed pipe at exit.
+        # The reader has enough. At exit Python would flush what it still buffers into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -17,16 +17,12 @@ from longstride.launcher.output import file_names
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 _PICTURES_WITH = {  # the options that not every picture has
     "query": ("pattern", "attention"),
-    "step": ("attention",),
-    "context_number": ("attention",),
-    "head": ("attention",),
-    "weights": ("attention",),
+    **dict.fromkeys(("step", "context_number", "head", "weights"), ("attention",)),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
-
     parser.add_argument("what", choices=("pattern", "attention", "loss"))
     parser.add_argument(
         "source",
@@ -57,11 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code."""
-    from longstride.launcher.pictures import check_output, write_picture
+    from longstride.launcher.pictures import check_output, save_picture
 
     check_output(arguments.output)
     check_options(arguments)
-    write_picture(_draw(arguments), arguments.output)
+    if arguments.what == "loss":
+        figure = draw_loss(arguments.source)
+    elif arguments.what == "pattern":
+        from longstride.launcher.drawing.pattern import draw_pattern
+
+        figure = draw_pattern(arguments.source, arguments.query[0] if arguments.query else None)
+    else:
+        from longstride.launcher.drawing.attention import draw_attention
+
+        figure = draw_attention(
+            arguments.source,
+            arguments.step,
+            arguments.context_number or 0,
+            arguments.head,
+            arguments.query,
+            arguments.weights or TRAINED,
+            trusted=arguments.trust_checkpoint,
+        )
+    save_picture(figure, arguments.output)
+    print(arguments.output)
     return 0
 
 
@@ -77,27 +92,6 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{TRUST_OPTION}: is of `show attention` alone; leave it out")
     if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
         raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")
-
-
-def _draw(arguments: argparse.Namespace) -> Any:
-    if arguments.what == "loss":
-        return draw_loss(arguments.source)
-    if arguments.what == "pattern":
-        from longstride.launcher.drawing.pattern import draw_pattern
-
-        return draw_pattern(arguments.source, arguments.query[0] if arguments.query else None)
-    from longstride.launcher.drawing.attention import draw_attention
-
-    number, kind = arguments.context_number or 0, arguments.weights or "trained"
-    return draw_attention(
-        arguments.source,
-        arguments.step,
-        number,
-        arguments.head,
-        arguments.query,
-        kind,
-        trusted=arguments.trust_checkpoint,
-    )
 
 
 def draw_loss(run_folder: Path) -> Any:
@@ -134,9 +128,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         texts = path.read_text(errors="replace").splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    whole = [text for text in texts if text.endswith("\n")]
     lines = []
-    for number, text in enumerate(whole, start=1):
+    for number, text in enumerate((text for text in texts if text.endswith("\n")), start=1):
         try:
             line = json.loads(text)
             lines.append({key: line[key] for key in ("step", "split", "bits_per_byte")})

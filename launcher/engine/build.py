@@ -11,17 +11,31 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.compile.config import CompileConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel
 from torch import Tensor
 
 from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
-from longstride.launcher.engine.optimizer import forget_average, make_optimizer, make_schedule, rate_factor
+from longstride.launcher.engine.optimizer import AVERAGE, make_optimizer, make_schedule, rate_factor
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 
+_PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's own classes of the parts that it checks strictly
+    "zero_optimization": DeepSpeedZeroConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CSVConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+    "compile": CompileConfig,
+}
 _ONLY_ON_GPUS = {
     "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
     "zero_optimization": ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
@@ -76,21 +90,21 @@ def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> Non
         group["betas"], group["eps"], group["initial_lr"] = train.betas, train.eps, train.learning_rate
         group["lr"] = train.learning_rate * rate_factor(train, schedule.last_epoch)
     schedule.base_lrs = [train.learning_rate] * len(optimizer.param_groups)
-    if train.ema_decay is None:
-        forget_average(optimizer)
+    if train.ema_decay is None:  # an average that is no longer updated would be saved as if it were
+        for state in optimizer.state.values():
+            state.pop(AVERAGE, None)
 
 
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     """The dictionary for deepspeed.initialize: the run's own section, and the keys that follow from the rest."""
     train = config.train
-    accumulation = train.global_batch // (train.micro_batch * world_size)
     return {
         "steps_per_print": None,  # its progress lines would cut through ours
         "zero_force_ds_cpu_optimizer": False,  # it would refuse torch's AdamW where the optimiser is offloaded
         **config.deepspeed,
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": train.global_batch // (train.micro_batch * world_size),
     }
 
 
@@ -125,38 +139,17 @@ def check_engine(config: RunConfig, ranks: Ranks) -> None:
 
 def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
     """Whether DeepSpeed takes its section; see ``check_engine``."""
-    errors = part_errors(config.deepspeed, _part_models())
+    errors = part_errors(config.deepspeed, _PART_MODELS)
     for name, keys in _ONLY_ON_GPUS.items():
         part = config.deepspeed.get(name, {})
-        for key in keys:
-            if on_cpu and part.get(key):
-                rule = "needs a GPU; leave it out on a CPU"
-                errors.append(ConfigError.at(f"deepspeed.{name}.{key}", part[key], rule))
+        rule = "needs a GPU; leave it out on a CPU"
+        errors += [
+            ConfigError.at(f"deepspeed.{name}.{key}", part[key], rule) for key in keys if on_cpu and part.get(key)
+        ]
     if errors:
         raise ConfigError.joined(errors)
     try:
-        alone = engine_section(config, world_size) | {
-            "train_batch_size": config.train.global_batch // world_size,
-        }
-        deepspeed.DeepSpeedConfig(alone)
+        alone = {"train_batch_size": config.train.global_batch // world_size}
+        deepspeed.DeepSpeedConfig(engine_section(config, world_size) | alone)
     except (AssertionError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"deepspeed: {' '.join(str(error).split())}") from error
-
-
-def _part_models() -> dict[str, type[BaseModel]]:
-    """DeepSpeed's own classes of the parts that it checks strictly."""
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "fp16": DeepSpeedFP16Config,
-        "bf16": DeepSpeedBF16Config,
-        "tensorboard": TensorBoardConfig,
-        "csv_monitor": CSVConfig,
-        "wandb": WandbConfig,
-        "comet": CometConfig,
-        "compile": CompileConfig,
-    }

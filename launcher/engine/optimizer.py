@@ -33,10 +33,9 @@ def parameter_groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on tensors of two or more dimensions (section 6)."""
-    decayed, others = parameter_groups(parameters)
     groups = [
-        {"params": [parameters[name] for name in decayed], "weight_decay": train.weight_decay},
-        {"params": [parameters[name] for name in others], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(parameter_groups(parameters), (train.weight_decay, 0.0), strict=True)
     ]
     # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)
@@ -85,12 +84,6 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(follow)
-
-
-def forget_average(optimizer: torch.optim.Optimizer) -> None:
-    """Removes the average that a checkpoint brought: one that is no longer updated would be saved as if it were."""
-    for state in optimizer.state.values():
-        state.pop(AVERAGE, None)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ class Overflow(enum.Enum):
     """Why the optimiser did not take a step whose loss was a number."""
 
     SCALE = enum.auto()  # fp16: the loss scale was too high and falls, as it is meant to
-    FLOOR = enum.auto()  # fp16: so it was, and cannot fall
+    FLOOR = enum.auto()  # fp16: the loss scale was too high, and cannot fall further
     FIXED = enum.auto()  # fp16 with a fixed scale
     GRADIENT = enum.auto()  # bf16, fp32: a gradient is no finite number by itself
 
@@ -72,12 +72,21 @@ class EngineStep:
         if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
             gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
-            if not math.isfinite(norm):
-                self._drop_plain_step()
+            if not math.isfinite(norm):  # DeepSpeed would give this optimiser any gradient
+                engine.zero_grad()
+                engine.tput_timer.stop(global_step=True, report_speed=False)
+                engine.skipped_steps += 1
+                engine.global_steps += 1
+                engine.global_samples += engine.train_batch_size()
+                engine.micro_steps += 1
                 return None
         engine.step()
         if engine.skipped_steps > self._counters["skipped_steps"]:
-            self._forget_gradients()
+            optimizer = engine.optimizer
+            if isinstance(optimizer, DeepSpeedZeroOptimizer):
+                # ZeRO 1 and 2 must forget the gradients. Where the optimiser is offloaded and gradients gather in
+                # another type than the model's, DeepSpeed would add those of all later steps, and drop these steps too.
+                optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
         if norm is None:
             norm = float(engine.get_global_grad_norm())
             if self._is_unfused:
@@ -118,23 +127,3 @@ class EngineStep:
         Its unfused fp16 optimiser divides the gradients by the scale, but nothing multiplies the loss by it.
         """
         self._engine.backward(loss * self.loss_scale if self._is_unfused else loss)
-
-    def _drop_plain_step(self) -> None:
-        """Drops the step of a plain optimiser (ZeRO 0 in fp32), to which DeepSpeed would give any gradient."""
-        engine = self._engine
-        engine.zero_grad()
-        engine.tput_timer.stop(global_step=True, report_speed=False)
-        engine.skipped_steps += 1
-        engine.global_steps += 1
-        engine.global_samples += engine.train_batch_size()
-        engine.micro_steps += 1
-
-    def _forget_gradients(self) -> None:
-        """Has ZeRO 1 and 2 forget the gradients of a step that was dropped.
-
-        Where the optimiser is offloaded and gradients gather in another type than the model's, DeepSpeed would add
-        those of every step after it to them, and drop them all.
-        """
-        optimizer = self._engine.optimizer
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))

@@ -28,8 +28,8 @@ from torch import Tensor
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import Checkpoint, master_weights, open_checkpoint
-from longstride.launcher.config import RunConfig, add_trust_argument
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.config import add_trust_argument
 from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
@@ -94,8 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
         # A run that goes on may have saved once more while the ranks looked.
         checkpoint = checkpoint.agreed(ranks)
         precision = arguments.precision or checkpoint.manifest.precision
-        model = load_model(checkpoint, config, precision, ranks, arguments.weights)
-        threads = score_threads(ranks.device, batch_size * config.model.context)
+        model = SparseTransformer(config.model)
+        model.load_state_dict(master_weights(checkpoint, arguments.weights))
+        for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
+            parameter.data = parameter.data.to(DTYPES[precision])
+        model.to(ranks.device).eval()
+        threads = 0
+        if ranks.device.type == "cpu":  # batches that are computed at a time, one thread each
+            at_once = _MOST_ROWS // (batch_size * config.model.context)
+            threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
             sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
@@ -170,13 +177,6 @@ def score(
     return sums
 
 
-def score_threads(device: torch.device, rows: int) -> int:
-    """How many batches of so many positions are computed at a time, one thread each; 0: one batch by all threads."""
-    if device.type != "cpu":
-        return 0
-    return max(1, min(torch.get_num_threads(), _MOST_THREADS, _MOST_ROWS // rows))
-
-
 def _in_turn(
     work: Callable[[EvaluationBatch], Tensor], batches: Iterator[EvaluationBatch], threads: int
 ) -> Iterator[tuple[EvaluationBatch, Tensor]]:
@@ -196,21 +196,6 @@ def _in_turn(
             yield from ((batch, computed.result()) for batch, computed in pending)
     finally:
         torch.set_num_threads(before)
-
-
-def load_model(
-    checkpoint: Checkpoint, config: RunConfig, precision: str, ranks: Ranks, weights: str
-) -> SparseTransformer:
-    """The model of a checkpoint, with its weights of one kind, on this rank's device, for scoring.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or keeps no such weights.
-    """
-    model = SparseTransformer(config.model)
-    model.load_state_dict(master_weights(checkpoint, weights))
-    for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
-        parameter.data = parameter.data.to(DTYPES[precision])
-    return model.to(ranks.device).eval()
 
 
 def position_edges(context: int, most: int = MOST_BINS) -> np.ndarray:

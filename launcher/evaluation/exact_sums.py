@@ -32,8 +32,7 @@ class ExactSums:
         rows = np.zeros(values.size, dtype=np.int64) if bins is None else bins.astype(np.int64)
         finite = np.isfinite(values)
         mantissas, exponents = np.frexp(np.where(finite, values, np.float32(0)))
-        width = self._table.shape[1]
-        powers = rows * width + (exponents - _LEAST)
+        powers = rows * self._table.shape[1] + (exponents - _LEAST)
         # A weight is an integer below 2**24 in float64, and so is every sum of fewer than 2**29 of them below 2**53.
         sums = np.bincount(powers, np.ldexp(mantissas.astype(np.float64), _MANTISSA_BITS), self._table.size)
         table = sums.astype(np.int64).reshape(self._table.shape)
@@ -54,16 +53,13 @@ class ExactSums:
         """The sum over all bins, rounded once, over the count; NaN where a number was not finite or there is none."""
         return _mean(self._table.sum(0))
 
-    def counts(self, edges: np.ndarray | None = None) -> list[int]:
-        """The count of each bin, or of each run of bins between ``edges``."""
-        return self._joined(edges)[:, _COUNT].tolist()
+    def counts(self) -> list[int]:
+        """The count of each bin."""
+        return self._table[:, _COUNT].tolist()
 
     def means(self, edges: np.ndarray | None = None) -> list[float]:
         """The mean of each bin, or of each run of bins between ``edges``, as ``mean`` has it."""
-        return [_mean(row) for row in self._joined(edges)]
-
-    def _joined(self, edges: np.ndarray | None) -> np.ndarray:
-        return self._table if edges is None else np.add.reduceat(self._table, edges[:-1])
+        return [_mean(row) for row in (self._table if edges is None else np.add.reduceat(self._table, edges[:-1]))]
 
 
 def _mean(row: np.ndarray) -> float:

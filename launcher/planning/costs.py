@@ -16,15 +16,15 @@ nothing is allocated.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -34,29 +34,24 @@ from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
+from longstride.launcher.models import DTYPES
 from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "output")
 REHEARSED_LAYERS = (2, 3)
 STAGES = (0, 1, 2, 3)
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
     """Parameters by part of the model, without allocating it. Layers are alike, so two tell about all."""
-    first, second = (_parts_of_layers(config, layers) for layers in (1, 2))
+    first, second = Counter[str](), Counter[str]()
+    for layers, parts in ((1, first), (2, second)):
+        with torch.device("meta"):
+            model = SparseTransformer(config.model_copy(update={"layers": layers}))
+        for name, parameter in model.named_parameters():
+            parts[_part_of(name)] += parameter.numel()
     return {part: first[part] + (config.layers - 1) * (second[part] - first[part]) for part in PARTS}
-
-
-def _parts_of_layers(config: ModelConfig, layers: int) -> Counter[str]:
-    """Parameters by part of the same model with so many layers."""
-    with torch.device("meta"):
-        model = SparseTransformer(config.model_copy(update={"layers": layers}))
-    parts: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
-        parts[_part_of(name)] += parameter.numel()
-    return parts
 
 
 def _part_of(name: str) -> str:
@@ -154,7 +149,8 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
     """
     half = config.precision != "fp32"
     copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
-    gradient_bytes = _gradient_bytes(config, stage)
+    gathered_in = (stage and config.deepspeed.get("data_types", {}).get("grad_accum_dtype")) or config.precision
+    gradient_bytes = 4 if gathered_in == "fp32" else 2
 
     def share(numel: int, from_stage: int) -> int:
         return -(-numel // processes) if stage >= from_stage else numel
@@ -175,7 +171,7 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
 
     What an attention kernel allocates and frees within a call is not counted.
     """
-    dtype = _DTYPES[config.precision]
+    dtype = DTYPES[config.precision]
     batch, on_gpu = config.train.micro_batch, config.model.backend != "cpu"
     few, more = REHEARSED_LAYERS
     if config.model.layers <= more:
@@ -205,7 +201,8 @@ def rehearse(
         if on_gpu:
             modes.enter_context(_FusedDropout())
         if checkpointing:
-            model.activation_checkpoint = _recomputed
+            # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
+            model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=True)
         return count(model, tokens)
 
 
@@ -214,7 +211,11 @@ def count(model: SparseTransformer, tokens: Tensor) -> Activations:
 
     Tensors may have content or not. Each gradient is dropped once it is complete: ``states`` counts them.
     """
-    hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in model.parameters()]
+
+    def drop_gradient(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in model.parameters()]
     try:
         with LiveBytes([*model.parameters(), tokens]) as live:
             loss = model(tokens, return_nats=True).sum()
@@ -239,19 +240,13 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Runs the operation, and counts what it returns."""
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+        for storage in (tensor.untyped_storage() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)):
+            if (key := storage._cdata) not in self._counted:
+                self._counted.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, key, storage.nbytes())
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._counted:
-            return
-        self._counted.add(key)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key, storage.nbytes())
 
     def _free(self, key: int, num_bytes: int) -> None:
         self._counted.discard(key)
@@ -264,45 +259,22 @@ class _FusedDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.dropout:
-            return func(*args, **kwargs)
-        h, share, training = _dropout_arguments(*args, **kwargs)
-        return torch.native_dropout(h, share, training)[0] if training and share else h
+        def dropout(h: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            return torch.native_dropout(h, p, training)[0] if training and p else h
 
-
-def _dropout_arguments(h: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return h, p, training
-
-
-def _recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """As DeepSpeed's checkpointing: keeps a block's input, and runs the block again in the backward pass."""
-    return checkpoint(function, *args, use_reentrant=True)
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    assert isinstance(parameter, nn.Parameter)
-    parameter.grad = None
-
-
-def _gradient_bytes(config: RunConfig, stage: int) -> int:
-    """Of one number of the accumulated gradients."""
-    computed_in = config.precision
-    accumulated_in = config.deepspeed.get("data_types", {}).get("grad_accum_dtype") or computed_in
-    return 4 if (computed_in if stage == 0 else accumulated_in) == "fp32" else 2
+        return (dropout if func is F.dropout else func)(*args, **(kwargs or {}))
 
 
 def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int) -> int:
     """The buckets in which stages 1 to 3 reduce gradients, and other processes' weights that stage 3 may hold."""
-    zero = config.deepspeed.get("zero_optimization", {})
     if stage == 0:
         return 0
-    # Stage 2 reduces in the precision of the weights, whatever it accumulates in.
-    element = gradient_bytes if stage != 2 or config.precision == "fp32" else 2
-    bucket = element * int(zero.get("reduce_bucket_size", _BUCKET))
-    if not zero.get("contiguous_gradients", True):
-        bucket = 0
+    zero, weight_bytes = config.deepspeed.get("zero_optimization", {}), 4 if config.precision == "fp32" else 2
+    bucket = 0
+    if zero.get("contiguous_gradients", True):
+        # Stage 2 reduces in the precision of the weights, whatever it accumulates in.
+        element = min(gradient_bytes, weight_bytes) if stage == 2 else gradient_bytes
+        bucket = element * int(zero.get("reduce_bucket_size", _BUCKET))
     if stage < 3:
         return bucket * (2 if zero.get("overlap_comm") else 1)
-    live = min(num_parameters, int(zero.get("stage3_max_live_parameters", 2 * _BUCKET)))
-    return bucket + live * (4 if config.precision == "fp32" else 2)
+    return bucket + weight_bytes * min(num_parameters, int(zero.get("stage3_max_live_parameters", 2 * _BUCKET)))

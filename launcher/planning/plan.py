@@ -55,7 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.contexts is not None and arguments.contexts < 1:
         raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
     config = load_config(arguments.config, overrides)
-    processes = _processes(config, [word for word in arguments.processes if "=" not in word])
+    words = [word for word in arguments.processes if "=" not in word]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and int(word)):
+            raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
+        config.check_world_size(int(word))
+    units = config.train.global_batch // config.train.micro_batch
+    most = max(count for count in range(1, MOST_PROCESSES + 1) if units % count == 0)
+    processes = [int(word) for word in words] or [most]
     plan = make_plan(config, processes, arguments.contexts)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
@@ -143,14 +150,12 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
 
 def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
     """Contexts of the train split: of the data that is here, or by the published size of a set of that name."""
-    location = config.data.path
+    data, location = config.data, config.data.path
     if Path(location).exists():
         from longstride.launcher.data import RunData
         from longstride.launcher.ranks import Ranks
 
-        lanes = RunData(config, Ranks()).stream().lanes
-        return lanes.num_contexts, f"in {location}"
-    data = config.data
+        return RunData(config, Ranks()).stream().lanes.num_contexts, f"in {location}"
     name = location.rstrip("/").rpartition("/")[2]
     usual = (data.train_split, data.packing, data.separator, data.hop) == ("train", None, None, None)
     if name in PUBLISHED_TRAIN_BYTES and usual:
@@ -166,19 +171,6 @@ def describe(plan: dict[str, Any]) -> str:
     return "\n\n".join("\n".join(lines) for lines in (_parameters(plan), _memory(plan), _work(plan), _length(plan)))
 
 
-def _processes(config: RunConfig, given: list[str]) -> list[int]:
-    """The numbers of processes to plan for; ConfigError where the batch does not divide over them."""
-    train = config.train
-    if not given:
-        units = train.global_batch // train.micro_batch
-        return [max(count for count in range(1, MOST_PROCESSES + 1) if units % count == 0)]
-    for word in given:
-        if not (word.isascii() and word.isdecimal() and int(word)):
-            raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
-        config.check_world_size(int(word))
-    return [int(word) for word in given]
-
-
 def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
     """Operations of one optimiser step, over all processes."""
     contexts = config.train.global_batch
@@ -191,7 +183,7 @@ def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
 
 def _parameters(plan: dict[str, Any]) -> list[str]:
     total = plan["parameters"]["total"]
-    lines = [f"parameters  {total:,}, {_gib(4 * total)} in fp32"]
+    lines = [f"parameters  {total:,}, {4 * total / _GIB:.2f} GiB in fp32"]
     for name, count in plan["parameters"].items():
         if name != "total":
             lines.append(f"  {name:<14}{count:>14,}  {count / total:6.1%}")
@@ -208,14 +200,10 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     ]
     for row in plan["memory"]:
         columns = [row[name] / _GIB for name in ("weights", "gradients", "masters", "adam", "average", "buffers")]
-        widths = (9, 11, 9, 7, 9, 9)
-        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, widths, strict=True))
-        marks = ["", ""]
+        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 7, 9, 9), strict=True))
+        peaks = [f"{row[name] / _GIB:.2f}" for name in ("peak_kept", "peak_recomputed")]
         if row["stage"] == plan["zero_stage"]:
-            marks[int(plan["activation_checkpointing"])] = "*"
-        peaks = [
-            f"{row[name] / _GIB:.2f}{mark}" for name, mark in zip(("peak_kept", "peak_recomputed"), marks, strict=True)
-        ]
+            peaks[plan["activation_checkpointing"]] += "*"
         lines.append(f"  {row['processes']:>9}{row['stage']:>6}{cells} |{peaks[0]:>11}{peaks[1]:>12}")
     lines.append("  * as configured")
     return lines
@@ -230,40 +218,28 @@ def _work(plan: dict[str, Any]) -> list[str]:
     for name in ("forward", "backward", "recompute"):
         lines.append(f"  {name:<11}{_flops(step[f'{name}_flops']):>14}")
     lines.append(f"  attention to {share:.2%} of the pairs of dense causal attention; by layer:")
-    lines += [f"    {text}" for text in _densities(attention["density"])]
-    return lines
-
-
-def _densities(density: list[float]) -> list[str]:
-    """Layers of the same density together, in the order of the first of them."""
-    users: dict[float, list[int]] = {}
-    for layer, value in enumerate(density):
-        users.setdefault(value, []).append(layer)
-    lines = []
-    for value, layers in users.items():
+    users: dict[float, list[int]] = {}  # layers of the same density, in the order of the first of them
+    for layer, density in enumerate(attention["density"]):
+        users.setdefault(density, []).append(layer)
+    for density, layers in users.items():
         shown = ", ".join(map(str, layers[:6])) + (f", … ({len(layers)} layers)" if len(layers) > 6 else "")
-        lines.append(f"{value:7.2%}  layers {shown}" if len(layers) > 1 else f"{value:7.2%}  layer {shown}")
+        lines.append(f"    {density:7.2%}  layer{'s' if len(layers) > 1 else ''} {shown}")
     return lines
 
 
 def _length(plan: dict[str, Any]) -> list[str]:
     length = plan["length"]
     steps, epochs = length["steps"], length["epochs"]
-    facts = [f"{length['tokens_per_step']:,} bytes a step"]
-    facts.append("steps unknown" if steps is None else f"{steps:,} steps")
-    facts.append("epochs unknown" if epochs is None else f"{epochs:,.6g} epochs")
-    lines = [f"the run  {', '.join(facts)}"]
-    if length["contexts"] is None:
-        lines.append(f"  {length['origin']}")
-    else:
-        lines.append(f"  {length['contexts']:,} contexts in the train split, {length['origin']}")
+    facts = [
+        f"{length['tokens_per_step']:,} bytes a step",
+        "steps unknown" if steps is None else f"{steps:,} steps",
+        "epochs unknown" if epochs is None else f"{epochs:,.6g} epochs",
+    ]
+    contexts = "" if length["contexts"] is None else f"{length['contexts']:,} contexts in the train split, "
+    lines = [f"the run  {', '.join(facts)}", f"  {contexts}{length['origin']}"]
     if steps is not None:
         lines.append(f"  {length['tokens']:,} bytes and {_flops(length['flops'])} in all")
     return lines
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 def _flops(count: int) -> str:

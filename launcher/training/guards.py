@@ -23,12 +23,6 @@ from longstride.launcher.engine import Overflow
 from longstride.launcher.output import file_names
 from longstride.sparse_model import StrictModel
 
-_KEYS = {
-    "non_finite": "train.guards.non_finite",
-    "loss_scale_floor": "train.guards.loss_scale_floor",
-    "spike": "train.guards.spike.policy",
-    "overflows": "train.guards.max_skips_in_a_row",
-}
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.json")
 Number = float | str
 
@@ -37,7 +31,7 @@ Number = float | str
 class Verdict:
     """What becomes of a step that a guard refuses."""
 
-    guard: str  # a key of _KEYS
+    guard: str  # non_finite, loss_scale_floor, spike or overflows
     outcome: GuardPolicy
     reason: str  # figure, limit, and what else decided
 
@@ -63,7 +57,15 @@ class GuardStopError(Exception):
 
     def __init__(self, step: int, verdict: Verdict) -> None:
         self.step, self.verdict = step, verdict
-        super().__init__(f"step {step}: {verdict.reason}; {_advice(step, verdict)}")
+        if verdict.guard == "overflows":
+            advice = "lower deepspeed.fp16.loss_scale, or set it to 0, which lets it move, and --resume auto"
+        else:
+            way = f"--replay {step} shows the batch"
+            if verdict.guard == "loss_scale_floor":
+                way = "lower train.learning_rate or deepspeed.fp16.min_loss_scale, or train in bf16"
+            key = f"train.guards.{'spike.policy' if verdict.guard == 'spike' else verdict.guard}"
+            advice = f"{way}; --resume auto {key}=skip goes on without it, =rewind from the last checkpoint"
+        super().__init__(f"step {step}: {verdict.reason}; {advice}")
 
 
 class Guards:
@@ -92,7 +94,7 @@ class Guards:
 
     def judge_gradients(self, step: int, loss: float, overflow: Overflow | None, scale: float) -> Verdict | None:
         """The verdict on a step whose loss has passed, by its overflow and fp16's loss scale; None: it passes."""
-        settings, self.verdict = self._settings, None
+        settings, memory, self.verdict = self._settings, self._memory, None
         if overflow is Overflow.GRADIENT:
             reason = "the loss is finite, and its gradients are not"
             self.verdict = self._decide("non_finite", settings.non_finite, reason)
@@ -102,8 +104,15 @@ class Guards:
         elif overflow is Overflow.FIXED:  # DeepSpeed skips such a step; only many in a row are refused
             verdict = self._decide("overflows", "skip", f"gradients overflow at the fixed loss scale {scale:g}")
             self.verdict = verdict if verdict.outcome == "stop" else None
-        if overflow in (None, Overflow.SCALE):
-            self._accept(step, loss, taken=overflow is None)
+        if overflow in (None, Overflow.SCALE):  # it passes, and only a step that was taken ends a row of skips
+            changes: dict[str, Any] = {"losses": []}
+            if settings.spike:
+                changes["losses"] = [*memory.losses, loss][-settings.spike.window :]
+            if overflow is None:
+                changes["skips_in_a_row"] = 0
+                if step > memory.place:
+                    changes |= {"rewinds": 0, "place": 0}
+            self._memory = memory.model_copy(update=changes)
         return self.verdict
 
     def rewound(self, step: int, memory: dict[str, Any] | None) -> None:
@@ -113,30 +122,18 @@ class Guards:
             update={"rewinds": before.rewinds + 1, "place": max(before.place, step)}
         )
 
-    def _accept(self, step: int, loss: float, *, taken: bool) -> None:
-        """Remembers a step that passed. Only a step that was taken ends a row of skips."""
-        spike, memory = self._settings.spike, self._memory
-        changes: dict[str, Any] = {"losses": [*memory.losses, loss][-spike.window :] if spike else []}
-        if taken:
-            changes["skips_in_a_row"] = 0
-            if step > memory.place:
-                changes |= {"rewinds": 0, "place": 0}
-        self._memory = memory.model_copy(update=changes)
-
     def _decide(self, guard: str, policy: GuardPolicy, reason: str) -> Verdict:
         """The verdict by a policy, which becomes a stop where the policy has been tried often enough."""
         verdict, memory, settings = Verdict(guard, policy, reason), self._memory, self._settings
         if policy == "skip":
             number = memory.skips_in_a_row + 1
-            if number >= settings.max_skips_in_a_row:
-                return verdict.stopping(
-                    f"it is step {number} in a row, and train.guards.max_skips_in_a_row={settings.max_skips_in_a_row}"
-                )
+            most = settings.max_skips_in_a_row
+            if number >= most:
+                return verdict.stopping(f"it is step {number} in a row, and train.guards.max_skips_in_a_row={most}")
             self._memory = memory.model_copy(update={"skips_in_a_row": number})
         if policy == "rewind" and memory.rewinds >= settings.max_rewinds:
-            return verdict.stopping(
-                f"train.guards.max_rewinds={settings.max_rewinds} did not get beyond step {memory.place}"
-            )
+            most = settings.max_rewinds
+            return verdict.stopping(f"train.guards.max_rewinds={most} did not get beyond step {memory.place}")
         return verdict
 
 
@@ -153,17 +150,6 @@ def spike_reason(loss: float, losses: Sequence[float], deviations: float, window
     if loss <= mean + deviations * deviation:
         return None
     return f"the loss {loss:.6g} > {mean:.6g} + {deviations:g} × {deviation:.6g} of the last {window} steps"
-
-
-def _advice(step: int, verdict: Verdict) -> str:
-    """What the user can do after a stop."""
-    if verdict.guard == "overflows":
-        return "lower deepspeed.fp16.loss_scale, or set it to 0, which lets it move, and --resume auto"
-    if verdict.guard == "loss_scale_floor":
-        way = "lower train.learning_rate or deepspeed.fp16.min_loss_scale, or train in bf16"
-    else:
-        way = f"--replay {step} shows the batch"
-    return f"{way}; --resume auto {_KEYS[verdict.guard]}=skip goes on without it, =rewind from the last checkpoint"
 
 
 class Origin(StrictModel):

@@ -51,7 +51,12 @@ class Trainer:
         run, engine = self._run, self._engine
         evaluation_is_missing = lacks_evaluation(engine.global_steps, run)
         self._open_batches(state)
-        self._recorder.say(self._description())
+        config, world_size = run.config, run.ranks.world_size
+        numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
+        self._recorder.say(
+            f"{numel:,} parameters, context {config.model.context:,}, {world_size} process"
+            f"{'es' if world_size > 1 else ''} on {engine.device.type}, ZeRO {config.zero_stage}, {config.precision}"
+        )
         self._response = GuardResponse(run, engine, self._guards, self._recorder, self._state)
         engine.train()
         try:
@@ -135,23 +140,13 @@ class Trainer:
         if self._saver.saved == step:
             return True
         if not weights_are_finite(self._engine, self._run.ranks):
-            reason = "not saved, as its weights are no finite numbers"
-            self._recorder.say(f"step {step}: {reason}; --resume auto goes on from step {self._saver.saved}")
+            where = f"--resume auto goes on from step {self._saver.saved}"
+            self._recorder.say(f"step {step}: not saved, as its weights are no finite numbers; {where}")
             return False
         saved = self._saver.save_last(self._state, self._guards.memory())
         if saved:
             self._recorder.say(f"step {step}: saved before the run ends; --resume auto goes on from there")
         return saved
-
-    def _description(self) -> str:
-        """One line about what is about to train."""
-        config, world_size = self._run.config, self._run.ranks.world_size
-        numel = sum(getattr(each, "ds_numel", each.numel()) for each in self._engine.module.parameters())
-        processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-        return (
-            f"{numel:,} parameters, context {config.model.context:,}, {processes} on {self._engine.device.type}, "
-            f"ZeRO {config.zero_stage}, {config.precision}"
-        )
 
 
 def train_step(

@@ -39,7 +39,7 @@ class Recorder:
         self._monitors_fail = False
         if is_first:
             self._lines = LineFile(run / file_names.METRICS, self.say)
-            self._progress = make_progress(steps, engine.global_steps, sys.stderr)
+            self._progress = Progress(steps, engine.global_steps, sys.stderr)
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends one line and hands its numbers to DeepSpeed's monitors."""
@@ -49,16 +49,17 @@ class Recorder:
         self._monitor(line)
 
     def _monitor(self, line: dict[str, Any]) -> None:
-        if self._engine.monitor.enabled:
-            numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
-            try:
-                self._engine.monitor.write_events(
-                    [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
-                )
-            except OSError as error:
-                if not self._monitors_fail:
-                    self.say(f"step {line['step']}: a monitor of DeepSpeed's could not write: {error}; the run goes on")
-                self._monitors_fail = True
+        if not self._engine.monitor.enabled:
+            return
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        try:
+            self._engine.monitor.write_events(
+                [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
+            )
+        except OSError as error:
+            if not self._monitors_fail:
+                self.say(f"step {line['step']}: a monitor of DeepSpeed's could not write: {error}; the run goes on")
+            self._monitors_fail = True
 
     def advance(self, step: int, text: str) -> None:
         """Moves the bar to a step."""
@@ -159,51 +160,36 @@ class LineFile:
         return reason
 
 
-class BarProgress:
-    """A tqdm bar, for a terminal."""
-
-    def __init__(self, steps: int, done: int, stream: TextIO) -> None:
-        self._bar = tqdm(total=steps, initial=done, file=stream, unit="step", dynamic_ncols=True)
-
-    def advance(self, step: int, text: str) -> None:
-        """Moves to a step, with the newest figures behind the bar."""
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(step - self._bar.n)
-
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        self._bar.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        """Ends the bar; its last state stays on the screen."""
-        self._bar.close()
-
-
-class LineProgress:
-    """A line now and then, for logs."""
+class Progress:
+    """How far a run is: a tqdm bar on a terminal, and a line now and then elsewhere, for logs."""
 
     def __init__(self, steps: int, done: int, stream: TextIO) -> None:
         self._steps, self._first, self._stream = steps, done, stream
-        self._start = time.monotonic()
-        self._last = -math.inf
+        self._start, self._last = time.monotonic(), -math.inf
+        self._bar: tqdm | None = None
+        if stream.isatty():
+            self._bar = tqdm(total=steps, initial=done, file=stream, unit="step", dynamic_ncols=True)
 
     def advance(self, step: int, text: str) -> None:
-        """A line for the first and last step, and one every few seconds between."""
-        now = time.monotonic()
-        if step < self._steps and now - self._last < _PLAIN_SECONDS:
+        """Moves to a step, with its figures. Lines are for the first and last step, and every few seconds between."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
             return
-        self._last = now
-        left = (now - self._start) / max(1, step - self._first) * (self._steps - step)
-        self.say(f"step {step}/{self._steps} · {text} · {left:.0f} s left")
+        now = time.monotonic()
+        if step == self._steps or now - self._last >= _PLAIN_SECONDS:
+            self._last = now
+            left = (now - self._start) / max(1, step - self._first) * (self._steps - step)
+            self.say(f"step {step}/{self._steps} · {text} · {left:.0f} s left")
 
     def say(self, text: str) -> None:
-        """A line at once."""
-        print(text, file=self._stream, flush=True)
+        """A line at once, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Has nothing to close."""
-
-
-def make_progress(steps: int, done: int, stream: TextIO) -> BarProgress | LineProgress:
-    """A bar on a terminal, lines elsewhere."""
-    return BarProgress(steps, done, stream) if stream.isatty() else LineProgress(steps, done, stream)
+        """Ends the bar; its last state stays on the screen."""
+        if self._bar is not None:
+            self._bar.close()

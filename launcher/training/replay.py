@@ -22,13 +22,12 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import apply_settings, build_engine
-from longstride.launcher.output import exit_codes, exit_on_mistake, metrics_file, say
-from longstride.launcher.ranks import Ranks, process_group
+from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
+from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
 
 _COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
-_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")  # which would write
 Batches = Generator[GlobalBatch[Batch]]
 
 
@@ -52,8 +51,16 @@ def replay_step(run: Run, step: int) -> int:
         raise ConfigError(f"--replay={step}: the run has {config.train.last_step} steps")
     record = find_record(run.folder, step)
     incident = record.incident if record else None
-    candidates = _candidates(run, step, incident)
-    section = {key: value for key, value in config.deepspeed.items() if key not in _MONITORS}
+    # The checkpoints before the step that lie on the way to it, newest first.
+    first = incident.origin.step if incident else 0
+    listed, _ = list_checkpoints(run.folder, trusted=run.trusted)
+    candidates = [each for each in listed if first <= each.manifest.step < step]
+    for newest in candidates[:1]:
+        newest.check_matches(config, run.data.stream().fingerprint)
+        if newest.needs_conversion(config, ranks.world_size):
+            raise ConfigError(f"--replay={step}: {newest.layout}, and is repeated so alone: start as it was saved")
+    without = ("tensorboard", "csv_monitor", "wandb", "comet")  # monitors, which would write
+    section = {key: value for key, value in config.deepspeed.items() if key not in without}
     config = config.model_copy(update={"deepspeed": section})
     run = replace(run, config=config)
     with process_group(ranks, config.train.timeout_seconds, run.folder):
@@ -89,24 +96,11 @@ def find_record(run: Path, step: int) -> Record | None:
     """What a run has written of a step: the newest file of a guard, or the line of metrics.jsonl; None: neither."""
     for path, incident in read_incidents(run).items():
         if incident.step == step:
-            figures = {name: getattr(incident, name) for name in _COMPARED}
-            return Record(str(path), figures, incident)
+            return Record(str(path), {name: getattr(incident, name) for name in _COMPARED}, incident)
     line = metrics_file.find_lines(run, "train").get(step)
     if line is None:
         return None
-    return Record(str(run / "metrics.jsonl"), {name: line[name] for name in _COMPARED}, None)
-
-
-def _candidates(run: Run, step: int, incident: Incident | None) -> list[Checkpoint]:
-    """The checkpoints before a step that lie on the way to it, newest first; the first fits the configuration."""
-    first = incident.origin.step if incident else 0
-    listed, _ = list_checkpoints(run.folder, trusted=run.trusted)
-    candidates = [each for each in listed if first <= each.manifest.step < step]
-    for checkpoint in candidates[:1]:
-        checkpoint.check_matches(run.config, run.data.stream().fingerprint)
-        if checkpoint.needs_conversion(run.config, run.ranks.world_size):
-            raise ConfigError(f"--replay={step}: {checkpoint.layout}, and is repeated so alone: start as it was saved")
-    return candidates
+    return Record(str(run / file_names.METRICS), {name: line[name] for name in _COMPARED}, None)
 
 
 def check_processes(incident: Incident, world_size: int) -> None:
@@ -124,8 +118,9 @@ def check_processes(incident: Incident, world_size: int) -> None:
 def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, device: torch.device) -> Batches:
     """The batches that a run took from a checkpoint on to the recorded step: after a rewind, later ones.
 
-    Rewinds on the way are followed too, as the weights that they loaded are those that the steps in between lead to.
-    Which of them came before the lines of metrics.jsonl follows from the check sum of the first line after each.
+    Rewinds on the way are followed too. They change the batches alone, as the weights that each loads are those that
+    the steps before it lead to. Where the run may have gone on with several batches, the check sum of the next line of
+    metrics.jsonl decides.
     """
 
     def take(state: StreamState | None) -> Batches:
@@ -176,7 +171,7 @@ def _state_taken(
 def _repeat(run: Run, engine: DeepSpeedEngine, step: int, batches: Batches, guards: Guards) -> dict[str, Any]:
     """Takes the steps up to ``step``, and reports that one, or an earlier one that a guard refused.
 
-    The contexts with the highest loss a byte come first.
+    The contexts with the highest loss a byte come first; what is no number counts as the highest.
     """
     first = engine.global_steps
     engine.train()
@@ -190,19 +185,15 @@ def _repeat(run: Run, engine: DeepSpeedEngine, step: int, batches: Batches, guar
     report = {name: line.get(name) for name in names} | {"from_step": first}
     if "rank_nats" in line:
         report["loss_nats"] = as_number(sum(map(float, line["rank_nats"])) / line["tokens"])
-    return report | {"contexts": _worst_first(batch.part, context_nats, run.ranks)}
-
-
-def _worst_first(part: Batch, context_nats: list[float], ranks: Ranks) -> list[dict[str, Any]]:
-    """Number, nats and bytes of every context of the global batch; what is no number counts as the highest loss."""
 
     def loss(context: dict[str, Any]) -> float:
         nats_per_byte = float(context["nats"]) / context["bytes"]
         return nats_per_byte if math.isfinite(nats_per_byte) else math.inf
 
-    rows = zip(part.sample_ids.tolist(), context_nats, part.lengths.tolist(), strict=True)
+    rows = zip(batch.part.sample_ids.tolist(), context_nats, batch.part.lengths.tolist(), strict=True)
     contexts = [{"sample_id": number, "nats": as_number(nats), "bytes": length} for number, nats, length in rows]
-    return sorted((each for part in ranks.gather_objects(contexts) for each in part), key=loss, reverse=True)
+    everywhere = (each for part in run.ranks.gather_objects(contexts) for each in part)
+    return report | {"contexts": sorted(everywhere, key=loss, reverse=True)}
 
 
 def compare(report: dict[str, Any], record: Record | None) -> dict[str, Any]:
@@ -222,7 +213,6 @@ def outcome_line(report: dict[str, Any]) -> str:
         return f"step {step}: nothing is recorded of it (train.log_every), so nothing tells whether it is the same"
     if report["reproduced"]:
         return f"step {step}: the same as in {recorded['source']}"
-    different = ", ".join(
-        f"{name} {report[name]} instead of {recorded[name]}" for name in _COMPARED if report[name] != recorded[name]
-    )
+    names = [name for name in _COMPARED if report[name] != recorded[name]]
+    different = ", ".join(f"{name} {report[name]} instead of {recorded[name]}" for name in names)
     return f"step {step}: another outcome than in {recorded['source']}: {different}"

@@ -1,7 +1,7 @@
 """Where a run starts: at step 0 in a free folder, or at a whole checkpoint of its own. And where a guard sends it back.
 
-A full disk must not end a run otherwise than a guard's policy says, nor end one rank alone. What cannot be written is
-reported, and a rewind that cannot bring the files back becomes a stop, which saves.
+A full disk ends no rank alone, and no run against the policy of a guard: what cannot be written is reported. A rewind
+that cannot bring the files back becomes a stop, which saves.
 """
 
 from __future__ import annotations

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
-from longstride.launcher.engine.optimizer import AVERAGE, forget_average, keep_average
+from longstride.launcher.config.run_config import TrainConfig
+from longstride.launcher.engine.build import apply_settings
+from longstride.launcher.engine.optimizer import AVERAGE, keep_average, make_schedule
 
 
 def test_average_begins_at_the_first_weights_and_follows_each_step() -> None:
@@ -41,6 +45,7 @@ def test_adam_is_left_as_it_is_and_its_state_comes_back() -> None:
                 assert torch.equal(again.state[weight][AVERAGE], optimizer.state[weight][AVERAGE])
             optimizer = again
         results.append(weight.detach())
-        forget_average(optimizer)
+        train = TrainConfig(output="run", steps=3, global_batch=1, micro_batch=1, learning_rate=0.1)
+        apply_settings(SimpleNamespace(lr_scheduler=make_schedule(optimizer, train), basic_optimizer=optimizer), train)
         assert AVERAGE not in optimizer.state[weight]
     assert torch.equal(*results)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from longstride.launcher.output.metrics_file import bits_per_byte
-from longstride.launcher.training.recorder import BarProgress, LineProgress, make_progress
+from longstride.launcher.training.recorder import Progress
 
 
 class Terminal(io.StringIO):
@@ -24,8 +24,7 @@ def test_bits_are_nats_over_log_two() -> None:
 
 def test_log_gets_the_first_and_last_line_but_not_every_step() -> None:
     stream = io.StringIO()
-    progress = make_progress(1000, 0, stream)
-    assert isinstance(progress, LineProgress)
+    progress = Progress(1000, 0, stream)
     for step in range(1, 1001):
         progress.advance(step, "4.000 bits per byte")
     progress.close()
@@ -37,8 +36,7 @@ def test_log_gets_the_first_and_last_line_but_not_every_step() -> None:
 
 def test_terminal_gets_a_bar_that_begins_at_the_resumed_step() -> None:
     stream = Terminal()
-    progress = make_progress(10, 4, stream)
-    assert isinstance(progress, BarProgress)
+    progress = Progress(10, 4, stream)
     progress.advance(10, "4.000 bits per byte")
     progress.close()
     assert "4/10" in stream.getvalue()
