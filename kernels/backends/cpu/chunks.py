@@ -49,10 +49,6 @@ class EqualChunks:
     edges: tuple[Edge, ...]  # columns that not every row reads
     has_blind_rows: bool  # some row reads no key
 
-    def num_pairs(self) -> int:
-        """Scores computed, masked ones included."""
-        return self.count * self.rows * self.width
-
 
 @dataclass(frozen=True)
 class Chunks:
@@ -69,7 +65,7 @@ class Chunks:
 
     def num_pairs(self) -> int:
         """Scores computed, masked ones included."""
-        return sum(batch.num_pairs() for batch in self.batches)
+        return sum(batch.count * batch.rows * batch.width for batch in self.batches)
 
 
 @lru_cache(maxsize=64)

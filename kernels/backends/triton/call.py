@@ -85,6 +85,7 @@ class Call:
         self.wide = accumulator_dtype(q.dtype)
         # numpy has no bf16: the interpreter computes in fp32 and rounds where a card would round.
         self.round_bf16 = INTERPRETED and q.dtype == torch.bfloat16
+        self.readable_dtype = torch.float32 if self.round_bf16 else q.dtype  # what the kernels read and write
         self.widths = {
             "WIDTH": width,
             "W": max(16, triton.next_power_of_2(width)),
@@ -92,13 +93,9 @@ class Call:
             "WV": max(16, triton.next_power_of_2(v.shape[-1])),
         }
 
-    def readable_dtype(self) -> torch.dtype:
-        """The dtype that the kernels read and write."""
-        return torch.float32 if self.round_bf16 else self.dtype
-
     def readable(self, tensor: Tensor) -> Tensor:
         """The tensor with adjacent columns, in a dtype that the kernels can read."""
-        tensor = tensor.to(self.readable_dtype())
+        tensor = tensor.to(self.readable_dtype)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
     def candidates(self, kernel: Kernel) -> tuple[Configuration, ...]:
