@@ -196,7 +196,7 @@ def _bare(module: Any, known: dict[int, Any]) -> Any:
     """``known``: the bare modules so far, by the ids of the originals, as a submodule may occur several times."""
     if module is None or id(module) in known:
         return known.get(id(module))
-    attributes, kind = vars(module), type(module)
+    attributes, kind = vars(module), module.__class__
     hooks = (attributes["_forward_hooks"], attributes["_forward_pre_hooks"], every._global_forward_hooks)
     if any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in attributes)):
         known[id(module)] = module

@@ -74,8 +74,6 @@ class Pattern(Protocol):
 class NaturalOrder:
     """A part whose queries and keys are in the natural order."""
 
-    __slots__ = ()
-
     def query_order(self, context: int) -> Order:
         """Natural."""
         return None
@@ -87,8 +85,6 @@ class NaturalOrder:
 
 class UsualPattern:
     """What most patterns have in common: heads are alike, there is one factor, and the stride divides the context."""
-
-    __slots__ = ()
 
     def for_head(self, head: int) -> Pattern:
         """All heads are alike."""
@@ -105,8 +101,6 @@ class UsualPattern:
 
 class SinglePart(NaturalOrder, UsualPattern):
     """A pattern that is its own only part: one interval a query is enough."""
-
-    __slots__ = ()
 
     def parts(self) -> tuple[PatternPart, ...]:
         """Itself alone."""

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import Pattern, PatternPart, UsualPattern, require_positive
+from longstride.kernels.patterns.base import PatternPart, UsualPattern, require_positive
 from longstride.kernels.patterns.column import Column, InColumns
 from longstride.kernels.patterns.local import Local
 
@@ -37,19 +37,17 @@ class Strided(UsualPattern):
         if self.span not in ("paper", "released"):
             raise ConfigError.at("span", self.span, "must be paper or released")
 
-    def _window(self) -> int:
-        return self.stride + (self.span == "paper")
-
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
         local, column = self.factors()
         return local.mask(q, k) | column.mask(q, k)
 
-    def factors(self) -> tuple[Pattern, ...]:
+    def factors(self) -> tuple[Local, Column]:
         """Local, then column."""
-        return (Local(self._window()), Column(self.stride))
+        return Local(self.stride + (self.span == "paper")), Column(self.stride)
 
     def parts(self) -> tuple[PatternPart, ...]:
         """The window, and the column's entries before it."""
-        skip = -(-self._window() // self.stride)  # the window holds the offsets 0, stride, … below its width
-        return (Local(self._window()), DistantColumn(self.stride, skip))
+        local, _ = self.factors()
+        skip = -(-local.window // self.stride)  # the window holds the offsets 0, stride, … below its width
+        return local, DistantColumn(self.stride, skip)

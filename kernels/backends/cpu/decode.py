@@ -102,9 +102,6 @@ class PreparedCache:
         return in_dtype(out.view(batch, heads, self.value_width), q.dtype), lse
 
 
-prepare = PreparedCache
-
-
 @lru_cache(maxsize=64)
 def _groups(patterns: tuple[Pattern, ...]) -> tuple[tuple[Pattern, slice], ...]:
     """Each distinct pattern with its heads: as one slice where they lie regularly, else head by head."""

@@ -57,14 +57,10 @@ ADDRESSES = Box(Shape.ADDRESSES, 0, 0, 0)
 
 def interpreter_trouble() -> str | None:
     """Why this triton cannot interpret kernels with this numpy, or None."""
-    if _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4):
+    of_triton, of_numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
+    if of_triton < (3, 7) and of_numpy >= (2, 4):
         return f"the interpreter of triton {triton.__version__} needs numpy below 2.4, not {np.__version__}"
     return None
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

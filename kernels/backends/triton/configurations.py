@@ -115,7 +115,9 @@ GFX942: Table = {
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 INTERPRETER: Table = {
-    Widest(8, 256): one_each(*3 * [(32, 32, 1, 1)], Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0)))
+    Widest(8, 256): one_each(
+        (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1), Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0))
+    )
 }
 ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}
 
