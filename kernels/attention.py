@@ -191,14 +191,11 @@ def choose_backend(name: str, known: tuple[str, ...], tensors: tuple[Tensor, Ten
 
 @torch.library.custom_op("longstride::attention", mutates_args=(), tags=TAGS)
 def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    module = load(backend)
-    return module.forward(q, k, v, _decode(patterns), scale)
+    return load(backend).forward(q, k, v, _decode(patterns), scale)
 
 
 @_attention.register_fake
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str
-) -> tuple[Tensor, Tensor]:
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
@@ -215,22 +212,12 @@ def _attention_backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = load(backend)
-    return module.backward(grad_out, grad_lse, q, k, v, out, lse, _decode(patterns), scale)
+    return load(backend).backward(grad_out, grad_lse, q, k, v, out, lse, _decode(patterns), scale)
 
 
 @_attention_backward.register_fake
 def _attention_backward_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    patterns: str,
-    scale: float,
-    backend: str,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
 

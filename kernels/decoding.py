@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longstride.kernels.attention import check_tensors, choose_backend, head_patterns, load
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.plan import num_reads, reads
+from longstride.kernels.plan import query_views, reads
 
 BACKENDS = ("triton", "cpu", "reference")
 
@@ -190,7 +190,8 @@ def num_keys_read(pattern: Pattern, position: int, context: int) -> int:
         ValueError: the position is outside the context, or heads differ and no head was chosen.
     """
     _check_position(position, context)
-    return num_reads(pattern, position, context)
+    intervals = (part.interval_at(position) for part in query_views(pattern, context))
+    return sum(high - low for low, high in intervals)
 
 
 def _check_position(position: int, context: int) -> None:

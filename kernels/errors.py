@@ -10,26 +10,19 @@ from dataclasses import dataclass, replace
 _SHOWN_CHARACTERS = 80  # of a value; a longer one is cut
 
 
-class _NoValue:
-    """The value of a problem that has none, as None is a value."""
-
-
-_NO_VALUE = _NoValue()
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One wrong field: ``path=value: rule``."""
 
     path: str  # dotted, with list positions in brackets: model.attention[0].stride; may be empty
     rule: str  # what must hold, and the nearest good value
-    value: object = _NO_VALUE
+    value: object = ...  # the ellipsis: none, as None is a value
 
     def __str__(self) -> str:
         """The problem in one line."""
         if not self.path:
             return self.rule
-        if isinstance(self.value, _NoValue):
+        if self.value is ...:
             return f"{self.path}: {self.rule}"
         return f"{self.path}={_shown(self.value)}: {self.rule}"
 

@@ -62,16 +62,13 @@ class View:
         inverse[self.row_positions] = torch.arange(self.num_rows)
         return inverse
 
-    def row_of(self, position: int) -> int:
-        """The row of an original position that has one, at a cost that does not grow with N."""
-        if self.row_order is None:
-            return position
+    def interval_at(self, position: int) -> tuple[int, int]:
+        """The columns ``low <= column < high`` of the row of a position, at a cost that does not grow with N."""
+        row = position
         if isinstance(self.row_order, Fold):
-            return self.row_order.inverse()(position)
-        return int(self.row_of_position[position])
-
-    def interval_of(self, row: int) -> tuple[int, int]:
-        """The columns ``low <= column < high`` of one row, at a cost that does not grow with N."""
+            row = self.row_order.inverse()(position)
+        elif self.row_order is not None:
+            row = int(self.row_of_position[position])
         if isinstance(self.bounds, Bounds):
             return self.bounds.low(row, self.bounds.period), self.bounds.high(row, self.bounds.period)
         return int(self.bounds.low[row]), int(self.bounds.high[row])
@@ -85,7 +82,11 @@ def view(part: PatternPart, context: int, rows: Side) -> View:
         bounds = part.by_key(context) or transposed(by_query.intervals, by_query.num_columns)
         return View(by_query.column_order, by_query.row_order, by_query.num_columns, by_query.num_rows, bounds)
     query_order, key_order = part.query_order(context), part.key_order(context)
-    if _equal(query_order, key_order):
+    if isinstance(query_order, Tensor) and isinstance(key_order, Tensor):
+        equal = torch.equal(query_order, key_order)
+    else:
+        equal = type(query_order) is type(key_order) and query_order == key_order
+    if equal:
         key_order = query_order  # one object, so that ``is`` tells that they are equal
     num_keys = context
     if key_order is not None:
@@ -100,12 +101,6 @@ def num_pairs(pattern: Pattern, context: int) -> int:
     """
     bounds = [view(part, context, "queries").bounds for part in pattern.parts()]
     return sum(each.num_pairs() if isinstance(each, Bounds) else int((each.high - each.low).sum()) for each in bounds)
-
-
-def _equal(first: Order, second: Order) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first, second)
-    return not isinstance(first, Tensor) and not isinstance(second, Tensor) and first == second
 
 
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:
@@ -235,7 +230,7 @@ def reads(pattern: Pattern, position: int, context: int) -> tuple[Read, ...]:
     """
     result: list[Read] = []
     for part in query_views(pattern, context):
-        low, high = part.interval_of(part.row_of(position))
+        low, high = part.interval_at(position)
         if low < high:
             result += _runs(part, low, high)
     return tuple(result)
@@ -258,15 +253,9 @@ def _positions(runs: tuple[RegularPositions, ...]) -> Tensor:
     return torch.cat([run.positions() for run in runs])
 
 
-def num_reads(pattern: Pattern, position: int, context: int) -> int:
-    """How many keys the query of a position reads."""
-    intervals = (part.interval_of(part.row_of(position)) for part in query_views(pattern, context))
-    return sum(high - low for low, high in intervals)
-
-
 @lru_cache(maxsize=256)
 def most_reads(pattern: Pattern, context: int) -> int:
-    """An upper limit of ``num_reads`` over all queries: the sum of the parts' maxima; cached."""
+    """An upper limit of how many keys a query reads: the sum of the parts' maxima; cached."""
     # Not View.intervals, which would keep vectors that other calls do not need.
     intervals = (intervals_of(part.bounds) for part in query_views(pattern, context))
     return sum(int((high - low).max()) for low, high in intervals)
@@ -281,16 +270,11 @@ def _runs(part: View, low: int, high: int) -> Iterator[Read]:
         yield ListedPositions(order[low:high])
     elif order.stride == 1:
         yield from _blocks(order, low, high)
-    else:
-        yield from _columns(order, low, high)
-
-
-def _columns(order: Fold, low: int, high: int) -> Iterator[RegularPositions]:
-    """For an order that goes column after column: one run a column (our patterns read a single column)."""
-    while low < high:
-        last = min(high, (low // order.period + 1) * order.period)
-        yield RegularPositions(order(low), 1, last - low, order.stride)
-        low = last
+    else:  # column after column: one run a column (our patterns read a single column)
+        while low < high:
+            last = min(high, (low // order.period + 1) * order.period)
+            yield RegularPositions(order(low), 1, last - low, order.stride)
+            low = last
 
 
 def _blocks(order: Fold, low: int, high: int) -> Iterator[RegularPositions]:

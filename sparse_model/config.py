@@ -94,7 +94,14 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problems = [*self._width_problems(), *self._embedding_problems()]
+        problems = list(self._width_problems())
+        if isinstance(self.embedding, ImageEmbedding):
+            size = self.embedding.height * self.embedding.width * self.embedding.channels
+            if size != self.context:
+                problems.append(Problem("context", f"must be height x width x channels = {size}", self.context))
+        elif self.embedding.row_width > self.context:
+            rule = f"must not exceed context {self.context}"
+            problems.append(Problem("embedding.row_width", rule, self.embedding.row_width))
         try:
             self.layer_patterns()
         except ConfigError as error:
@@ -124,15 +131,6 @@ class ModelConfig(StrictModel):
                 rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
                 yield Problem(name, rule, ratio)
 
-    def _embedding_problems(self) -> Iterator[Problem]:
-        """Position tables that do not fit the context."""
-        if isinstance(self.embedding, ImageEmbedding):
-            size = self.embedding.height * self.embedding.width * self.embedding.channels
-            if size != self.context:
-                yield Problem("context", f"must be height x width x channels = {size}", self.context)
-        elif self.embedding.row_width > self.context:
-            yield Problem("embedding.row_width", f"must not exceed context {self.context}", self.embedding.row_width)
-
     @property
     def query_key_width(self) -> int:
         """Channels of all heads' queries, and of their keys."""
@@ -144,8 +142,23 @@ class ModelConfig(StrictModel):
         return round(self.feed_forward_ratio * self.width)
 
     def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
-        """One pattern for each head of each layer."""
-        return layer_patterns(self.attention, self.layers, self.heads, self.context)
+        """One pattern for each head of each layer, ``[layer][head]`` (Child et al. 2019, section 4.2).
+
+        Raises:
+            ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
+        """
+        listed = isinstance(self.attention, list)  # an explicit cycle: one entry a layer
+        if listed and not self.attention:
+            raise ConfigError(Problem("attention", "the list needs at least one pattern"))
+        cycle, errors = [], []
+        for number, entry in enumerate(self.attention if listed else [self.attention]):
+            try:
+                cycle += _cycle(entry, self.heads, self.context, listed)
+            except ConfigError as error:
+                errors.append(error.under(f"attention[{number}]" if listed else "attention"))
+        if errors:
+            raise ConfigError.joined(errors)
+        return tuple(cycle[layer % len(cycle)] for layer in range(self.layers))
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
@@ -153,43 +166,7 @@ def _nearest_divisor(size: int, wanted: int) -> int:
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
 
 
-def layer_patterns(attention: Any, layers: int, heads: int, context: int) -> tuple[tuple[Pattern, ...], ...]:
-    """One pattern for each head of each layer, ``[layer][head]`` (Child et al. 2019, section 4.2).
-
-    Args:
-        attention: a pattern object, or a list of them that the layers take in turn.
-        layers, heads, context: of the model.
-
-    Raises:
-        ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
-    """
-    if not isinstance(attention, list):
-        try:
-            cycle = _cycle(attention, heads, context)
-        except ConfigError as error:
-            raise error.under("attention") from None
-    else:
-        cycle = _listed(attention, heads, context)
-    return tuple(cycle[layer % len(cycle)] for layer in range(layers))
-
-
-def _listed(entries: list[Any], heads: int, context: int) -> list[tuple[Pattern, ...]]:
-    """The explicit cycle: one entry a layer."""
-    if not entries:
-        raise ConfigError(Problem("attention", "the list needs at least one pattern"))
-    cycle, errors = [], []
-    for number, entry in enumerate(entries):
-        try:
-            (patterns,) = _cycle(entry, heads, context, listed=True)
-            cycle.append(patterns)
-        except ConfigError as error:
-            errors.append(error.under(f"attention[{number}]"))
-    if errors:
-        raise ConfigError.joined(errors)
-    return cycle
-
-
-def _cycle(entry: Any, heads: int, context: int, listed: bool = False) -> list[tuple[Pattern, ...]]:
+def _cycle(entry: Any, heads: int, context: int, listed: bool) -> list[tuple[Pattern, ...]]:
     """The layers that one pattern object makes before it repeats: several only where it is interleaved."""
     if not isinstance(entry, dict):
         raise ConfigError(Problem("", "must be a pattern object, or a list of them"))

@@ -31,30 +31,16 @@ class FeedForward(nn.Module):
         """(B, N, C) to (B, N, C)."""
         if h.shape[:-1].numel() <= LONG_ROWS:
             return self.contract(sigmoid_gelu(self.expand(h)))
-        rows, expand, contract = h.flatten(0, -2), self.expand, self.contract
-        out = feed_forward_in_chunks(rows, expand.weight, expand.bias, contract.weight, contract.bias, CHUNK_ROWS)
-        return out.view(h.shape)
+        parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
+        return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, CHUNK_ROWS).view(h.shape)
 
 
-def feed_forward_in_chunks(
-    h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, contract_bias: Tensor, rows: int
-) -> Tensor:
+class FeedForwardInChunks(torch.autograd.Function):
     """The feed-forward part with memory for ``rows`` rows of inner activations, which are computed twice.
 
-    Args:
-        h: (R, C).
-        expand, expand_bias: (F, C), (F,).
-        contract, contract_bias: (C, F), (C,).
-        rows: in work at once.
-
-    Returns:
-        (R, C).
+    It saves only its inputs for the backward pass: h (R, C), expand (F, C), its bias (F,), contract (C, F), its bias
+    (C,). It returns (R, C). Gradients of parameters are summed in fp32 (fp64 for fp64).
     """
-    return _InChunks.apply(h, expand, expand_bias, contract, contract_bias, rows)
-
-
-class _InChunks(torch.autograd.Function):
-    """Saves only its inputs for the backward pass. Gradients of parameters are summed in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
@@ -71,11 +72,7 @@ def window_start(config: ModelConfig, known: int) -> int:
 
 
 def choose(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator | None,
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
     """One token from each row of logits (B, V): (B,) int64.
 
@@ -179,9 +176,4 @@ def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterato
 
 def _real(value: object) -> TypeGuard[float]:
     """Whether it is a finite number; an integer too large for a float is not."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -21,26 +21,16 @@ class Logits(nn.Linear):
         """(B, N, C) to (B, N, V); with ``targets`` (B, N) int64 to nats (B, N) in fp32 (fp64 for fp64)."""
         if targets is None:
             return super().forward(h)
-        return cross_entropy_in_chunks(h.flatten(0, -2), self.weight, targets.flatten(), CHUNK_ROWS).view(targets.shape)
+        nats = CrossEntropyInChunks.apply(h.flatten(0, -2), self.weight, targets.flatten(), CHUNK_ROWS)
+        return nats.view(targets.shape)
 
 
-def cross_entropy_in_chunks(h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+class CrossEntropyInChunks(torch.autograd.Function):
     """The cross-entropy of each row with memory for ``rows`` rows of logits, which are computed twice.
 
-    Args:
-        h: (R, C).
-        weight: (V, C), of the projection to logits.
-        targets: (R,) int64, from 0 to V - 1.
-        rows: in work at once.
-
-    Returns:
-        Nats (R,) in fp32 (fp64 for fp64).
+    It saves only its inputs for the backward pass: h (R, C), the projection's weight (V, C) and targets (R,) int64. It
+    returns nats (R,) in fp32 (fp64 for fp64), in which the weight's gradient is summed too.
     """
-    return _CrossEntropy.apply(h, weight, targets, rows)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Saves only its inputs for the backward pass. The weight's gradient is summed in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:

@@ -5,7 +5,7 @@ Letters: B batch, N positions, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every
 
 from longstride.kernels import ConfigError, empty_cache
-from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.cache import KeyValues
 from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.transformer import SparseTransformer
@@ -174,16 +173,12 @@ def even_length(config: ModelConfig, least: int) -> int:
     closed form, and are its columns read in place.
     """
     patterns = {pattern for layer in config.layer_patterns() for pattern in layer}
-    return next((n for n in range(max(least, 1), config.context) if _divided(patterns, n)), config.context)
-
-
-def _divided(patterns: Iterable[Pattern], length: int) -> bool:
-    try:
-        for pattern in patterns:
-            pattern.check(length)
-    except ConfigError:
-        return False
-    return True
+    for length in range(max(least, 1), config.context):
+        with contextlib.suppress(ConfigError):
+            for pattern in patterns:
+                pattern.check(length)
+            return length
+    return config.context
 
 
 def bare(module: Module) -> Module:
@@ -199,25 +194,18 @@ def bare(module: Module) -> Module:
 
 def _bare(module: Any, known: dict[int, Any]) -> Any:
     """``known``: the bare modules so far, by the ids of the originals, as a submodule may occur several times."""
-    if id(module) not in known:
-        known[id(module)] = module if module is None or _calls_more_than_forward(module) else _twin(module, known)
-    return known[id(module)]
-
-
-def _twin(module: nn.Module, known: dict[int, Any]) -> nn.Module:
-    attributes = vars(module)
-    kind: Any = type(module)
-    twin: nn.Module = object.__new__(_called_by(kind, kind.forward))
+    if module is None or id(module) in known:
+        return known.get(id(module))
+    attributes, kind = vars(module), module.__class__
+    hooks = (attributes["_forward_hooks"], attributes["_forward_pre_hooks"], every._global_forward_hooks)
+    if any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in attributes)):
+        known[id(module)] = module
+        return module
     children = {name: _bare(child, known) for name, child in attributes["_modules"].items()}
+    known[id(module)] = twin = object.__new__(_called_by(kind, kind.forward))
     # Plain attributes are found without nn.Module.__getattr__.
     vars(twin).update(attributes | attributes["_parameters"] | attributes["_buffers"] | children, _modules=children)
     return twin
-
-
-def _calls_more_than_forward(module: nn.Module) -> bool:
-    attributes = vars(module)
-    hooks = (attributes["_forward_hooks"], attributes["_forward_pre_hooks"], every._global_forward_hooks)
-    return any((*hooks, every._global_forward_pre_hooks, module._compiled_call_impl, "forward" in attributes))
 
 
 @lru_cache

@@ -71,22 +71,8 @@ class Pattern(Protocol):
         ...
 
 
-class SinglePart:
-    """A pattern that is its own only factor and its own only part, in the natural order."""
-
-    __slots__ = ()
-
-    def for_head(self, head: int) -> Pattern:
-        """All heads are alike."""
-        return self  # type: ignore[return-value]
-
-    def factors(self) -> tuple[Pattern, ...]:
-        """Itself alone."""
-        return (self,)  # type: ignore[return-value]
-
-    def parts(self) -> tuple[PatternPart, ...]:
-        """Itself alone: one interval a query is enough."""
-        return (self,)  # type: ignore[return-value]
+class NaturalOrder:
+    """A part whose queries and keys are in the natural order."""
 
     def query_order(self, context: int) -> Order:
         """Natural."""
@@ -96,8 +82,29 @@ class SinglePart:
         """Natural, all keys."""
         return None
 
+
+class UsualPattern:
+    """What most patterns have in common: heads are alike, there is one factor, and the stride divides the context."""
+
+    def for_head(self, head: int) -> Pattern:
+        """All heads are alike."""
+        return self  # type: ignore[return-value]
+
+    def factors(self) -> tuple[Pattern, ...]:
+        """Itself alone."""
+        return (self,)  # type: ignore[return-value]
+
     def check(self, context: int) -> None:
-        """Any context is fine."""
+        """Raise ConfigError unless the stride, where the pattern has one, divides the context."""
+        require_divides("stride", getattr(self, "stride", 1), context)
+
+
+class SinglePart(NaturalOrder, UsualPattern):
+    """A pattern that is its own only part: one interval a query is enough."""
+
+    def parts(self) -> tuple[PatternPart, ...]:
+        """Itself alone."""
+        return (self,)  # type: ignore[return-value]
 
 
 def require_positive(name: str, value: object) -> None:

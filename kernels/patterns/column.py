@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
-from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
+from longstride.kernels.patterns.base import SinglePart, require_positive
 
 
 def column_order(context: int, stride: int) -> Order:
@@ -21,35 +21,15 @@ def column_order(context: int, stride: int) -> Order:
     return position[position < context]
 
 
-def column_by_query(context: int, stride: int, skip: int) -> Bounds | Intervals:
-    """Each reordered query reads its column from the top to ``skip`` entries above itself (0: to itself)."""
-    rows = context // stride
-    if context % stride == 0:
-        return Bounds(context, rows, constant(0, rows), Bound(rows, 1 - skip, 0, rows))
-    row = torch.arange(context)
-    position = positions_of(column_order(context, stride))
-    top = row - (row if position is None else position) // stride
-    return Intervals(top, torch.maximum(row + 1 - skip, top))
+class InColumns:
+    """Every ``stride``-th earlier position but the last ``skip`` of them, column after column."""
 
-
-def column_by_key(context: int, stride: int, skip: int) -> Bounds | None:
-    """Each reordered key is read from ``skip`` entries below itself to the end of its column."""
-    rows = context // stride
-    return None if context % stride else Bounds(context, rows, Bound(rows, skip, 0, rows), constant(rows, rows))
-
-
-@dataclass(frozen=True)
-class Column(SinglePart):
-    """Every ``stride``-th earlier position, self included (Child et al. 2019, section 4.3, second strided factor)."""
-
-    stride: int  # positions; the paper's l
-
-    def __post_init__(self) -> None:
-        require_positive("stride", self.stride)
+    stride: int  # positions
+    skip: int  # entries; 1 leaves out the query itself
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
-        return (k <= q) & ((q - k) % self.stride == 0)
+        return (q - k >= self.skip * self.stride) & ((q - k) % self.stride == 0)
 
     def query_order(self, context: int) -> Order:
         """Column after column."""
@@ -60,13 +40,29 @@ class Column(SinglePart):
         return column_order(context, self.stride)
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """Each query reads its own column down to itself."""
-        return column_by_query(context, self.stride, skip=0)
+        """Each query reads its own column from the top to ``skip`` entries above itself (0: to itself)."""
+        rows = context // self.stride
+        if context % self.stride == 0:
+            return Bounds(context, rows, constant(0, rows), Bound(rows, 1 - self.skip, 0, rows))
+        row = torch.arange(context)
+        position = positions_of(column_order(context, self.stride))
+        top = row - (row if position is None else position) // self.stride
+        return Intervals(top, torch.maximum(row + 1 - self.skip, top))
 
     def by_key(self, context: int) -> Bounds | None:
-        """Each key is read by its own column from itself on."""
-        return column_by_key(context, self.stride, skip=0)
+        """Each key is read from ``skip`` entries below itself to the end of its column."""
+        rows = context // self.stride
+        if context % self.stride:
+            return None
+        return Bounds(context, rows, Bound(rows, self.skip, 0, rows), constant(rows, rows))
 
-    def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
-        require_divides("stride", self.stride, context)
+
+@dataclass(frozen=True)
+class Column(InColumns, SinglePart):
+    """Every ``stride``-th earlier position, self included (Child et al. 2019, section 4.3, second strided factor)."""
+
+    stride: int  # positions; the paper's l
+    skip = 0  # no field
+
+    def __post_init__(self) -> None:
+        require_positive("stride", self.stride)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Pattern, PatternPart, require_divides
+from longstride.kernels.patterns.base import Pattern, PatternPart, UsualPattern
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.summary import Summary, SummaryKeys
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(UsualPattern):
     """The query's block joined with every block's last positions (Child et al. 2019, section 4.3).
 
     ``num_summaries`` and ``index`` are those of Summary: heads take distinct summary sub-blocks in turn.
@@ -24,10 +24,7 @@ class Fixed:
     index: int | None = None
 
     def __post_init__(self) -> None:
-        self._summary()  # checks the values
-
-    def _summary(self) -> Summary:
-        return Summary(self.stride, self.summary, self.num_summaries, index=self.index)
+        self.factors()  # they check the values
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
@@ -40,14 +37,11 @@ class Fixed:
             return self
         return replace(self, index=head % self.num_summaries)
 
-    def factors(self) -> tuple[Pattern, ...]:
+    def factors(self) -> tuple[Block, Summary]:
         """Block, then summary."""
-        return (Block(self.stride), self._summary())
+        return Block(self.stride), Summary(self.stride, self.summary, self.num_summaries, index=self.index)
 
     def parts(self) -> tuple[PatternPart, ...]:
         """The own block, and the summary keys of the blocks before it."""
-        return (Block(self.stride), SummaryKeys(self._summary(), earlier_blocks=True))
-
-    def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
-        require_divides("stride", self.stride, context)
+        block, summary = self.factors()
+        return block, SummaryKeys(summary, earlier_blocks=True)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
-from longstride.kernels.patterns.base import Pattern, PatternPart, require_divides, require_positive
+from longstride.kernels.patterns.base import NaturalOrder, Pattern, PatternPart, UsualPattern, require_positive
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(UsualPattern):
     """The summary positions up to the query (Child et al. 2019, section 4.3, second fixed factor).
 
     Of each block of ``stride`` positions, the head's summary sub-block are the positions
@@ -61,10 +61,6 @@ class Summary:
             return self
         return replace(self, index=head % self.num_summaries)
 
-    def factors(self) -> tuple[Pattern, ...]:
-        """Itself alone."""
-        return (self,)
-
     def parts(self) -> tuple[PatternPart, ...]:
         """The gathered summary keys and, with ``include_self``, the queries that are no summary positions."""
         keys = SummaryKeys(self)
@@ -73,13 +69,9 @@ class Summary:
         elsewhere = ((0, self.first()), (self.first() + self.summary, self.stride))
         return (keys, *(SelfBetween(self.stride, first, last) for first, last in elsewhere if first < last))
 
-    def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
-        require_divides("stride", self.stride, context)
-
 
 @dataclass(frozen=True)
-class SummaryKeys:
+class SummaryKeys(NaturalOrder):
     """The summary keys, gathered so that they are dense: each query reads a prefix of them."""
 
     pattern: Summary
@@ -90,10 +82,6 @@ class SummaryKeys:
         stride = self.pattern.stride
         before = k // stride < q // stride if self.earlier_blocks else k <= q
         return before & self.pattern.is_summary(k)
-
-    def query_order(self, context: int) -> Order:
-        """Natural."""
-        return None
 
     def key_order(self, context: int) -> Order:
         """The summary positions alone, ascending."""
@@ -122,7 +110,7 @@ class SummaryKeys:
 
 
 @dataclass(frozen=True)
-class SelfBetween:
+class SelfBetween(NaturalOrder):
     """The query's own position, where it is one of ``first … last - 1`` of its block."""
 
     stride: int
@@ -132,14 +120,6 @@ class SelfBetween:
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
         return (k == q) & (k % self.stride >= self.first) & (k % self.stride < self.last)
-
-    def query_order(self, context: int) -> Order:
-        """Natural."""
-        return None
-
-    def key_order(self, context: int) -> Order:
-        """Natural, all keys."""
-        return None
 
     def by_query(self, context: int) -> Bounds | Intervals:
         """Query i reads key i or nothing. Empty intervals lie at an end of the run, so that no bound decreases."""

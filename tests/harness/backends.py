@@ -32,14 +32,22 @@ def on(backend: str, *values: Any, marks: Iterable[Any] = ()) -> Any:
     return pytest.param(backend, *values, marks=[*own, *marks])
 
 
+def repeats(number: int) -> list[pytest.MarkDecorator]:
+    """Marks of case ``number`` of a grid in the slow interpreter: 0 and every second one run by default.
+
+    With ``i + j`` of two axes for a number, each value of either axis is held by default; pairs are held by
+    ``make campaign``.
+    """
+    return [pytest.mark.campaign] if number % 2 else []
+
+
 def use_tiles(
     monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None, described: bool = False
 ) -> None:
     """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
     from longstride.kernels.backends.triton import configurations
 
-    entry = configurations.same_for_all(*edges, 1, 1)
-    entry = configurations.described(entry) if described else entry
-    if closed is not None:
-        entry = entry._replace(closed=configurations.squares((closed, 1, 1.0)))
+    tiles = (configurations.Configuration(*edges, 1, 1, described=described),)
+    runs = () if closed is None else configurations.squares((closed, 1, 1.0))
+    entry = configurations.Candidates(tiles, tiles, tiles, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})

@@ -15,7 +15,7 @@ from torch import Tensor
 from longstride.kernels import sparse_attention
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, MIXES, on, use_tiles
+from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, MIXES, WITH_TRITON, on, repeats, use_tiles
 from tests.harness.oracles import (
     RESULTS,
     Inputs,
@@ -44,7 +44,11 @@ def results(backend: str, inputs: Inputs, pattern: Pattern | list[Pattern]) -> d
 # 72 is a multiple of the strides, so that orders and intervals have closed forms; 53 and 101 are multiples of none.
 PRECISION = [
     *(on("cpu", dtype, Shape(2, 3, n, d, d), True) for dtype in DTYPES for d in (16, 24, 64, 256) for n in (72, 101)),
-    *(on("triton", dtype, Shape(1, 2, n, 24, 16), False) for dtype in DTYPES[:3] for n in (53, 72)),
+    *(
+        on("triton", dtype, Shape(1, 2, n, 24, 16), False, marks=repeats(i + j))
+        for i, dtype in enumerate(DTYPES[:3])
+        for j, n in enumerate((53, 72))
+    ),
     *(on("reference", dtype, Shape(1, 3, 29, 16, 24), True) for dtype in DTYPES),
 ]
 
@@ -169,14 +173,17 @@ def test_sizes_may_be_far_beyond_the_context(backend: str, pattern: Pattern) -> 
 
 
 @pytest.mark.parametrize(
-    "backend, dtype, shape",
+    "patterns, backend, dtype, shape",
     [
-        *(on("cpu", dtype, Shape(2, 3, 75, 16, 24)) for dtype in DTYPES),
-        *(on("triton", dtype, Shape(2, 3, 45, 16, 16)) for dtype in DTYPES[:3]),
+        *(pytest.param(mix, "cpu", dtype, Shape(2, 3, 75, 16, 24)) for mix in MIXES for dtype in DTYPES),
+        *(
+            pytest.param(mix, "triton", dtype, Shape(2, 3, 45, 16, 16), marks=[WITH_TRITON, *repeats(i + j)])
+            for i, mix in enumerate(MIXES)
+            for j, dtype in enumerate(DTYPES[:3])
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("patterns", MIXES, ids=str)
 def test_heads_may_differ(patterns: list[Pattern], backend: str, dtype: torch.dtype, shape: Shape) -> None:
     check_against_reference(backend, patterns, dtype, shape, grad_lse=True, device=DEVICES[backend])
 

@@ -20,7 +20,7 @@ from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_r
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
-from tests.harness.backends import DEVICES, DTYPES, MIXES, WITH_TRITON, on
+from tests.harness.backends import DEVICES, DTYPES, MIXES, WITH_TRITON, on, repeats
 from tests.harness.oracles import (
     Inputs,
     Shape,
@@ -83,10 +83,18 @@ def check(
         assert_explained(name, found[number], *rows, magnitude[name], dtype, f"{backend} {pattern} {dtype}")
 
 
-@pytest.mark.parametrize("context", [50, 72])
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
 @pytest.mark.parametrize(
-    "backend, dtype", [on(name, dtype) for name in ("cpu", "reference", "triton") for dtype in DTYPES], ids=str
+    "backend, dtype, context",
+    [
+        *(on(name, dtype, context) for name in ("cpu", "reference") for dtype in DTYPES for context in (50, 72)),
+        *(
+            on("triton", dtype, context, marks=repeats(i + j))
+            for i, dtype in enumerate(DTYPES)
+            for j, context in enumerate((50, 72))
+        ),
+    ],
+    ids=str,
 )
 def test_a_row_is_within_precision(backend: str, pattern: Pattern, dtype: torch.dtype, context: int) -> None:
     check(backend, pattern, dtype, Shape(1 if backend == "triton" else 2, 3, context, 24, 16))

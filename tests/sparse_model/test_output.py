@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longstride.sparse_model.output import Logits, cross_entropy_in_chunks
+from longstride.sparse_model.output import CrossEntropyInChunks, Logits
 
 
 @pytest.mark.parametrize("rows", [1, 8, 21, 100])
@@ -15,7 +15,7 @@ def test_chunks_give_torchs_cross_entropy_and_gradients(rows: int) -> None:
     h, weight = (torch.randn(size, 5, dtype=torch.float64, requires_grad=True) for size in (21, 11))
     targets = torch.randint(11, (21,))
     grad = torch.randn(21, dtype=torch.float64)
-    found = cross_entropy_in_chunks(h, weight, targets, rows)
+    found = CrossEntropyInChunks.apply(h, weight, targets, rows)
     expected = F.cross_entropy(h @ weight.t(), targets, reduction="none")
     torch.testing.assert_close(found, expected)
     for one, other in zip(*(torch.autograd.grad(x, (h, weight), grad) for x in (found, expected)), strict=True):
@@ -30,7 +30,7 @@ def test_chunks_are_as_precise_as_torchs_cross_entropy(dtype: torch.dtype) -> No
     targets, grad = torch.randint(256, (200,)), torch.rand(200)
     exact = [x.detach().double().requires_grad_() for x in (h, weight)]
     truth = F.cross_entropy(exact[0] @ exact[1].t(), targets, reduction="none")
-    found = cross_entropy_in_chunks(h, weight, targets, 64)
+    found = CrossEntropyInChunks.apply(h, weight, targets, 64)
     plain = F.cross_entropy((h @ weight.t()).float(), targets, reduction="none")
     assert found.dtype == torch.float32
     truths = [truth, *torch.autograd.grad(truth, exact, grad.double())]

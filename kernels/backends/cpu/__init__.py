@@ -1,4 +1,6 @@
 """Sparse attention on a CPU: dense products over gathered tiles, and a softmax over rows of a cache."""
 
 from longstride.kernels.backends.cpu.attention import backward, forward, why_not
-from longstride.kernels.backends.cpu.decode import prepare
+from longstride.kernels.backends.cpu.decode import PreparedCache
+
+prepare = PreparedCache  # as every backend names it

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -39,11 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     lse = torch.empty(q.shape[:3], dtype=wide)
     for pattern, heads in _heads(patterns, q, v):
         q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
-        merged: tuple[Tensor, Tensor] | None = None
-        for part in pattern.parts():
-            result = _part_forward(q_rows, k_rows, v_rows, part, scale)
-            merged = result if merged is None else _merge(merged, result)
-        assert merged is not None
+        merged = reduce(_merge, (_part_forward(q_rows, k_rows, v_rows, part, scale) for part in pattern.parts()))
         for whole, piece in zip((out, lse), merged, strict=True):
             whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
     return out, lse
@@ -74,11 +71,11 @@ def backward(
         blind = lse_rows == -math.inf
         minus_lse = (-lse_rows).masked_fill_(blind, -math.inf)
         minus_delta.masked_fill_(blind, 0.0)
-        totals: tuple[Tensor, ...] | None = None
-        for part in pattern.parts():
-            part_grads = _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
-            totals = part_grads if totals is None else tuple(a.add_(b) for a, b in zip(totals, part_grads, strict=True))
-        assert totals is not None
+        by_part = (
+            _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
+            for part in pattern.parts()
+        )
+        totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
         for whole, piece in zip(grads, totals, strict=True):
             whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
     return grads[0], grads[1], grads[2]

@@ -5,6 +5,7 @@ Letters: N queries, M keys of a part, R rows (queries) and W columns (keys) of a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,10 +50,6 @@ class EqualChunks:
     edges: tuple[Edge, ...]  # columns that not every row reads
     has_blind_rows: bool  # some row reads no key
 
-    def num_pairs(self) -> int:
-        """Scores computed, masked ones included."""
-        return self.count * self.rows * self.width
-
 
 @dataclass(frozen=True)
 class Chunks:
@@ -69,7 +66,7 @@ class Chunks:
 
     def num_pairs(self) -> int:
         """Scores computed, masked ones included."""
-        return sum(batch.num_pairs() for batch in self.batches)
+        return sum(batch.count * batch.rows * batch.width for batch in self.batches)
 
 
 @lru_cache(maxsize=64)
@@ -180,19 +177,14 @@ def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[EqualChun
 
 def _progressions(places: list[tuple[int, int]]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
     """Maximal runs of (row, key) at equal steps: their length, first place and step."""
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(places)]
     first = 0
     while first < len(places):
-        row, key = places[first]
+        step = steps[first] if first < len(steps) else (0, 0)
         last = first + 1
-        step = (0, 0)
-        if last < len(places):
-            step = (places[last][0] - row, places[last][1] - key)
-            while last < len(places) and places[last] == (
-                row + (last - first) * step[0],
-                key + (last - first) * step[1],
-            ):
-                last += 1
-        yield last - first, (row, key), step
+        while last < len(places) and steps[last - 1] == step:
+            last += 1
+        yield last - first, places[first], step
         first = last
 
 

@@ -21,11 +21,6 @@ MOST_GATHERED = 4_096  # positions; copying more takes longer than the operation
 MOST_ALONE = 1 << 16  # elements of keys: up to so many, one thread is quicker than waking torch's others
 
 
-def prepare(k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, once: bool) -> PreparedCache:
-    """Attention of one query after another from these caches; ``patterns`` is one a head."""
-    return PreparedCache(k, v, patterns, scale, once)
-
-
 class PreparedCache:
     """Attention of single queries against one cache.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,28 +42,18 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """``launch.forward``."""
     from longstride.kernels.backends.triton.launch import forward
 
-    return forward(q, k, v, patterns, scale)
+    return forward(*arguments)
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    patterns: tuple[Pattern, ...],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``launch.backward``: the same bits on every run."""
     from longstride.kernels.backends.triton.launch import backward
 
-    return backward(grad_out, grad_lse, q, k, v, out, lse, patterns, scale)
+    return backward(*arguments)
 
 
 def prepare(

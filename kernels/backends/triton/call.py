@@ -57,14 +57,10 @@ ADDRESSES = Box(Shape.ADDRESSES, 0, 0, 0)
 
 def interpreter_trouble() -> str | None:
     """Why this triton cannot interpret kernels with this numpy, or None."""
-    if _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4):
+    of_triton, of_numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
+    if of_triton < (3, 7) and of_numpy >= (2, 4):
         return f"the interpreter of triton {triton.__version__} needs numpy below 2.4, not {np.__version__}"
     return None
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -85,6 +81,7 @@ class Call:
         self.wide = accumulator_dtype(q.dtype)
         # numpy has no bf16: the interpreter computes in fp32 and rounds where a card would round.
         self.round_bf16 = INTERPRETED and q.dtype == torch.bfloat16
+        self.readable_dtype = torch.float32 if self.round_bf16 else q.dtype  # what the kernels read and write
         self.widths = {
             "WIDTH": width,
             "W": max(16, triton.next_power_of_2(width)),
@@ -92,13 +89,9 @@ class Call:
             "WV": max(16, triton.next_power_of_2(v.shape[-1])),
         }
 
-    def readable_dtype(self) -> torch.dtype:
-        """The dtype that the kernels read and write."""
-        return torch.float32 if self.round_bf16 else self.dtype
-
     def readable(self, tensor: Tensor) -> Tensor:
         """The tensor with adjacent columns, in a dtype that the kernels can read."""
-        tensor = tensor.to(self.readable_dtype())
+        tensor = tensor.to(self.readable_dtype)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
     def candidates(self, kernel: Kernel) -> tuple[Configuration, ...]:

@@ -14,19 +14,15 @@ import triton.language as tl
 
 from longstride.kernels.backends.triton.dkdv_kernel import add_sources
 from longstride.kernels.backends.triton.tile import (
-    EDGE,
     LOG2E,
     NUM_FIELDS,
-    NUM_ROWS,
     NUM_SOURCE_FIELDS,
-    ROW_FOLD,
-    ROW_LIST,
     intervals,
-    load_fold,
     load_rows,
     narrow,
-    original_positions,
     store_rows,
+    tile_bounds,
+    tile_rows,
 )
 
 
@@ -95,15 +91,10 @@ def closed_kernel(
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + head * NUM_FIELDS
-    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
-    first_row = tile * edge
-    if first_row >= num_rows:
+    first_row, last_row = tile_bounds(tile, fields)
+    if first_row > last_row:
         return
-    last_row = tl.minimum(first_row + edge, num_rows) - 1
-    row = first_row + tl.arange(0, BLOCK)
-    inside = row <= last_row
-    row_fold = load_fold(fields + ROW_FOLD, ROWS)
-    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK, ROWS)
     k_tile = load_rows(k + batch * stride_kb + head * stride_kh, position, stride_kn, inside, WIDTH, W, True)
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
     grad_out += batch * stride_gb + head * stride_gh

@@ -65,20 +65,6 @@ def one_each(forward: Large, dkdv: Large, dq: Large, *small: Configuration, clos
     )
 
 
-def same_for_all(
-    block_q: int, block_k: int, num_warps: int, num_stages: int, *small: Configuration, closed: Closed = ()
-) -> Candidates:
-    """One large configuration for the three kernels."""
-    large = (block_q, block_k, num_warps, num_stages)
-    return one_each(large, large, large, *small, closed=closed)
-
-
-def described(entry: Candidates) -> Candidates:
-    """The same candidates, with descriptors."""
-    forward, dkdv, dq = (tuple(candidate._replace(described=True) for candidate in kernel) for kernel in entry[:3])
-    return Candidates(forward, dkdv, dq, entry.closed)
-
-
 def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
     """Configurations of closed runs, as (edge, num_warps, rate)."""
     return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_warps_rate)
@@ -126,10 +112,12 @@ GFX942: Table = {
     Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
     Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
     Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
-    Widest(4, 256): same_for_all(16, 16, 4, 1),
+    Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 INTERPRETER: Table = {
-    Widest(8, 256): same_for_all(32, 32, 1, 1, Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0)))
+    Widest(8, 256): one_each(
+        (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1), Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0))
+    )
 }
 ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}
 

@@ -23,8 +23,7 @@ from longstride.kernels.backends.triton.packing import (
     FIELDS,
     Form,
     Vectors,
-    form_of,
-    form_of_bounds,
+    forms_of,
     int32_table,
     no_columns,
     view_fields,
@@ -118,10 +117,7 @@ def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, devic
     num_segments = max(len(views) for views in heads.values())
     nothing = no_columns(context, "queries")
     padded = [[*map(_by_position, heads[p]), *[nothing] * (num_segments - len(heads[p]))] for p in patterns]
-    segments = list(zip(*padded, strict=True))
-    rows = tuple(max(form_of(one.row_order) for one in segment) for segment in segments)
-    columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
-    bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
+    rows, columns, bounds = forms_of(padded)
     data = Vectors()
     table = [
         view_fields(one, 0, data, *forms)

@@ -21,13 +21,9 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
-    EDGE,
     LOG2E,
     NUM_FIELDS,
-    NUM_ROWS,
     NUM_SOURCE_FIELDS,
-    ROW_FOLD,
-    ROW_LIST,
     intervals,
     load_fold,
     load_rows,
@@ -36,6 +32,8 @@ from longstride.kernels.backends.triton.tile import (
     original_positions,
     source_rows,
     store_rows,
+    tile_bounds,
+    tile_rows,
     visited_tiles,
 )
 
@@ -202,11 +200,9 @@ def dkdv_kernel(
     lead = (tl.program_id(0) // num_tiles // num_slices).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + head * NUM_FIELDS
-    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
-    first_row = tile * edge
-    if first_row >= num_rows:
+    first_row, last_row = tile_bounds(tile, fields)
+    if first_row > last_row:
         return
-    last_row = tl.minimum(first_row + edge, num_rows) - 1
     q += batch * stride_qb + head * stride_qh
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
@@ -214,10 +210,7 @@ def dkdv_kernel(
     lse += lead * context
     delta += lead * context
 
-    row = first_row + tl.arange(0, BLOCK_K)
-    inside = row <= last_row
-    row_fold = load_fold(fields + ROW_FOLD, ROWS)
-    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
     k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
     v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
     dk_tile = tl.zeros((BLOCK_K, W), ACCUMULATOR)

@@ -14,13 +14,9 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
-    EDGE,
     LN2,
     LOG2E,
     NUM_FIELDS,
-    NUM_ROWS,
-    ROW_FOLD,
-    ROW_LIST,
     intervals,
     load_fold,
     load_rows,
@@ -28,6 +24,8 @@ from longstride.kernels.backends.triton.tile import (
     narrow,
     original_positions,
     store_rows,
+    tile_bounds,
+    tile_rows,
     visited_tiles,
 )
 
@@ -136,19 +134,14 @@ def forward_kernel(
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + head * (SEGMENTS * NUM_FIELDS)
-    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
-    first_row = tile * edge
-    if first_row >= num_rows:
+    first_row, last_row = tile_bounds(tile, fields)
+    if first_row > last_row:
         return
-    last_row = tl.minimum(first_row + edge, num_rows) - 1
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
 
-    row = first_row + tl.arange(0, BLOCK_Q)
-    inside = row <= last_row
-    row_fold = load_fold(fields + ROW_FOLD, ROWS)
-    position = original_positions(row, inside, row_fold, data + tl.load(fields + ROW_LIST), ROWS, True)
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
     lse += lead * context
     if RESUME:

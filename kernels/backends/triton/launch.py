@@ -30,7 +30,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
     q, scale = positive_scale(q, scale)
     call = Call(q, v, patterns)
-    out = empty_like_rows(v, call.readable_dtype())
+    out = empty_like_rows(v, call.readable_dtype)
     q, k, v = (call.readable(t) for t in (q, k, v))
     lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
     choices = call.choices("forward", "all")
@@ -94,8 +94,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
     call = Call(q, v, patterns)
-    dtype = call.readable_dtype()
-    results = (empty_like_rows(q, dtype), empty_like_rows(k, dtype), empty_like_rows(v, dtype))
+    dq, dk, dv = (empty_like_rows(x, call.readable_dtype) for x in (q, k, v))
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
@@ -103,11 +102,10 @@ def backward(
     closed = closed_choice(call.candidates("closed"), patterns, call.context)
     if closed is None:
         inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
-        over_keys(call, inputs, "all", (results[1], results[2]), scale)
-        over_queries(call, inputs, "all", results[0], scale)
+        over_keys(call, inputs, "all", (dk, dv), scale)
+        over_queries(call, inputs, "all", dq, scale)
     else:
-        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, results, scale)
-    dq, dk, dv = results
+        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, dk, dv), scale)
     dq = dq if sign == 1 else dq * sign
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 

@@ -13,6 +13,7 @@ r // period is the upper half of 2r * magic, shifted right by ``bits``, for ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -27,7 +28,6 @@ from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import Side, View, edge_of, view
 
 FOLD = ("period", "magic", "bits", "step", "stride", "shift")
-BOUND = ("step", "offset", "least", "most")
 FIELDS = (
     "num_rows",
     "edge",  # rows a tile takes
@@ -38,8 +38,8 @@ FIELDS = (
     *(f"row_{name}" for name in FOLD),
     *(f"column_{name}" for name in FOLD),
     *(f"bounds_{name}" for name in FOLD[:3]),
-    *(f"low_{name}" for name in BOUND),
-    *(f"high_{name}" for name in BOUND),
+    *(f"low_{name}" for name in Bound._fields),
+    *(f"high_{name}" for name in Bound._fields),
 )
 SOURCE_FIELDS = ("base", "length", "list", "width", *FOLD)
 UNREACHED = 1 << 30  # a period, or a width, beyond every position
@@ -145,10 +145,8 @@ def packed(
 ) -> Pass:
     """Pass ``number`` of these heads in tiles of ``tile_rows`` rows, ``aligned`` to closed runs or not; cached."""
     group = groups(patterns, context, rows, parts)[number]
-    segments = list(zip(*group, strict=True))
-    row_form = max(form_of(one.row_order) for head in group for one in head)
-    columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
-    bounds = tuple(max(form_of_bounds(one) for one in segment) for segment in segments)
+    rows_of_segments, columns, bounds = forms_of(group)
+    row_form = max(rows_of_segments)
     data, table, num_row_tiles = Vectors(), [], 0
     for head in group:
         edge = row_edge(head, tile_rows, aligned)
@@ -156,7 +154,7 @@ def packed(
         for one, column_form, bound_form in zip(head, columns, bounds, strict=True):
             table.append(view_fields(one, edge, data, row_form, column_form, bound_form))
     return Pass(
-        table=int32_table(table, device).view(len(group), len(segments), len(FIELDS)),
+        table=int32_table(table, device).view(len(group), len(columns), len(FIELDS)),
         data=data.tensor(device),
         num_row_tiles=num_row_tiles,
         num_rows=max(head[0].num_rows for head in group),
@@ -183,8 +181,8 @@ def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form
         *fold_fields(one.row_order),
         *fold_fields(one.column_order),
         *divisor(bounds.period),
-        *_bound_fields(bounds.low),
-        *_bound_fields(bounds.high),
+        *bounds.low,
+        *bounds.high,
     ]
 
 
@@ -212,7 +210,11 @@ def sources(
         base = 0
         for group, count in zip(passes, slices, strict=True):
             one = group[head][0]
-            start = data.add(_inverse(one, context)) if form == Form.LISTED else 0
+            start = 0
+            if form == Form.LISTED:  # the row of every position, -1 where it has none: (N,)
+                rows = torch.full((context,), -1, dtype=torch.int64)
+                rows[_positions(one.row_positions, one.num_rows)] = torch.arange(one.num_rows)
+                start = data.add(rows)
             inverse = one.row_order.inverse() if isinstance(one.row_order, Fold) else None
             width = UNREACHED if inverse is None or inverse.width is None else inverse.width
             for _ in range(count):
@@ -222,17 +224,7 @@ def sources(
     return int32_table(table, device).view(shape), data.tensor(device), form
 
 
-def _inverse(one: View, context: int) -> Tensor:
-    """The row of every position, -1 where it has none: (N,)."""
-    rows = torch.full((context,), -1, dtype=torch.int64)
-    position = torch.arange(one.num_rows) if one.row_positions is None else one.row_positions
-    rows[position] = torch.arange(one.num_rows)
-    return rows
-
-
-@lru_cache(maxsize=8)
-def _natural(count: int) -> Tensor:
-    return torch.arange(count)
+_natural = lru_cache(maxsize=8)(torch.arange)  # one tensor, which ``Vectors`` then stores once
 
 
 def _positions(order: Tensor | None, count: int) -> Tensor:
@@ -244,9 +236,13 @@ def form_of(order: Order) -> Form:
     return Form.NATURAL if order is None else Form.FOLDED if isinstance(order, Fold) else Form.LISTED
 
 
-def form_of_bounds(one: View) -> Form:
-    """The cheapest way to read the intervals of a view."""
-    return Form.FOLDED if isinstance(one.bounds, Bounds) else Form.LISTED
+def forms_of(heads: Sequence[Sequence[View]]) -> tuple[tuple[Form, ...], tuple[Form, ...], tuple[Form, ...]]:
+    """The cheapest way to read the rows, the columns and the intervals of each segment, one for all heads."""
+    segments = list(zip(*heads, strict=True))
+    rows = tuple(max(form_of(one.row_order) for one in segment) for segment in segments)
+    columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
+    listed = (any(not isinstance(one.bounds, Bounds) for one in segment) for segment in segments)
+    return rows, columns, tuple(Form.LISTED if found else Form.FOLDED for found in listed)
 
 
 def divisor(period: int) -> tuple[int, int, int]:
@@ -260,10 +256,6 @@ def fold_fields(order: Order) -> list[int]:
     if not isinstance(order, Fold):
         return [*divisor(UNREACHED), 0, 1, 0]
     return [*divisor(order.period), order.step, order.stride, order.shift]
-
-
-def _bound_fields(bound: Bound) -> list[int]:
-    return [bound.step, bound.offset, bound.least, bound.most]
 
 
 def int32_table(rows: list[list[int]], device: torch.device) -> Tensor:

@@ -54,14 +54,8 @@ def load_divisor(fields):
 def load_fold(fields, FORM: tl.constexpr):
     """A fold from six fields; nothing is read for another form."""
     if FORM == FOLDED:
-        fold = (
-            tl.load(fields),
-            tl.load(fields + 1),
-            tl.load(fields + 2),
-            tl.load(fields + 3),
-            tl.load(fields + 4),
-            tl.load(fields + 5),
-        )
+        period, magic, bits = load_divisor(fields)
+        fold = (period, magic, bits, tl.load(fields + 3), tl.load(fields + 4), tl.load(fields + 5))
     else:
         fold = (0, 0, 0, 0, 0, 0)
     return fold
@@ -93,6 +87,23 @@ def original_positions(row, inside, fold, vector, FORM: tl.constexpr, CHECKED: t
     else:
         position = tl.load(vector + row)
     return position.to(tl.int64)
+
+
+@triton.jit
+def tile_bounds(tile, fields):
+    """The first and the last row of a tile; beyond the rows, the first is above the last."""
+    num_rows, edge = tl.load(fields + NUM_ROWS), tl.load(fields + EDGE)
+    first_row = tile * edge
+    return first_row, tl.minimum(first_row + edge, num_rows) - 1
+
+
+@triton.jit
+def tile_rows(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """(BLOCK,) the rows of a tile, which of them exist, and their original positions."""
+    row = first_row + tl.arange(0, BLOCK)
+    inside = row <= last_row
+    fold = load_fold(fields + ROW_FOLD, FORM)
+    return row, inside, original_positions(row, inside, fold, data + tl.load(fields + ROW_LIST), FORM, True)
 
 
 @triton.jit
