@@ -21,6 +21,7 @@ import sys
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
@@ -35,7 +36,6 @@ from longstride.launcher.checkpoints.manifest import FileRecord
 from longstride.launcher.config import TRUST_OPTION
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
-_BUFFER_BYTES = 1 << 20
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 
@@ -159,7 +159,7 @@ def write_pickle(content: Any, path: Path) -> FileRecord:
     """
     file = _HashedFile(path)
     try:
-        torch.save(content, cast(IO[bytes], file), pickle_module=_PickleModule)
+        torch.save(content, cast(IO[bytes], file), pickle_module=SimpleNamespace(Pickler=_Pickler))
     finally:
         record = file.finish()
     return record
@@ -205,12 +205,6 @@ class _Pickler(pickle.Pickler):
         return (ZeroStageEnum, (value.value,)) if isinstance(value, ZeroStageEnum) else NotImplemented
 
 
-class _PickleModule:
-    """What torch.save takes from the module pickle."""
-
-    Pickler = _Pickler
-
-
 class _HashedFile:
     """A new file that counts and hashes what is written to it.
 
@@ -219,7 +213,7 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._file = path.open("xb", buffering=1 << 20)
         self._digest, self._size = hashlib.sha256(), 0
         self._error: OSError | None = None
 

@@ -18,14 +18,12 @@ def read_file(path: Path, option: str) -> bytes:
         ConfigError: there is none, it is a folder, a pipe or a device, or it cannot be read.
     """
     try:
-        if path.exists() and not path.is_file():
-            what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no known end)"
-            raise ConfigError(f"{option}={path}: is {what}; name a file")
-        return path.read_bytes()
+        if path.is_file() or not path.exists():
+            return path.read_bytes()
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{option}={path}: {getattr(error, 'strerror', None) or error}") from None
+    what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no known end)"
+    raise ConfigError(f"{option}={path}: is {what}; name a file")
 
 
 @contextmanager
