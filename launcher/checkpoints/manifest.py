@@ -191,15 +191,6 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def flush_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk, a rename included."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def gigabytes(count: int) -> str:
     """A number of bytes in words."""
     return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"

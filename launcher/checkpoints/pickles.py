@@ -235,13 +235,10 @@ class _HashedFile:
     def finish(self) -> FileRecord:
         """Flushes to the disk and closes. Raises the first OSError that there was."""
         try:
-            if self._error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._error = error
-        try:
-            self._file.close()  # tries again to flush what it could not
+            with self._file:  # which closes it, and tries again to flush what it could not
+                if self._error is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
         except OSError as error:
             self._error = self._error or error
         if self._error is not None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed import DeepSpeedEngine
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
@@ -25,7 +26,6 @@ from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
     CheckpointManifest,
     FileRecord,
-    flush_folder,
     free_bytes,
     gigabytes,
     missized,
@@ -294,8 +294,5 @@ def point_to(run: Path, step: int) -> None:
 
 def remove_tree(path: Path) -> None:
     """Removes a folder as far as it can be removed; of a link, the link."""
-    if path.is_symlink():
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)

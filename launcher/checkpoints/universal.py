@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import (
@@ -31,7 +32,6 @@ from longstride.launcher.checkpoints.manifest import (
     FileRecord,
     check_space,
     find_damage,
-    flush_folder,
     sealed,
     write_manifest,
 )

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
     SavedState,
     check_space,
-    flush_folder,
     open_checkpoint,
     write_json,
     write_text,

@@ -60,9 +60,7 @@ def write_new(path: Path, content: bytes, option: str = "--output") -> None:
             os.fsync(file.fileno())
         try:
             os.link(partial, path)  # unlike a rename, it fails where a file is
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
+        except OSError:  # it is there, or the file system has no hard links
             if path.exists() or path.is_symlink():
                 raise FileExistsError from None
             partial.rename(path)

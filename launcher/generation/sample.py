@@ -81,10 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
             raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
     model = load_model(arguments.model, arguments.device)
+    content = load_json_object(arguments.model / file_names.CONFIG)
+    data = ModelData.of(content, model.config, arguments.modality, arguments.rate)
     if scored:
-        _print_likelihood(arguments, model)
+        _print_likelihood(arguments, model, data)
         return 0
-    request = settle(arguments, model)
+    request = settle(arguments, data, model.config.context)
     sampled = _sampled(arguments, model, request)
     with computing_numbers(arguments.model):
         if request.files:
@@ -107,10 +109,9 @@ def _prompted() -> list[Modality]:
     return [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
 
 
-def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer) -> None:
+def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, data: ModelData) -> None:
     """A file's score: a JSON line, and on standard error one for people."""
     path = arguments.likelihood
-    data = _data(arguments, model)
     if arguments.decoded and data.modality in _prompted():
         with _opened(path, "--likelihood", data) as opened:
             content = opened.read(0, sys.maxsize)
@@ -134,13 +135,12 @@ class Request:
     files: list[Path]  # none: standard output
 
 
-def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
-    """What the options ask for, of this model.
+def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Request:
+    """What the options ask for, of a model of such bytes and context.
 
     Raises:
         ConfigError, DataError: they do not fit the model or each other, or a prompt cannot be read.
     """
-    data, context = _data(arguments, model), model.config.context
     count = 1 if arguments.count is None else arguments.count
     if count < 1:
         raise ConfigError(f"--count={count}: must be at least 1")
@@ -149,11 +149,6 @@ def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
     return Request(
         data, prompts, count, num_bytes, prompted, output_files(arguments.output, data, count, len(prompted))
     )
-
-
-def _data(arguments: argparse.Namespace, model: SparseTransformer) -> ModelData:
-    content = load_json_object(arguments.model / file_names.CONFIG)
-    return ModelData.of(content, model.config, arguments.modality, arguments.rate)
 
 
 def _prompts(

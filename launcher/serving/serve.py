@@ -60,37 +60,30 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError('serve: needs aiohttp; pip install "longstride[serve]"')
     from longstride.launcher.serving.application import Limits, Service
 
-    _check(arguments)
+    port, most, queue, timeout = arguments.port, arguments.max_bytes, arguments.queue, arguments.timeout
+    ranges = (
+        ("--port", port, 0 <= port < 2**16, "must be from 0, any that is free, to 65535"),
+        ("--max-bytes", most, most is None or most >= 1, "must be at least 1"),
+        ("--queue", queue, queue >= 0, "must be 0, nobody waits, or more"),
+        ("--timeout", timeout, 0 < timeout < math.inf, "must be above 0 and finite"),
+    )
+    if problems := [Problem(option, rule, value) for option, value, is_within, rule in ranges if not is_within]:
+        raise ConfigError(*problems)
     usable_device(arguments.device)
     exported = Exported(arguments.model)
     config = exported.config
     if config.vocabulary > 256:
         rule = f"has a vocabulary of {config.vocabulary}; serve is for models of bytes, at most 256"
         raise ConfigError(f"{arguments.model}: {rule}")
-    limits = Limits(min(arguments.max_bytes or config.context, config.context), arguments.queue, arguments.timeout)
+    limits = Limits(min(most or config.context, config.context), queue, timeout)
     model = load_model(arguments.model, arguments.device)
     about = _about(exported, model, arguments.device)
     about["limits"] = {"bytes": limits.max_bytes, "waiting": limits.waiting, "seconds": limits.seconds}
     sampler = Sampler(model, arguments.device, limits.waiting)
     service = Service(config, about, sampler, limits)
-    if asyncio.run(_serve(service, sampler, arguments.host, arguments.port, str(arguments.model))) == signal.SIGINT:
+    if asyncio.run(_serve(service, sampler, arguments.host, port, str(arguments.model))) == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for numbers that are out of range."""
-    problems = []
-    if not 0 <= arguments.port < 2**16:
-        problems.append(Problem("--port", "must be from 0, any that is free, to 65535", arguments.port))
-    if arguments.max_bytes is not None and arguments.max_bytes < 1:
-        problems.append(Problem("--max-bytes", "must be at least 1", arguments.max_bytes))
-    if arguments.queue < 0:
-        problems.append(Problem("--queue", "must be 0, nobody waits, or more", arguments.queue))
-    if not 0 < arguments.timeout < math.inf:
-        problems.append(Problem("--timeout", "must be above 0 and finite", arguments.timeout))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:

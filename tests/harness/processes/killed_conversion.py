@@ -34,7 +34,7 @@ def convert_and_die(run: Path, number: int) -> None:
         return call
 
     universal.SavedState.tensor = counted(universal.SavedState.tensor)  # type: ignore[method-assign]
-    for name in ("write_json", "flush_folder", "write_tensors"):
+    for name in ("write_manifest", "flush_folder", "write_tensors"):
         setattr(universal, name, counted(getattr(universal, name)))
     for name in ("mkdir", "rename"):
         setattr(Path, name, counted(getattr(Path, name)))
