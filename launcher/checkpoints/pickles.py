@@ -21,7 +21,6 @@ import sys
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
@@ -159,7 +158,7 @@ def write_pickle(content: Any, path: Path) -> FileRecord:
     """
     file = _HashedFile(path)
     try:
-        torch.save(content, cast(IO[bytes], file), pickle_module=SimpleNamespace(Pickler=_Pickler))
+        torch.save(content, cast(IO[bytes], file), pickle_module=_PickleModule)
     finally:
         record = file.finish()
     return record
@@ -203,6 +202,12 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """How a value is written; NotImplemented: as always."""
         return (ZeroStageEnum, (value.value,)) if isinstance(value, ZeroStageEnum) else NotImplemented
+
+
+class _PickleModule:
+    """What torch.save takes from the module pickle."""
+
+    Pickler = _Pickler
 
 
 class _HashedFile:
