@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
             raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
     model = load_model(arguments.model, arguments.device)
-    content = load_json_object(arguments.model / file_names.CONFIG)
-    data = ModelData.of(content, model.config, arguments.modality, arguments.rate)
+    config = load_json_object(arguments.model / file_names.CONFIG)
+    data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if scored:
         _print_likelihood(arguments, model, data)
         return 0

@@ -23,6 +23,10 @@ from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
+from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
+
+mute_accelerator_warning()  # standard output carries the answers
+
 from longstride.launcher.engine.device import prepare_accelerator  # noqa: E402
 
 prepare_accelerator()
