@@ -26,7 +26,7 @@ from longstride.launcher.checkpoints.manifest import (
     read_manifest,
 )
 from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
-from longstride.launcher.checkpoints.probe import Probe
+from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.config import RunConfig, flattened
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.output import AgreedError, file_names
@@ -52,7 +52,7 @@ class Checkpoint:
     @property
     def probe(self) -> Probe | None:
         """The probe, if it was saved with one."""
-        return Probe.of(self.folder, self.manifest.probe) if self.manifest.probe is not None else None
+        return Probe(self.folder / PROBE, **self.manifest.probe) if self.manifest.probe is not None else None
 
     @property
     def layout(self) -> str:
@@ -74,8 +74,7 @@ class Checkpoint:
     def verify(self) -> None:
         """Raise ConfigError where a file is damaged, or one lies there that the manifest does not name."""
         damage = find_damage(self.folder, sorted(self.manifest.files), self.manifest.files)
-        damage += find_foreign(self.folder, self.manifest)
-        if damage:
+        if damage := damage + find_foreign(self.folder, self.manifest):
             raise ConfigError(*damage)
 
     def find_damage(self, ranks: Ranks) -> list[str]:
@@ -120,21 +119,15 @@ class Checkpoint:
             if model.get(path) != saved_model.get(path):
                 rule = f"{origin} belongs to another model, with {saved_model.get(path)!r} there"
                 problems.append(Problem(path, rule, model.get(path)))
-        data, saved_data = config.data, saved.data
-        pairs = (
-            ("data.train_split", data.train_split, saved_data.train_split),
-            ("data.shuffle_bytes", data.shuffle_bytes, saved_data.shuffle_bytes),
-            ("data.packing", data.packing, saved_data.packing),
-            ("data.separator", data.separator, saved_data.separator),
-            ("data.hop", data.hop, saved_data.hop),
-            ("data.seed", data.seed, state.seed),
-            ("train.global_batch", config.train.global_batch, state.global_batch),
-        )
+        names = ("train_split", "shuffle_bytes", "packing", "separator", "hop")
+        pairs = [(f"data.{name}", getattr(config.data, name), getattr(saved.data, name)) for name in names]
+        pairs.append(("data.seed", config.data.seed, state.seed))
+        pairs.append(("train.global_batch", config.train.global_batch, state.global_batch))
         problems += [Problem(path, f"{origin} has {before}", now) for path, now, before in pairs if now != before]
         # The fingerprint covers the context, the split, cutting and shuffling: no second line for what has one.
         explained = any(each.path == "model.context" or each.path.startswith("data.") for each in problems)
         if state.fingerprint != fingerprint and not explained:
-            problems.append(Problem("data.path", f"{origin} belongs to other data", data.path))
+            problems.append(Problem("data.path", f"{origin} belongs to other data", config.data.path))
         if problems:
             raise ConfigError(*problems)
 

@@ -28,7 +28,6 @@ from longstride.sparse_model import StrictModel
 FORMAT_VERSION = 2  # 1 has none of the keys that may be left out
 MANIFEST = "manifest.json"
 _SEAL = "sha256"  # over the canonical JSON of all other keys
-_READ_BYTES = 1 << 20
 
 
 class FileRecord(StrictModel):
@@ -69,8 +68,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     # Byte for byte, so that every bit of it is checked.
     if path.read_text(encoding="utf-8") != json_text(content):
         raise ConfigError(f"{path}: damaged, not as it was written")
-    if content.pop(_SEAL, None) != _content_sha256(content):
+    if content != sealed(content):
         raise ConfigError(f"{path}: damaged, its SHA-256 is not its content's")
+    del content[_SEAL]
     try:
         manifest = CheckpointManifest.model_validate(content)
     except ConfigError as error:
@@ -83,15 +83,16 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Writes the manifest of a checkpoint folder, its own hash included."""
+def write_manifest(folder: Path, manifest: StrictModel) -> None:
+    """Writes the manifest of a folder, its own hash included."""
     write_json(folder / MANIFEST, sealed(manifest.model_dump(mode="json")))
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
     """A manifest's content with the hash of all the rest."""
     rest = {key: value for key, value in content.items() if key != _SEAL}
-    return rest | {_SEAL: _content_sha256(rest)}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return rest | {_SEAL: hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 def read_checkpoint_config(folder: Path) -> RunConfig:
@@ -103,15 +104,15 @@ def read_checkpoint_config(folder: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(load_json_object(folder / file_names.CONFIG))
     except ConfigError as error:
-        lines = str(error).splitlines()
         prefix = f"{folder / file_names.CONFIG}: "
-        raise ConfigError(*(line if line.startswith(str(folder)) else prefix + line for line in lines)) from None
+        lines = (line if line.startswith(str(folder)) else prefix + line for line in str(error).splitlines())
+        raise ConfigError(*lines) from None
 
 
 def record_files(folder: Path, known: Container[str] = ()) -> dict[str, FileRecord]:
     """Sizes and hashes of all files but the ``known`` ones, flushed to the disk first; by the path below the folder."""
     records = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         name = path.relative_to(folder).as_posix()
         if name not in known:
             with path.open("rb") as file:
@@ -190,15 +191,6 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def flush_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk, a rename included."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def gigabytes(count: int) -> str:
     """A number of bytes in words."""
     return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
@@ -217,15 +209,10 @@ def check_space(path: Path, needed: int, where: str, what: str) -> None:
         raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room")
 
 
-def _content_sha256(content: dict[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def _record(path: Path) -> FileRecord:
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
+        while piece := file.read(1 << 20):
             digest.update(piece)
             size += len(piece)
     return FileRecord(bytes=size, sha256=digest.hexdigest())

@@ -35,7 +35,6 @@ from longstride.launcher.checkpoints.manifest import FileRecord
 from longstride.launcher.config import TRUST_OPTION
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
-_BUFFER_BYTES = 1 << 20
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 
@@ -219,7 +218,7 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._file = path.open("xb", buffering=1 << 20)
         self._digest, self._size = hashlib.sha256(), 0
         self._error: OSError | None = None
 
@@ -241,13 +240,10 @@ class _HashedFile:
     def finish(self) -> FileRecord:
         """Flushes to the disk and closes. Raises the first OSError that there was."""
         try:
-            if self._error is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._error = error
-        try:
-            self._file.close()  # tries again to flush what it could not
+            with self._file:  # which closes it, and tries again to flush what it could not
+                if self._error is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
         except OSError as error:
             self._error = self._error or error
         if self._error is not None:

@@ -31,7 +31,7 @@ _OTHER_PRECISION = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The probe of a verified checkpoint."""
+    """The probe of a verified checkpoint; all but the path stands in the checkpoint's manifest."""
 
     path: Path
     loss_nats: float  # when the checkpoint was saved
@@ -39,12 +39,6 @@ class Probe:
     device: str
     backend: str  # of attention
     crc32: int  # of the bytes
-
-    @classmethod
-    def of(cls, folder: Path, content: dict[str, Any]) -> Probe:
-        """The probe that a checkpoint's manifest has as ``content``."""
-        what = {name: content[name] for name in ("precision", "device", "backend", "crc32")}
-        return cls(folder / PROBE, float(content["loss_nats"]), **what)
 
     def read(self) -> Tensor:
         """The context: (N,) uint8.

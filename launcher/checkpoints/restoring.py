@@ -11,8 +11,8 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed
@@ -115,11 +115,10 @@ def _fill_group_shards(engine: DeepSpeedEngine, form: Universal) -> None:
         partitions = optimizer.fp32_groups_flat_partition
         sizes = ([parameter.numel() for parameter in group] for group in optimizer.bf16_groups)
         starts = [list(accumulate(each, initial=0))[:-1] for each in sizes]
-        groups = list(zip(optimizer.bf16_groups, starts, strict=True))
+        groups = zip(optimizer.bf16_groups, starts, strict=True)
     else:
         partitions = optimizer.single_partition_of_fp32_groups
-        pairs = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-        groups = [(group, list(offsets)) for group, offsets in pairs]
+        groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for number, (partition, (group, offsets)) in enumerate(zip(partitions, groups, strict=True)):
         size = partition.numel()
         low = size * torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
@@ -132,7 +131,7 @@ def _fill_group_shards(engine: DeepSpeedEngine, form: Universal) -> None:
         masters.append(_filled(form, MASTER, parts, size))
     state = optimizer.state_dict()
     state["single_partition_of_fp32_groups"] = masters
-    state["base_optimizer_state"] = _optimizer_state(optimizer.optimizer, form, vectors)
+    state["base_optimizer_state"] = optimizer.optimizer.state_dict() | {"state": _states(form, vectors)}
     rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
     with contextlib.redirect_stdout(io.StringIO()):  # one of the optimisers prints that it loads
         optimizer.load_state_dict([{}] * rank + [state], load_from_fp32_weights=True)
@@ -165,30 +164,19 @@ def _fill_whole(engine: DeepSpeedEngine, form: Universal) -> None:
     optimizer = engine.optimizer
     half = isinstance(optimizer, FP16_UnfusedOptimizer)
     groups = optimizer.fp16_groups if half else [group["params"] for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group]
-    vectors = []
-    for parameter in parameters:
-        vectors.append(([_Slice(engine.param_names[parameter], 0, 0, parameter.numel())], parameter.numel()))
+    parameters = list(chain.from_iterable(groups))
+    vectors = [([_Slice(engine.param_names[each], 0, 0, each.numel())], each.numel()) for each in parameters]
     masters = [_filled(form, MASTER, *vector).view_as(each) for vector, each in zip(vectors, parameters, strict=True)]
     for parameter, master in zip(parameters, masters, strict=True):
         parameter.copy_(master)
     inner = optimizer.optimizer if half else optimizer
-    inner_state = _optimizer_state(inner, form, vectors)
-    for number, state in inner_state["state"].items():  # none before Adam's first step
-        parameter = parameters[number]
-        state.update({key: value.view_as(parameter) for key, value in state.items() if value.dim()})
-    inner.load_state_dict(inner_state)
+    states = _states(form, vectors)
+    for number, state in states.items():  # none before Adam's first step
+        state.update({key: value.view_as(parameters[number]) for key, value in state.items() if value.dim()})
+    inner.load_state_dict(inner.state_dict() | {"state": states})
     if half:
-        kept = [master for group in optimizer.fp32_groups for master in group]
-        for place, master in zip(kept, masters, strict=True):
-            place.copy_(master)
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, form: Universal, vectors: Sequence[tuple[list[_Slice], int]]
-) -> dict[str, Any]:
-    """A state dictionary of torch's optimiser for these vectors, with its own settings."""
-    return optimizer.state_dict() | {"state": _states(form, vectors)}
+        for kept, master in zip(chain.from_iterable(optimizer.fp32_groups), masters, strict=True):
+            kept.copy_(master)
 
 
 def _states(form: Universal, vectors: Sequence[tuple[list[_Slice], int]]) -> dict[int, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +52,18 @@ class SavedState:
         self._folder = checkpoint.folder
         self._manifest, self._trusted = checkpoint.manifest, checkpoint.trusted
         self._remapped = remapped and not checkpoint.trusted
+        self._names = list(chain.from_iterable(self._manifest.parameter_groups))
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         self.loss_scale: dict[str, float] | None = None  # of a dynamic one
         self._map()
-        wanted = {name for group in self._manifest.parameter_groups for name in group}
-        if wanted - self.shapes.keys():
-            raise self._broken(f"without the weights {', '.join(sorted(wanted - self.shapes.keys()))}")
+        if missing := sorted(set(self._names) - self.shapes.keys()):
+            raise self._broken(f"without the weights {', '.join(missing)}")
         self.kinds = tuple(kind for kind in KINDS if self._has(kind))
-        self.adam_step = self._find_adam_step()
+        steps = {float(state["step"]) for states in self._states for state in states.values() if "step" in state}
+        if len(steps) > 1:
+            raise self._broken(f"Adam's steps differ: {sorted(steps)}")
+        self.adam_step = steps.pop() if steps else None  # how many it has taken; None before the first
 
     def _map(self) -> None:
         """Opens all files."""
@@ -92,8 +95,11 @@ class SavedState:
         """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
-        parts = [self._vector(kind, piece)[piece.start : piece.stop] for piece in self._pieces[name]]
-        whole = torch.cat([part.float() for part in parts])  # a copy: the file can be closed
+        parts = []
+        for rank, vector, start, stop in self._pieces[name]:
+            held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
+            parts.append(held.flatten()[start:stop].float())
+        whole = torch.cat(parts)  # a copy: the file can be closed
         shape = self.shapes[name]
         self._taken += whole.nbytes
         return whole[: shape.numel()].reshape(shape)
@@ -102,14 +108,8 @@ class SavedState:
         """The kind of tensors that are these weights, ``TRAINED`` or ``AVERAGE``; ConfigError where there are none."""
         kind = {TRAINED: MASTER, AVERAGE: AVERAGE}[weights]
         if kind not in self.kinds:
-            rule = "it holds no moving average, which train.ema_decay has a run keep; take --weights trained"
-            raise self._broken(rule)
+            raise self._broken("it holds no moving average, which train.ema_decay keeps; take --weights trained")
         return kind
-
-    def _vector(self, kind: str, piece: _Piece) -> Tensor:
-        if kind == MASTER:
-            return self._masters[piece.rank][piece.vector].detach().flatten()
-        return self._states[piece.rank][piece.vector][kind].flatten()
 
     def _has(self, kind: str) -> bool:
         """Whether every parameter has it; ConfigError if only some have."""
@@ -121,21 +121,14 @@ class SavedState:
             raise self._broken(f"{kind} is there for a part of the parameters alone")
         return bool(having)
 
-    def _find_adam_step(self) -> float | None:
-        """How many steps Adam has taken; None before the first."""
-        steps = {float(state["step"]) for states in self._states for state in states.values() if "step" in state}
-        if len(steps) > 1:
-            raise self._broken(f"Adam's steps differ: {sorted(steps)}")
-        return steps.pop() if steps else None
-
     def _read_whole(self) -> None:
         """ZeRO 0: one file. In half precision its master weights have no names, and the order of the groups."""
         optimizer = self._model["optimizer"]
-        names = [name for group in self._manifest.parameter_groups for name in group]
+        names = self._names
         if self._manifest.precision == "fp32":
             masters = [self._model["module"][name] for name in names]
         else:
-            masters = [master for group in optimizer["fp32_groups"] for master in group]
+            masters = list(chain.from_iterable(optimizer["fp32_groups"]))
             if optimizer["dynamic_loss_scale"]:
                 self.loss_scale = {key: float(optimizer[key]) for key in _SCALE if key in optimizer}
             optimizer = optimizer["optimizer_state_dict"]

@@ -7,17 +7,17 @@ import errno
 import importlib.metadata
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from deepspeed import DeepSpeedEngine
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
-    Checkpoint,
     checkpoint_folder,
     list_checkpoints,
     random_name,
@@ -26,7 +26,6 @@ from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
     CheckpointManifest,
     FileRecord,
-    flush_folder,
     free_bytes,
     gigabytes,
     missized,
@@ -44,7 +43,6 @@ from longstride.launcher.output import file_names
 from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
-LATEST = "latest"  # for people and their scripts: nothing here reads it
 # What a killed save or removal leaves. The dot hides it from whatever lists checkpoints.
 _LEFTOVER = re.compile(r"\.step-\d{8,}(\.universal)?\.(partial|deleted)")
 
@@ -79,7 +77,7 @@ class Saver:
     def poll(self) -> None:
         """Ends a save whose files every rank has written. All ranks must call, after every step."""
         if self._pending is not None:
-            done = torch.tensor([self._pending.is_written()], dtype=torch.int64)
+            done = torch.tensor([checkpoint_files(self._engine).is_done()], dtype=torch.int64)
             if bool(self._ranks.gather_int64(done, self._engine.device).all()):
                 self.finish()
 
@@ -109,10 +107,8 @@ class Saver:
             yield
         except NotSavedError as error:
             if self._ranks.is_first:
-                safe, _ = list_checkpoints(self._run)
-                left = (
-                    f"the newest checkpoint is step {safe[0].manifest.step}" if safe else "there is no checkpoint yet"
-                )
+                old, _ = list_checkpoints(self._run)
+                left = f"the newest checkpoint is step {old[0].manifest.step}" if old else "there is no checkpoint yet"
                 self._say(f"step {step} was not saved: {error}; {left}")
 
     def _tidy(self, step: int) -> None:
@@ -164,10 +160,6 @@ class _Save:
         self._files.begin(background=background)
         self._engine.save_checkpoint(str(self._partial), tag=DEEPSPEED_TAG, save_latest=False)
         self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
-
-    def is_written(self) -> bool:
-        """Whether this rank's files are on the disk."""
-        return self._files.is_done()
 
     def complete(self) -> None:
         """Makes a checkpoint of what was written, by a rename."""
@@ -233,23 +225,15 @@ def retire(run: Path, keep_last: int | None, keep_every: int | None) -> list[int
     step that ``keep_every`` divides. Without so many whole ones nothing is removed. A folder without a readable
     manifest is left to a person.
     """
-    if keep_last is None:
-        return []
-    outdated = outdated_checkpoints(list_checkpoints(run)[0], keep_last, keep_every)
-    for checkpoint in outdated:
-        remove_checkpoint(checkpoint.folder)
-    return [checkpoint.manifest.step for checkpoint in outdated]
-
-
-def outdated_checkpoints(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every: int | None) -> list[Checkpoint]:
-    """Those of a run's checkpoints, newest first, that are older than the last whole ones and may go."""
-    whole = 0
-    for place, checkpoint in enumerate(checkpoints):
-        whole += not missized(checkpoint.folder, checkpoint.manifest)
-        if whole == keep_last:
-            older = checkpoints[place + 1 :]
-            return [each for each in older if keep_every is None or each.manifest.step % keep_every]
-    return []
+    removed, whole = [], 0
+    for checkpoint in list_checkpoints(run)[0] if keep_last is not None else ():
+        step = checkpoint.manifest.step
+        if whole != keep_last:  # newest first
+            whole += not missized(checkpoint.folder, checkpoint.manifest)
+        elif keep_every is None or step % keep_every:
+            remove_checkpoint(checkpoint.folder)
+            removed.append(step)
+    return removed
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -303,15 +287,12 @@ def remove_leftovers(run: Path) -> None:
 
 
 def point_to(run: Path, step: int) -> None:
-    """Has `latest` name the checkpoint of a step, in one rename."""
+    """Has `latest` name the checkpoint of a step, in one rename: for people and scripts, nothing here reads it."""
     folder = checkpoint_folder(run, step)
-    write_text(folder.with_name(LATEST), f"{folder.name}\n")
+    write_text(folder.with_name("latest"), f"{folder.name}\n")
 
 
 def remove_tree(path: Path) -> None:
     """Removes a folder as far as it can be removed; of a link, the link."""
-    if path.is_symlink():
-        with contextlib.suppress(OSError):
-            path.unlink()
-        return
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)

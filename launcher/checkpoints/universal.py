@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pydantic import Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import (
@@ -30,9 +32,8 @@ from longstride.launcher.checkpoints.manifest import (
     FileRecord,
     check_space,
     find_damage,
-    flush_folder,
     sealed,
-    write_json,
+    write_manifest,
 )
 from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.config import load_json_object
@@ -140,11 +141,10 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
     check_space(folder.parent, needed, str(folder.parent), "converting takes")
     unfinished.mkdir()
     try:
-        progress = _Progress(checkpoint, len(state.kinds) * len(state.shapes))
-        files = {}
+        tensors, files = _all_tensors(state, checkpoint), {}
         for kind in state.kinds:
-            tensors = progress.over(state.tensor(name, kind) for name in state.shapes)
-            size, sha256 = write_tensors(unfinished / _file_name(kind), state.shapes, tensors)
+            of_kind = islice(tensors, len(state.shapes))
+            size, sha256 = write_tensors(unfinished / _file_name(kind), state.shapes, of_kind)
             files[_file_name(kind)] = FileRecord(bytes=size, sha256=sha256)
         manifest = UniversalManifest(
             format_version=UNIVERSAL_VERSION,
@@ -155,7 +155,7 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
             loss_scale=state.loss_scale,
             files=files,
         )
-        write_json(unfinished / MANIFEST, sealed(manifest.model_dump(mode="json")))
+        write_manifest(unfinished, manifest)
         flush_folder(unfinished)
         unfinished.rename(folder)
         flush_folder(folder.parent)
@@ -165,22 +165,14 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
     return True
 
 
-class _Progress:
-    """A line now and then while many tensors are converted."""
-
-    def __init__(self, checkpoint: Checkpoint, total: int) -> None:
-        self._checkpoint, self._total, self._done = checkpoint, total, 0
-        self._reported = time.monotonic()
-
-    def over(self, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The same tensors, counted."""
-        for tensor in tensors:
-            yield tensor
-            self._done += 1
-            if time.monotonic() - self._reported > _REPORT_SECONDS:
-                self._reported = time.monotonic()
-                share = f"{100 * self._done // self._total} %"
-                say(f"converting {self._checkpoint.folder}: {share}")
+def _all_tensors(state: SavedState, checkpoint: Checkpoint) -> Iterator[Tensor]:
+    """All tensors, kind after kind, with a line now and then that says how many have been taken."""
+    total, reported = len(state.kinds) * len(state.shapes), time.monotonic()
+    for done, (kind, name) in enumerate(product(state.kinds, state.shapes)):
+        if time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
+            say(f"converting {checkpoint.folder}: {100 * done // total} %")
+        yield state.tensor(name, kind)
 
 
 def _file_name(kind: str) -> str:

@@ -12,8 +12,7 @@ directions agree to the bit. Letters: B rows, V symbols.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -105,8 +104,9 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
     if not size:
         return
     context, device = model.config.context, model.embedding.start.device
-    done = 0
-    with _one_thread():
+    done, threads = 0, torch.get_num_threads()
+    torch.set_num_threads(1)  # the number of threads that share a matrix product may change its last bits
+    try:
         session = Session(model, rows, min(size, context))
         for first in range(0, size, rows * context):
             session.reset()
@@ -123,17 +123,8 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
                 counted(done)
                 if position + 1 < longest:
                     session.append(tokens.to(device))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The number of threads that share a matrix product may change its last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def intervals(logits: np.ndarray) -> np.ndarray:

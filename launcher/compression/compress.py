@@ -14,7 +14,6 @@ from longstride.launcher.compression.compressed_file import Compressed, NotReada
 from longstride.launcher.generation import check_bytes, check_new, naming, read_file, write_new
 from longstride.launcher.models import Exported, computing_numbers, load_model, usable_device
 from longstride.launcher.output import ByteCounter
-from longstride.sparse_model import SparseTransformer
 
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +26,8 @@ def add_decompress_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `decompress`."""
     parser.add_argument("file", type=Path, metavar="FILE.lsz", help="written by `longstride compress`")
     _add_common(parser, "FILE")
-    parser.add_argument(
-        "--elsewhere",
-        action="store_true",
-        help="try it on another machine or version of torch than it was compressed on",
-    )
+    rule = "try it on another machine or version of torch than it was compressed on"
+    parser.add_argument("--elsewhere", action="store_true", help=rule)
 
 
 def run_compress(arguments: argparse.Namespace) -> int:
@@ -48,15 +44,9 @@ def run_compress(arguments: argparse.Namespace) -> int:
     with computing_numbers(arguments.model):
         code, bits = encode(model, content, rows, counter.at)
     counter.end()
-    compressed = Compressed(
-        shortened(Exported(arguments.model).fingerprint()),
-        len(content),
-        zlib.crc32(content),
-        rows,
-        _surroundings(model),
-        code,
-    )
-    whole = compressed.to_bytes()
+    fingerprint = shortened(Exported(arguments.model).fingerprint())
+    made = Surroundings.here(model)
+    whole = Compressed(fingerprint, len(content), zlib.crc32(content), rows, made, code).to_bytes()
     write_new(arguments.output, whole)
     line = f"{arguments.output}: {len(whole):,} bytes of {len(content):,}"
     if content:
@@ -80,7 +70,13 @@ def run_decompress(arguments: argparse.Namespace) -> int:
         rule = f"another model's file: its fingerprint begins with {needed}, and that of {arguments.model} with"
         raise ConfigError(f"FILE={arguments.file}: is {rule} {models[: len(needed)]}; name the model with --model")
     model = load_model(arguments.model, arguments.device)
-    _check_surroundings(arguments, compressed.surroundings, _surroundings(model))
+    made, here = compressed.surroundings, Surroundings.here(model)
+    if made != here and not arguments.elsewhere:
+        differs = "on another processor, device or build of torch"
+        if made.torch_version != here.torch_version:
+            differs = f"with torch {made.torch_version}, and this is {here.torch_version}"
+        rule = "where the model's last bits may differ; decompress it there, or try it with --elsewhere"
+        raise ConfigError(f"FILE={arguments.file}: was compressed {differs}, {rule}")
     counter = ByteCounter(compressed.size)
     try:
         content = decode(model, compressed.code, compressed.size, compressed.rows, counter.at)
@@ -99,20 +95,3 @@ def _add_common(parser: argparse.ArgumentParser, output: str) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="written by `longstride export`")
     parser.add_argument("--output", type=Path, required=True, metavar=output, help="file to make")
     parser.add_argument("--device", default="cpu", help="the same both ways (default: cpu)")
-
-
-def _surroundings(model: SparseTransformer) -> Surroundings:
-    start = model.embedding.start
-    return Surroundings.here(start.device, start.dtype)
-
-
-def _check_surroundings(arguments: argparse.Namespace, made: Surroundings, here: Surroundings) -> None:
-    """Raise ConfigError where the model may not compute the bits that it did where the file was made."""
-    if made == here or arguments.elsewhere:
-        return
-    if made.torch_version != here.torch_version:
-        differs = f"with torch {made.torch_version}, and this is {here.torch_version}"
-    else:
-        differs = "on another processor, device or build of torch"
-    rule = "where the model's last bits may differ; decompress it there, or try it with --elsewhere"
-    raise ConfigError(f"FILE={arguments.file}: was compressed {differs}, {rule}")

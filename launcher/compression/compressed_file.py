@@ -15,7 +15,9 @@ Integers are little-endian; a varint has seven bits a byte, the lowest first. So
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import io
 import platform
 import zlib
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from longstride.sparse_model import SparseTransformer
 
 _MAGIC = b"LSZ"
 FORMAT = 1
@@ -42,20 +46,26 @@ class Surroundings:
     rest: int  # CRC-32 of Longstride's version, torch's build, the processor or card, and the type computed in
 
     @classmethod
-    def here(cls, device: torch.device, dtype: torch.dtype) -> Surroundings:
-        """Of this process."""
+    def here(cls, model: SparseTransformer) -> Surroundings:
+        """Of this process, where it computes a model."""
         try:
             version = importlib.metadata.version("longstride")
         except importlib.metadata.PackageNotFoundError:  # run from a checkout
             version = ""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        start = model.embedding.start
         computing = [
             version,
             torch.__config__.show(),
             torch.backends.cpu.get_cpu_capability(),
-            _processor(),
+            # Matrix products choose their loops by architecture and processor.
+            f"{platform.machine()} {names[0] if names else platform.processor()}",
             np.__version__,  # its exp makes probabilities of the logits
-            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            str(dtype),
+            torch.cuda.get_device_name(start.device) if start.is_cuda else start.device.type,
+            str(start.dtype),
         ]
         return cls(torch.__version__, zlib.crc32("\n".join(computing).encode()))
 
@@ -104,15 +114,15 @@ class Compressed:
         damaged = NotReadableError("is damaged or cut short; fetch it again")
         if len(body) < 4 or zlib.crc32(body).to_bytes(4, "little") != check:
             raise damaged
-        fields = _Fields(body, 4)
+        file = io.BytesIO(body[4:])
         try:
-            fingerprint = fields.bytes(_FINGERPRINT_BYTES)
-            size, crc32 = fields.varint(), int.from_bytes(fields.bytes(4), "little")
-            rows, version = fields.varint(), fields.bytes(fields.varint()).decode("ascii")
-            rest = int.from_bytes(fields.bytes(4), "little")
+            fingerprint = _take(file, _FINGERPRINT_BYTES)
+            size, crc32 = _take_varint(file), int.from_bytes(_take(file, 4), "little")
+            rows, version = _take_varint(file), _take(file, _take_varint(file)).decode("ascii")
+            rest = int.from_bytes(_take(file, 4), "little")
         except ValueError:
             raise damaged from None
-        return cls(fingerprint, size, crc32, rows, Surroundings(version, rest), body[fields.place :])
+        return cls(fingerprint, size, crc32, rows, Surroundings(version, rest), file.read())
 
 
 def shortened(fingerprint: str) -> bytes:
@@ -120,27 +130,22 @@ def shortened(fingerprint: str) -> bytes:
     return bytes.fromhex(fingerprint)[:_FINGERPRINT_BYTES]
 
 
-class _Fields:
-    """Reads field after field, from a place in the file; ValueError where it ends early."""
-
-    def __init__(self, content: bytes, place: int) -> None:
-        self._content, self.place = content, place
-
-    def bytes(self, size: int) -> bytes:
-        field = self._content[self.place : self.place + size]
-        if len(field) < size:
-            raise ValueError
-        self.place += size
-        return field
-
-    def varint(self) -> int:
-        value = 0
-        for number in range(_VARINT_BYTES):
-            (byte,) = self.bytes(1)
-            value |= (byte & 0x7F) << 7 * number
-            if byte < 0x80:
-                return value
+def _take(file: io.BytesIO, size: int) -> bytes:
+    """The next bytes; ValueError where the file ends early."""
+    field = file.read(size)
+    if len(field) < size:
         raise ValueError
+    return field
+
+
+def _take_varint(file: io.BytesIO) -> int:
+    value = 0
+    for number in range(_VARINT_BYTES):
+        (byte,) = _take(file, 1)
+        value |= (byte & 0x7F) << 7 * number
+        if byte < 0x80:
+            return value
+    raise ValueError
 
 
 def _varint(number: int) -> bytes:
@@ -149,13 +154,3 @@ def _varint(number: int) -> bytes:
         parts.append(number & 0x7F | 0x80)
         number >>= 7
     return bytes([*parts, number])
-
-
-def _processor() -> str:
-    """Architecture and name: matrix products choose their loops by both."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{platform.machine()} {names[0] if names else platform.processor()}"

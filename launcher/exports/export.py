@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
     SavedState,
     check_space,
-    flush_folder,
     open_checkpoint,
     write_json,
     write_text,
@@ -48,7 +48,6 @@ from longstride.launcher.output import file_names, say
 from longstride.sparse_model import ModelConfig
 
 DEFAULT_SHARD_SIZE = "5GB"
-_TYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # in config.json, as torch has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +65,17 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; with --refresh, an exported folder")
-    parser.add_argument(
-        "--step", type=int, default=None, metavar="N", help="checkpoint to export (default: the newest)"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export (default: the newest)")
     add_weights_argument(parser)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (default: fp32, exact)")
-    parser.add_argument(
-        "--shard-size",
-        default=DEFAULT_SHARD_SIZE,
-        metavar="SIZE",
-        help=f"weights above it are cut into several files (default: {DEFAULT_SHARD_SIZE})",
-    )
+    size = f"weights above it are cut into several files (default: {DEFAULT_SHARD_SIZE})"
+    parser.add_argument("--shard-size", default=DEFAULT_SHARD_SIZE, metavar="SIZE", help=size)
     parser.add_argument("--no-check", action="store_true", help="leave out the loss on the checkpoint's probe")
     parser.add_argument("--device", default="cpu", help="that computes the check (default: cpu)")
     add_trust_argument(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--refresh",
-        action="store_true",
-        help="write an old export's file for transformers anew, and change nothing else",
-    )
+    refresh = "write an old export's file for transformers anew, and change nothing else"
+    parser.add_argument("--refresh", action="store_true", help=refresh)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -196,7 +186,7 @@ def _write(
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
         "model": model,
-        "dtype": _TYPE_NAMES[options.dtype],
+        "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
         "data": {"modality": data.modality.name, "properties": data.properties},
         **hub_fields(),
         "fingerprint": fingerprint.hexdigest(),

@@ -18,7 +18,6 @@ from longstride.launcher.checkpoints import write_json
 from longstride.launcher.models import ALIGNMENT, Fingerprint, write_tensors
 from longstride.launcher.output import file_names
 
-Shapes = Mapping[str, Sequence[int]]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", re.ASCII)
 
@@ -39,7 +38,7 @@ def parse_size(text: str) -> int:
 
 def write_weights(
     folder: Path,
-    shapes: Shapes,
+    shapes: Mapping[str, Sequence[int]],
     tensor: Callable[[str], Tensor],
     dtype: torch.dtype,
     limit: int,
@@ -61,48 +60,29 @@ def write_weights(
 
     def stored(names: Iterable[str]) -> Iterator[Tensor]:
         for name in names:
-            converted = _converted(name, tensor(name), dtype)
+            exact = tensor(name)
+            converted = exact.to(dtype)
+            lost = exact.isfinite() & ~converted.isfinite() if dtype != torch.float32 else None
+            if lost is not None and bool(lost.any()):
+                value, most = float(exact[lost].flatten()[0]), torch.finfo(dtype).max
+                rule = f"is beyond {str(dtype).removeprefix('torch.')}, which ends at {most:.5g}; take --dtype fp32"
+                raise ConfigError(f"{name}={value:.6g}: {rule}")
             fingerprint.add(name, converted)
             yield converted
 
-    parts = _parts(shapes, dtype, limit)
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
+    parts: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if parts[-1] and sum(sizes[each] for each in parts[-1]) + size > limit:
+            parts.append([])
+        parts[-1].append(name)
     file_of: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
         file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         # Tensors that leave the next one aligned come first: the format has no gaps between tensors.
-        names.sort(key=lambda name: _size(shapes[name], dtype) % ALIGNMENT != 0)
+        names.sort(key=lambda name: sizes[name] % ALIGNMENT != 0)
         write_tensors(folder / file, {name: shapes[name] for name in names}, stored(names), dtype)
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
-        total = sum(_size(shape, dtype) for shape in shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
         write_json(folder / file_names.WEIGHTS_INDEX, index)
-
-
-def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in the type that it is stored in; ConfigError where that cannot hold a value."""
-    converted = tensor.to(dtype)
-    lost = tensor.isfinite() & ~converted.isfinite() if dtype != torch.float32 else None
-    if lost is not None and bool(lost.any()):
-        value = float(tensor[lost].flatten()[0])
-        most, text = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
-        raise ConfigError(f"{name}={value:.6g}: is beyond {text}, which ends at {most:.5g}; take --dtype fp32")
-    return converted
-
-
-def _parts(shapes: Shapes, dtype: torch.dtype, limit: int) -> list[list[str]]:
-    """The names of each file."""
-    parts: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        size = _size(shape, dtype)
-        if parts[-1] and held + size > limit:
-            parts.append([])
-            held = 0
-        parts[-1].append(name)
-        held += size
-    return parts
-
-
-def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return dtype.itemsize * math.prod(shape)

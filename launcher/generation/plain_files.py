@@ -18,14 +18,12 @@ def read_file(path: Path, option: str) -> bytes:
         ConfigError: there is none, it is a folder, a pipe or a device, or it cannot be read.
     """
     try:
-        if path.exists() and not path.is_file():
-            what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no known end)"
-            raise ConfigError(f"{option}={path}: is {what}; name a file")
-        return path.read_bytes()
+        if path.is_file() or not path.exists():
+            return path.read_bytes()
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{option}={path}: {getattr(error, 'strerror', None) or error}") from None
+    what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no known end)"
+    raise ConfigError(f"{option}={path}: is {what}; name a file")
 
 
 @contextmanager
@@ -62,9 +60,7 @@ def write_new(path: Path, content: bytes, option: str = "--output") -> None:
             os.fsync(file.fileno())
         try:
             os.link(partial, path)  # unlike a rename, it fails where a file is
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
+        except OSError:  # it is there, or the file system has no hard links
             if path.exists() or path.is_symlink():
                 raise FileExistsError from None
             partial.rename(path)

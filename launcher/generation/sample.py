@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -43,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", default=None, metavar="TEXT", help="what to continue (default: nothing)")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the same from a file, as its bytes stand")
     for modality in _prompted():
-        prompt.add_argument(
-            _prompt_option(modality), type=Path, nargs=modality.prompt_files, metavar="FILE", help=modality.prompt_help
-        )
+        option, count = f"--prompt-{modality.name}", modality.prompt_files
+        prompt.add_argument(option, type=Path, nargs=count, metavar="FILE", help=modality.prompt_help)
     for modality in _prompted():
         if (keep := modality.keep_option) is not None:
             parser.add_argument(keep.name, type=keep.type, metavar=keep.metavar, help=keep.help)
@@ -82,10 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--likelihood: scores a file, and samples nothing; leave out {option}")
             raise ConfigError(f"{option}: is of --likelihood FILE; leave it out")
     model = load_model(arguments.model, arguments.device)
+    config = load_json_object(arguments.model / file_names.CONFIG)
+    data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
     if scored:
-        _print_likelihood(arguments, model)
+        _print_likelihood(arguments, model, data)
         return 0
-    request = settle(arguments, model)
+    request = settle(arguments, data, model.config.context)
     sampled = _sampled(arguments, model, request)
     with computing_numbers(arguments.model):
         if request.files:
@@ -108,14 +109,9 @@ def _prompted() -> list[Modality]:
     return [modality for modality in MODALITIES.values() if modality.prompt_help is not None]
 
 
-def _prompt_option(modality: Modality) -> str:
-    return f"--prompt-{modality.name}"
-
-
-def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer) -> None:
+def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, data: ModelData) -> None:
     """A file's score: a JSON line, and on standard error one for people."""
     path = arguments.likelihood
-    data = _data(arguments, model)
     if arguments.decoded and data.modality in _prompted():
         with _opened(path, "--likelihood", data) as opened:
             content = opened.read(0, sys.maxsize)
@@ -139,24 +135,20 @@ class Request:
     files: list[Path]  # none: standard output
 
 
-def settle(arguments: argparse.Namespace, model: SparseTransformer) -> Request:
-    """What the options ask for, of this model.
+def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Request:
+    """What the options ask for, of a model of such bytes and context.
 
     Raises:
         ConfigError, DataError: they do not fit the model or each other, or a prompt cannot be read.
     """
-    data, context = _data(arguments, model), model.config.context
     count = 1 if arguments.count is None else arguments.count
     if count < 1:
         raise ConfigError(f"--count={count}: must be at least 1")
     prompts, prompted = _prompts(arguments, data, context)
     num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
-    return Request(data, prompts, count, num_bytes, prompted, _files(arguments.output, data, count, len(prompted)))
-
-
-def _data(arguments: argparse.Namespace, model: SparseTransformer) -> ModelData:
-    content = load_json_object(arguments.model / file_names.CONFIG)
-    return ModelData.of(content, model.config, arguments.modality, arguments.rate)
+    return Request(
+        data, prompts, count, num_bytes, prompted, output_files(arguments.output, data, count, len(prompted))
+    )
 
 
 def _prompts(
@@ -170,9 +162,9 @@ def _prompts(
         if getattr(arguments, f"prompt_{modality.name}") is not None:
             chosen, kept = modality, value
         elif keep is not None and value is not None:
-            raise ConfigError(f"{keep.name}: is of {_prompt_option(modality)} FILE; leave it out")
+            raise ConfigError(f"{keep.name}: is of --prompt-{modality.name} FILE; leave it out")
     if chosen is not None:
-        option, paths = _prompt_option(chosen), getattr(arguments, f"prompt_{chosen.name}")
+        option, paths = f"--prompt-{chosen.name}", getattr(arguments, f"prompt_{chosen.name}")
         paths = paths if isinstance(paths, list) else [paths]
         if data.modality is not chosen:
             rule = f"the model writes {data.modality.words}; take --prompt-file for bytes as they are"
@@ -243,8 +235,12 @@ def _num_bytes(arguments: argparse.Namespace, data: ModelData, given: int, conte
     return wanted
 
 
-def _files(output: Path | None, data: ModelData, count: int, num_prompts: int) -> list[Path]:
-    """Where samples go, none for standard output; ConfigError or DataError where they cannot go there."""
+def output_files(output: Path | None, data: ModelData, count: int, num_prompts: int) -> list[Path]:
+    """The new files that samples go to: none for standard output, one for all samples, or one each.
+
+    Raises:
+        ConfigError, DataError: the suffix is not that of the modality, a file is there, or they cannot be made.
+    """
     modality = data.modality
     if output is None:
         if modality.output_suffix is not None and sys.stdout.isatty():
@@ -253,15 +249,6 @@ def _files(output: Path | None, data: ModelData, count: int, num_prompts: int) -
             raise ConfigError(f"--output: {rule}")
         return []
     modality.check_samples(count, num_prompts, data.file_properties)
-    return output_files(output, modality, count)
-
-
-def output_files(output: Path, modality: Modality, count: int) -> list[Path]:
-    """The files that so many samples go to, of which none is there yet: one for all, or one each.
-
-    Raises:
-        ConfigError: the suffix is not that of the modality, one of them is there, or they cannot be made.
-    """
     suffix = modality.output_suffix
     if suffix is not None and output.suffix != suffix:
         raise ConfigError(f"--output={output}: must be a {suffix} file, as the model writes {modality.words}")
@@ -306,27 +293,19 @@ def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
 
 def _write_output(request: Request, sampled: Iterator[Tensor]) -> None:
     """To standard output: one sample byte by byte, several one after another once all are there."""
-    text = sys.stdout.isatty()
     if len(request.prompts) * request.count == 1:
-        pieces = itertools.chain([request.prompts[0]], (bytes([int(token)]) for token in sampled))
-        if text:
+        samples: list[Iterable[bytes]] = [itertools.chain(request.prompts, (bytes([int(token)]) for token in sampled))]
+    else:
+        samples = [[sample.tobytes()] for sample in _collected(request, sampled)]
+    for number, pieces in enumerate(samples, start=1):
+        if sys.stdout.isatty():
+            if len(samples) > 1:
+                print(f"=== sample {number} ===")
             write_text(pieces, sys.stdout)
         else:
-            write_bytes(pieces, sys.stdout.buffer)
-        return
-    for number, sample in enumerate(_collected(request, sampled), start=1):
-        if text:
-            print(f"=== sample {number} ===")
-            write_text([sample.tobytes()], sys.stdout)
-        else:
-            write_bytes([sample.tobytes()], sys.stdout.buffer)
-
-
-def write_bytes(pieces: Iterable[bytes], stream: BinaryIO) -> None:
-    """Every byte as it is, as soon as it is there: for files and pipes."""
-    for piece in pieces:
-        stream.write(piece)
-        stream.flush()
+            for piece in pieces:
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
 
 
 def write_text(pieces: Iterable[bytes], stream: TextIO) -> None:

@@ -6,7 +6,7 @@ Weights are mapped. A CPU uses them where they lie on the disk, and they take no
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ class Exported:
             raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
         self.content = load_json_object(folder / file_names.CONFIG)
         self.config = self._read_config()
-        self._file_of = self._find_tensors()
         self._open: dict[str, Any] = {}
+        self._file_of = self._find_tensors()
         self._taken = 0  # bytes, since files were opened last
         self.dtype = self._check_tensors()
 
@@ -82,12 +82,10 @@ class Exported:
     def _find_tensors(self) -> dict[str, str]:
         """Every tensor's file."""
         if (self.folder / file_names.WEIGHTS).is_file():
-            return dict.fromkeys(self._read_file(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
+            return dict.fromkeys(self._opened(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
         index = self.folder / file_names.WEIGHTS_INDEX
         if not index.is_file():
-            raise ConfigError(
-                f"{self.folder}: has no {file_names.WEIGHTS} and no {file_names.WEIGHTS_INDEX}; {_ADVICE}"
-            )
+            raise ConfigError(f"{self.folder}: has no {file_names.WEIGHTS} and no {index.name}; {_ADVICE}")
         file_of = load_json_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise ConfigError(f"{index}: has no weight_map, which tells the file of every tensor")
@@ -98,23 +96,17 @@ class Exported:
                 raise ConfigError(f"{index}: weight_map.{name}={file!r}: must be the name of a file beside it")
         for file in sorted(set(file_of.values())):
             if not (self.folder / file).is_file():
-                raise ConfigError(f"{self.folder}: has no {file}, which {file_names.WEIGHTS_INDEX} names")
+                raise ConfigError(f"{self.folder}: has no {file}, which {index.name} names")
             indexed = {name for name, place in file_of.items() if place == file}
-            self._refuse(
-                sorted(indexed ^ set(self._read_file(file).keys())),
-                f"{file} and {file_names.WEIGHTS_INDEX} differ about",
-            )
+            self._refuse(indexed ^ set(self._opened(file).keys()), f"{file} and {index.name} differ about")
         return file_of
-
-    def _read_file(self, file: str) -> Any:
-        try:
-            return safe_open(self.folder / file, "pt")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{self.folder / file}: cannot be read as an export: {error}") from None
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:
-            self._open[file] = self._read_file(file)
+            try:
+                self._open[file] = safe_open(self.folder / file, "pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{self.folder / file}: cannot be read as an export: {error}") from None
         return self._open[file]
 
     def _check_tensors(self) -> torch.dtype:
@@ -122,14 +114,14 @@ class Exported:
         expected = {name: list(tensor.shape) for name, tensor in empty_model(self.config).state_dict().items()}
         weights = file_names.WEIGHTS if file_names.WEIGHTS in self._file_of.values() else file_names.WEIGHTS_INDEX
         mismatch = f"{weights} is not the model of {file_names.CONFIG}:"
-        self._refuse(sorted(expected.keys() - self._file_of.keys()), f"{mismatch} it lacks")
-        self._refuse(sorted(self._file_of.keys() - expected.keys()), f"{mismatch} it has unknown")
-        stored, wrong = set(), []
+        self._refuse(expected.keys() - self._file_of.keys(), f"{mismatch} it lacks")
+        self._refuse(self._file_of.keys() - expected.keys(), f"{mismatch} it has unknown")
+        stored, wrong = set(), set()
         for name, file in self._file_of.items():
             described = self._opened(file).get_slice(name)
             stored.add(described.get_dtype())
             if described.get_shape() != expected[name]:
-                wrong.append(f"{name} of {described.get_shape()} instead of {expected[name]}")
+                wrong.add(f"{name} of {described.get_shape()} instead of {expected[name]}")
         self._refuse(wrong, f"{mismatch} it has")
         types = {text: dtype for dtype, text in STORED.items()}
         if len(stored) > 1 or not stored <= types.keys():
@@ -137,11 +129,11 @@ class Exported:
             raise ConfigError(f"{self.folder / weights}: {rule}")
         return types[stored.pop()]
 
-    def _refuse(self, wrong: list[str], what: str) -> None:
-        """Raise ConfigError that names the first tensors of a list; nothing for an empty one."""
+    def _refuse(self, wrong: Set[str], what: str) -> None:
+        """Raise ConfigError that names the first of these tensors; nothing where there are none."""
         if wrong:
             more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
-            raise ConfigError(f"{self.folder}: {what} {', '.join(wrong[:_MOST_NAMES])}{more}")
+            raise ConfigError(f"{self.folder}: {what} {', '.join(sorted(wrong)[:_MOST_NAMES])}{more}")
 
 
 def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> SparseTransformer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ class ModelData:
         known = (known if isinstance(known, dict) else {}) | _picture_size(config)
         name = modality or data.get("modality") or config.embedding.type
         if name not in MODALITIES:
-            names = ", ".join(sorted(MODALITIES))
-            raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: must be one of {names}")
+            rule = f"must be one of {', '.join(sorted(MODALITIES))}"
+            raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: {rule}")
         kind = MODALITIES[name]
         if rate is not None:
             if "rate" not in kind.asks:
@@ -64,11 +65,8 @@ class ModelData:
 
         sizes = _picture_size(config.model)
         if "://" not in config.data.path:
-            try:
+            with contextlib.suppress(DataError, OSError):
                 manifest = DataManifest.load(open_store(config.data.path))
-            except (DataError, OSError):
-                pass
-            else:
                 return cls(MODALITIES[manifest.modality], {**manifest.properties, **sizes})
         return cls(MODALITIES[config.data.modality or config.model.embedding.type], sizes)
 
@@ -77,9 +75,8 @@ class ModelData:
         """The properties, with all that a file of the modality needs; ConfigError where one is not known."""
         for name in self.modality.asks:
             if name not in self.properties:
-                missing = f"the {self.modality.words}' {name}"
-                rule = f"{file_names.CONFIG} does not tell {missing}; add it, such as --{name} 12000"
-                raise ConfigError(f"--{name}: {rule}")
+                rule = f"does not tell the {self.modality.words}' {name}; add it, such as --{name} 12000"
+                raise ConfigError(f"--{name}: {file_names.CONFIG} {rule}")
         return self.properties
 
 

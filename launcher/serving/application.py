@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
@@ -97,7 +97,13 @@ class Service:
         if isinstance(sample, web.Response):
             return sample
         events: Events = asyncio.Queue()
-        job = Job(sample, lambda event: _hand_over(loop, events, event))
+
+        def deliver(event: bytes | End) -> None:
+            """From the sampling thread to the loop's. A closed loop needs nothing any more."""
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        job = Job(sample, deliver)
         try:
             self._sampler.submit(job)
         except Busy as busy:
@@ -137,7 +143,7 @@ class Service:
         try:
             await asyncio.wait_for(lines.send(job, first, events), deadline - loop.time())
         except asyncio.TimeoutError:
-            job.stop()
+            job.stopped = True
             await lines.write_at_last({"error": late, "sampled": lines.sampled})
         except ConnectionError:  # the client left, and a byte came before the cancellation
             pass
@@ -183,12 +189,6 @@ class _Lines:
         await self.response.write(json.dumps(content).encode() + b"\n")
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, events: Events, event: bytes | End) -> None:
-    """From the sampling thread to the loop's. A closed loop needs nothing any more."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(events.put_nowait, event)
-
-
 def answer(content: dict[str, Any], status: int = 200) -> web.Response:
     """One line of JSON."""
     return web.Response(text=json.dumps(content) + "\n", status=status, content_type="application/json")
@@ -213,9 +213,9 @@ async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except web.HTTPException as error:
-        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         response = refusal(error.status, _ERRORS.get(error.status, error.reason))
-        response.headers.update(allowed)
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
         return response
     except ConnectionError:
         return refusal(400, "the client left")  # which nobody reads
@@ -227,7 +227,7 @@ async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamRe
 @web.middleware
 async def own_names_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse names of other machines: a page can make its own name lead to this address (DNS rebinding)."""
-    name = _host(request.headers.get("Host", ""))
+    name = _parts("//" + request.headers.get("Host", "")).hostname or ""
     if not is_loopback(name):
         return refusal(403, f"the Host header names {name[:80]!r}; this server is on localhost alone")
     return await handler(request)
@@ -237,22 +237,14 @@ async def own_names_only(request: web.Request, handler: Handler) -> web.StreamRe
 async def own_origin_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse what a page of another origin sends."""
     origin = request.headers.get("Origin")
-    if origin is not None and _netloc(origin) != request.headers.get("Host"):
+    if origin is not None and _parts(origin).netloc != request.headers.get("Host"):
         return refusal(403, "pages of another origin have no access")
     return await handler(request)
 
 
-def _host(header: str) -> str:
-    """The name in a Host header, without port and brackets; empty where there is none."""
+def _parts(url: str) -> SplitResult:
+    """The parts of a URL; of what is none, empty ones."""
     try:
-        return urlsplit(f"//{header}").hostname or ""
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _netloc(origin: str) -> str:
-    """Host and port of an origin; empty where it has none, such as "null"."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return ""
+        return urlsplit("")

@@ -13,9 +13,6 @@ from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import ModelConfig, wrong_settings
 
-_LARGEST_SEED = 2**63 - 1
-_DRAWN_SEED_BITS = 32  # of a seed that is drawn: a browser's numbers hold it exactly
-_SHOWN = 5  # unknown fields, of many
 _FIELDS = ("prompt", "prompt_base64", "bytes", "temperature", "top_k", "top_p", "seed")
 
 
@@ -53,7 +50,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         ConfigError: a problem for each wrong field.
     """
     content = _load(body)
-    unknown = [name for name in content if name not in _FIELDS][:_SHOWN]
+    unknown = [name for name in content if name not in _FIELDS][:5]
     problems = [Problem(name[:80], f"no such field; take {', '.join(_FIELDS)}") for name in unknown]
     try:
         prompt = _prompt(content, config)
@@ -76,7 +73,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         temperature=float(content.get("temperature", 1.0)),
         top_k=content.get("top_k"),
         top_p=content.get("top_p"),
-        seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
+        seed=secrets.randbits(32) if seed is None else seed,  # a browser's numbers hold 32 bits exactly
     )
 
 
@@ -134,6 +131,6 @@ def _setting_problems(content: dict[str, Any]) -> list[Problem]:
     """Of temperature, top_k, top_p and seed. null leaves out the last three."""
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
     rules = list(wrong_settings(content.get("temperature", 1.0), top_k, top_p))
-    if seed is not None and (type(seed) is not int or not 0 <= seed <= _LARGEST_SEED):
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
         rules.append(("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn"))
     return [Problem(name, rule, content[name]) for name, rule in rules]

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,28 +24,20 @@ class Busy(Exception):  # noqa: N818 - a state, not a mistake
         self.seconds = seconds
 
 
+@dataclass(eq=False)
 class Job:
     """One request on its way: ``deliver`` is called from the sampling thread with each byte, then with an End."""
 
-    def __init__(self, request: SampleRequest, deliver: Callable[[bytes | End], None]) -> None:
-        self.request, self.deliver = request, deliver
-        self._stopped = threading.Event()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nobody wants the rest."""
-        return self._stopped.is_set()
-
-    def stop(self) -> None:
-        """Sampling ends before its next byte."""
-        self._stopped.set()
+    request: SampleRequest
+    deliver: Callable[[bytes | End], None]
+    stopped: bool = False  # nobody wants the rest: sampling ends before its next byte
 
 
+@dataclass(frozen=True)
 class End:
     """After the last byte; ``problem`` says why there are no more, where the sample is incomplete."""
 
-    def __init__(self, problem: str | None = None) -> None:
-        self.problem = problem
+    problem: str | None = None
 
 
 class Sampler:
@@ -62,7 +55,7 @@ class Sampler:
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._current: Job | None = None
-        self._closed = False
+        self.closed = False  # whether it ends
         self._last_seconds = 1.0  # that a sample took
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
 
@@ -73,20 +66,15 @@ class Sampler:
     def close(self, seconds: float) -> bool:
         """Ends what is under way, and whatever waits; whether the thread ended within that time."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             jobs = [*self._queue, *([self._current] if self._current else [])]
             self._queue.clear()
             self._changed.notify_all()
         for job in jobs:
-            job.stop()
+            job.stopped = True
             job.deliver(End("the server is stopping"))
         self._thread.join(seconds)
         return not self._thread.is_alive()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it ends."""
-        return self._closed
 
     @property
     def waiting(self) -> int:
@@ -102,14 +90,14 @@ class Sampler:
         """Puts a request in the queue. Raises Busy where it is full."""
         with self._changed:
             ahead = len(self._queue) + (self._current is not None)
-            if self._closed or ahead > self._most:
+            if self.closed or ahead > self._most:
                 raise Busy(min(60.0, max(1.0, self._last_seconds * ahead)))
             self._queue.append(job)
             self._changed.notify_all()
 
     def drop(self, job: Job) -> None:
         """Forgets a request that nobody waits for: in the queue, or while it is sampled."""
-        job.stop()
+        job.stopped = True
         with self._changed:
             if job in self._queue:
                 self._queue.remove(job)
@@ -118,8 +106,8 @@ class Sampler:
         while True:
             with self._changed:
                 self._current = None
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
+                self._changed.wait_for(lambda: self._queue or self.closed)
+                if self.closed:
                     return
                 job = self._current = self._queue.popleft()
             begun = time.monotonic()

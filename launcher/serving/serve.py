@@ -12,7 +12,6 @@ import errno
 import importlib.util
 import math
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from longstride.launcher.serving.application import Service
 
-_BYTE_VALUES = 256
 _SHUTDOWN_SECONDS = 5.0  # for answers under way to end
 _LAST_STEP_SECONDS = 30.0  # for the byte, or the prompt, that is being computed
 
@@ -43,19 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, loopback)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--max-bytes", type=int, default=None, metavar="N", help="that one request may sample (default: the context)"
-    )
-    parser.add_argument(
-        "--queue", type=int, default=8, metavar="N", help="requests that may wait while one is sampled (default: 8)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds from a request to its last byte (default: 300)",
-    )
+    most = "that one request may sample (default: the context)"
+    parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
+    waiting = "requests that may wait while one is sampled (default: 8)"
+    parser.add_argument("--queue", type=int, default=8, metavar="N", help=waiting)
+    seconds = "seconds from a request to its last byte (default: 300)"
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=seconds)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,37 +60,30 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError('serve: needs aiohttp; pip install "longstride[serve]"')
     from longstride.launcher.serving.application import Limits, Service
 
-    _check(arguments)
+    port, most, queue, timeout = arguments.port, arguments.max_bytes, arguments.queue, arguments.timeout
+    ranges = (
+        ("--port", port, 0 <= port < 2**16, "must be from 0, any that is free, to 65535"),
+        ("--max-bytes", most, most is None or most >= 1, "must be at least 1"),
+        ("--queue", queue, queue >= 0, "must be 0, nobody waits, or more"),
+        ("--timeout", timeout, 0 < timeout < math.inf, "must be above 0 and finite"),
+    )
+    if problems := [Problem(option, rule, value) for option, value, is_within, rule in ranges if not is_within]:
+        raise ConfigError(*problems)
     usable_device(arguments.device)
     exported = Exported(arguments.model)
     config = exported.config
-    if config.vocabulary > _BYTE_VALUES:
-        rule = f"has a vocabulary of {config.vocabulary}; serve is for models of bytes, at most {_BYTE_VALUES}"
+    if config.vocabulary > 256:
+        rule = f"has a vocabulary of {config.vocabulary}; serve is for models of bytes, at most 256"
         raise ConfigError(f"{arguments.model}: {rule}")
-    limits = Limits(min(arguments.max_bytes or config.context, config.context), arguments.queue, arguments.timeout)
+    limits = Limits(min(most or config.context, config.context), queue, timeout)
     model = load_model(arguments.model, arguments.device)
     about = _about(exported, model, arguments.device)
     about["limits"] = {"bytes": limits.max_bytes, "waiting": limits.waiting, "seconds": limits.seconds}
     sampler = Sampler(model, arguments.device, limits.waiting)
     service = Service(config, about, sampler, limits)
-    if asyncio.run(_serve(service, sampler, arguments.host, arguments.port, str(arguments.model))) == signal.SIGINT:
+    if asyncio.run(_serve(service, sampler, arguments.host, port, str(arguments.model))) == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for numbers that are out of range."""
-    problems = []
-    if not 0 <= arguments.port < 2**16:
-        problems.append(Problem("--port", "must be from 0, any that is free, to 65535", arguments.port))
-    if arguments.max_bytes is not None and arguments.max_bytes < 1:
-        problems.append(Problem("--max-bytes", "must be at least 1", arguments.max_bytes))
-    if arguments.queue < 0:
-        problems.append(Problem("--queue", "must be 0, nobody waits, or more", arguments.queue))
-    if not 0 < arguments.timeout < math.inf:
-        problems.append(Problem("--timeout", "must be above 0 and finite", arguments.timeout))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
@@ -167,23 +151,16 @@ async def listening(service: Service, sampler: Sampler, host: str, port: int) ->
     await runner.setup()
     sampler.start()
     try:
-        await _bind(runner, host, port)
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            problems = {
+                errno.EADDRINUSE: f"--port={port}: is in use; take another, or 0 for any that is free",
+                errno.EACCES: f"--port={port}: is for root alone; take one from 1024 on",
+            }
+            otherwise = f"--host={host}: is no address of this machine; take 127.0.0.1"
+            raise ConfigError(problems.get(error.errno or 0, otherwise)) from None
         name, bound = runner.addresses[0][:2]
         yield f"http://[{name}]:{bound}/" if ":" in name else f"http://{name}:{bound}/"
     finally:
         await runner.cleanup()
-
-
-async def _bind(runner: web.AppRunner, host: str, port: int) -> None:
-    from aiohttp import web
-
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except socket.gaierror:
-        raise ConfigError(f"--host={host}: is no address of this machine; take 127.0.0.1") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"--port={port}: is in use; take another, or 0 for any that is free") from None
-        if error.errno == errno.EACCES:
-            raise ConfigError(f"--port={port}: is for root alone; take one from 1024 on") from None
-        raise ConfigError(f"--host={host}: is no address of this machine; take 127.0.0.1") from None

@@ -25,7 +25,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
 
-mute_accelerator_warning()  # on standard output, where this process answers
+mute_accelerator_warning()  # standard output carries the answers
 
 from longstride.launcher.engine.device import prepare_accelerator  # noqa: E402
 

@@ -16,7 +16,11 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from longstride.launcher.checkpoints import universal  # noqa: E402  the path comes first
+from longstride.launcher.output import mute_accelerator_warning  # noqa: E402  the path comes first
+
+mute_accelerator_warning()  # standard output carries the count
+
+from longstride.launcher.checkpoints import universal  # noqa: E402
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from longstride.launcher.ranks.processes import Ranks  # noqa: E402
 
@@ -34,7 +38,7 @@ def convert_and_die(run: Path, number: int) -> None:
         return call
 
     universal.SavedState.tensor = counted(universal.SavedState.tensor)  # type: ignore[method-assign]
-    for name in ("write_json", "flush_folder", "write_tensors"):
+    for name in ("write_manifest", "flush_folder", "write_tensors"):
         setattr(universal, name, counted(getattr(universal, name)))
     for name in ("mkdir", "rename"):
         setattr(Path, name, counted(getattr(Path, name)))

@@ -13,6 +13,7 @@ from longstride.data_pipelines.modalities.image import grid_size
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.generation.sample import output_files
+from longstride.launcher.models import ModelData
 from tests.harness.tiny_models import CONTEXT, HEIGHT, RATE, WIDTH, content_of, tiny_export
 
 GAP, SCALE = 6, 12  # of a grid of 8 x 8 pictures
@@ -98,8 +99,9 @@ def test_texts_are_plain_files(exported: Path, tmp_path: Path, capsysbinary: pyt
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out-2.wav").touch()
-    assert output_files(tmp_path / "out.wav", Audio(), 1) == [tmp_path / "out.wav"]
+    data = ModelData(Audio(), {"rate": RATE})
+    assert output_files(tmp_path / "out.wav", data, 1, 0) == [tmp_path / "out.wav"]
     with pytest.raises(ConfigError, match=r"out-2\.wav: exists already; nothing is overwritten"):
-        output_files(tmp_path / "out.wav", Audio(), 3)
+        output_files(tmp_path / "out.wav", data, 3, 0)
     with pytest.raises(ConfigError, match=r"out\.mp3: must be a \.wav file, as the model writes sounds"):
-        output_files(tmp_path / "out.mp3", Audio(), 1)
+        output_files(tmp_path / "out.mp3", data, 1, 0)
