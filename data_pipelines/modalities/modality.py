@@ -29,6 +29,19 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FileContent:
+    """A document whose file is its content."""
+
+    file: BinaryIO
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See ``Content``."""
+        end = min(offset + size, self.file.seek(0, 2))  # a file cannot be asked for any number of bytes
+        self.file.seek(offset)
+        return self.file.read(max(0, end - offset))
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """A command-line option that belongs to one modality."""
 
