@@ -77,23 +77,18 @@ class Excerpts(Sequence[Excerpt]):
 
     def __getitem__(self, place: "int | slice") -> "Excerpt | Excerpts":
         """One document, or those of a slice without a step."""
-        if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
-            assert step == 1, "documents are taken in order"
-            return self._between(start, max(start, stop))
-        number = range(len(self))[place]
-        (excerpt,) = self._between(number, number + 1)
-        return excerpt
-
-    def _between(self, start: int, stop: int) -> "Excerpts":
+        chosen = range(len(self))[place]
+        between = chosen if isinstance(chosen, range) else range(chosen, chosen + 1)
+        assert between.step == 1, "documents are taken in order"
         kept, before = [], 0
         for stretch in self.stretches:
-            low, high = max(start - before, 0), min(stop - before, stretch.count)
+            low, high = max(between.start - before, 0), min(between.stop - before, stretch.count)
             if low < high:
                 first = stretch.first + low * stretch.size
                 kept.append(Stretch(stretch.source, first, high - low, stretch.size))
             before += stretch.count
-        return Excerpts(kept)
+        excerpts = Excerpts(kept)
+        return excerpts if isinstance(place, slice) else next(iter(excerpts))
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,10 @@ def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
 
 
 class Contexts(ABC):
-    """The contexts of a split, numbered as lanes.py has it: in every epoch the shards are permuted anew.
+    """The contexts of a split, numbered as in lanes.py. Each epoch permutes the shards anew.
 
-    ``units`` are those of each shard, (shards,) int64. ``identity`` is of the cutting: what, beside the data set,
-    decides what a context's number means.
+    ``units``: of each shard, (shards,) int64. ``identity`` names the cutting: with the data set, it decides which bytes
+    a context's number means.
     """
 
     def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, identity: str) -> None:

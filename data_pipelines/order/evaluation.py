@@ -2,10 +2,10 @@
 
 Letters: N positions a window, B windows a batch, W ranks, M bytes that a window has in common with the one before it.
 
-Windows are contexts that overlap by as many bytes as every scored byte is to see before it. They begin every N - M
-bytes of a stream: of all documents end to end where they are packed, of each document where they are not. A document
-that is longer than a shard starts anew in each shard: what a shard holds of it is a stream of its own. The first window
-of a stream is scored whole, with all there is before each byte; of every other one the first M bytes are only seen.
+Windows are contexts that overlap by M bytes, so that every scored byte has at least M bytes before it. They begin every
+N - M bytes of a stream. Packed documents are one stream, end to end; otherwise each document is a stream. A document
+that is longer than a shard is a stream of its own in each shard. The first window of a stream is scored whole. Every
+other window is scored from byte M on: the window before it has scored the first M bytes.
 """
 
 from collections.abc import Iterator

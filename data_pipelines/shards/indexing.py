@@ -71,11 +71,11 @@ def index_tars(
         output.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".index-", dir=output))
     try:
-        splits = reader.read_splits(dealt, sizes, aside, progress)
+        records = reader.read_splits(dealt, sizes, aside, progress)
         manifest = DataManifest(
             modality=modality,
             properties=reader.properties or {},
-            splits=splits,
+            splits=records,
             made={"settings": {"extension": ending}, "left_out": reader.left_out},
             tars=base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output)),
         )
