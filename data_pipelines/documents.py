@@ -183,35 +183,32 @@ def find_documents(
 def _files_of(
     given: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
 ) -> tuple[str, list[bytes]]:
-    """The folder of an input, and the paths of its files under that folder."""
+    """The folder of an input, and the sorted paths of its files under that folder."""
     try:
         is_file, is_folder = given.is_file(), given.is_dir()
     except OSError as error:
         raise DataError(f"{given}: cannot be looked at ({error.strerror}); allow reading the folders above") from error
     if is_file:
         return str(given.parent), [os.fsencode(given.name)]
-    if is_folder:
-        return str(given), sorted(_walk(given, suffixes, exclude, left_out))
-    raise DataError(f"{given}: no such file or folder; name an input that exists")
-
-
-def _walk(root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut) -> Iterator[bytes]:
-    def is_wanted(name: str) -> bool:
-        return not name.startswith(".") and name != "__pycache__" and name not in exclude
+    if not is_folder:
+        raise DataError(f"{given}: no such file or folder; name an input that exists")
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}); allow reading or exclude it")
 
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        names = [name for name in folders if is_wanted(name)]
+    passed_over = {"__pycache__", *exclude}
+    paths = []
+    for folder, folders, files in os.walk(given, onerror=refuse):
+        names = [name for name in folders if not name.startswith(".") and name not in passed_over]
         folders[:] = [name for name in names if not Path(folder, name).is_symlink()]
         left_out.symlinks += len(names) - len(folders)
-        under = PurePath(folder).relative_to(root)
+        under = PurePath(folder).relative_to(given)
         for name in files:
-            if not is_wanted(name) or (suffixes and PurePath(name).suffix not in suffixes):
+            if name.startswith(".") or name in passed_over or (suffixes and PurePath(name).suffix not in suffixes):
                 continue
             path = Path(folder, name)
             if path.is_symlink():
                 left_out.symlinks += 1
             elif path.is_file():
-                yield os.fsencode((under / name).as_posix())
+                paths.append(os.fsencode((under / name).as_posix()))
+    return str(given), sorted(paths)

@@ -159,7 +159,7 @@ class _Coordinator:
             if finished is not None:
                 self.add(finished)
             else:
-                yield _Task(name, pieces, self._output.present(name))
+                yield _Task(name, pieces, self._output.records.get(name))
 
     def add(self, record: ShardRecord) -> None:
         """Takes the record of a finished shard."""

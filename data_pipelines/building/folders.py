@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +29,7 @@ from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece
 from longstride.data_pipelines.durable import durable_file, flush_folder
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
-from longstride.data_pipelines.shards import (
-    DataManifest,
-    ShardRecord,
-    verify,
-)
+from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
 _KEPT = "nothing is overwritten: name another output, or remove this one first"
@@ -119,7 +115,7 @@ def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBui
 
 
 class PresentOutput:
-    """A data folder that a build is compared with, shard by shard. Nothing is written."""
+    """A data folder that a build is compared with, shard by shard. Nothing is written, and nothing locked."""
 
     place = None
 
@@ -128,13 +124,13 @@ class PresentOutput:
         self._output = output
         check_output(output, plan.settings)
         manifest = _load_present(output)
-        self._records = {record.name: record for record in manifest.shards()}
+        self.records = {record.name: record for record in manifest.shards()}
         planned = {
             name: (len(pieces), sum(piece.ends for piece in pieces), sum(piece.size for piece in pieces))
             for name, pieces in plan.shards()
         }
         present = {
-            name: (record.samples, record.documents, record.content_bytes) for name, record in self._records.items()
+            name: (record.samples, record.documents, record.content_bytes) for name, record in self.records.items()
         }
         same_properties = dict(manifest.properties) == dict(plan.properties)
         if planned != present or dict(manifest.made) != plan.made or not same_properties:
@@ -142,10 +138,6 @@ class PresentOutput:
 
     def finished(self, name: str, pieces: list[Piece]) -> None:
         """None: every shard is compared."""
-
-    def present(self, name: str) -> ShardRecord:
-        """The record of a shard as it is there."""
-        return self._records[name]
 
     def finish(self, manifest: DataManifest) -> None:
         """Raises DataError where the folder is not, to the last bit, what the build would have made.
@@ -165,7 +157,7 @@ class PresentOutput:
                 leftover.close()
 
     def close(self) -> None:
-        """Does nothing: nothing is locked."""
+        pass
 
     @staticmethod
     def holds_other_files(output: Path) -> DataError:
@@ -229,6 +221,8 @@ def kept_folder(output: Path) -> Path | None:
 class UnfinishedBuild:
     """The first rank's lock on an unfinished build: no other build works on it until it is closed."""
 
+    records: Mapping[str, ShardRecord] = {}  # there is no output to compare with
+
     def __init__(self, output: Path) -> None:
         """Raises DataError where another build into ``output`` is under way, or none can be."""
         self._output = output
@@ -244,7 +238,17 @@ class UnfinishedBuild:
         plan_path = place.folder / "plan.json"
         with os_errors_as_data_errors(place.folder):
             if place.holds_finished:
-                _check_plan(plan_path, plan)
+                try:
+                    begun = json.loads(plan_path.read_bytes())
+                except (OSError, ValueError) as error:
+                    raise DataError(f"{plan_path}: damaged ({error}); remove {place.folder} to start over") from error
+                if begun != plan.identity:
+                    same_settings = isinstance(begun, dict) and begun.get("settings") == plan.identity["settings"]
+                    what = "other files, or files that changed since" if same_settings else "other settings"
+                    raise DataError(
+                        f"{place.folder}: holds an unfinished build of {what}; remove that folder to start over, "
+                        "or name another output"
+                    )
             else:
                 self._clear()
             if place.partial.is_dir():
@@ -269,9 +273,6 @@ class UnfinishedBuild:
         planned = (name, len(pieces), sum(piece.size for piece in pieces))
         is_planned = (record.name, record.samples, record.content_bytes) == planned
         return record if sizes == recorded_sizes and is_planned else None
-
-    def present(self, name: str) -> None:
-        """None: there is no output to compare with."""
 
     def finish(self, manifest: DataManifest) -> None:
         """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
@@ -311,20 +312,6 @@ def _unfinished_folder(output: Path) -> Path:
 
 def _cannot_be_made(output: Path, reason: str) -> DataError:
     return DataError(f"{output}: cannot be made ({reason}); name an output where you may write, such as data/mine")
-
-
-def _check_plan(plan_path: Path, plan: BuildPlan) -> None:
-    try:
-        begun = json.loads(plan_path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{plan_path}: damaged ({error}); remove {plan_path.parent} to start over") from error
-    if begun != plan.identity:
-        same_settings = isinstance(begun, dict) and begun.get("settings") == plan.identity["settings"]
-        what = "other files, or files that changed since" if same_settings else "other settings"
-        raise DataError(
-            f"{plan_path.parent}: holds an unfinished build of {what}; remove that folder to start over, "
-            "or name another output"
-        )
 
 
 def _lock(folder: Path, output: Path) -> int:

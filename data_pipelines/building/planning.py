@@ -6,11 +6,12 @@ Another such hash is its place in the split, so that each shard is a mixture of 
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, Piece, pack
 from longstride.data_pipelines.datasets import Dataset
@@ -20,30 +21,29 @@ from longstride.data_pipelines.modalities import Modality, Properties, modality_
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
 
 
-class BuildSettings(Protocol):
+class BuildSettings(ABC):
     """What decides the bytes of a build, beside the content of the input."""
 
-    @property
-    def modality(self) -> Modality:
-        """The kind of data."""
-
-    @property
-    def shard_bytes(self) -> int:
-        """Content bytes of a shard at most."""
+    modality: Modality
+    shard_bytes: int  # content bytes of a shard at most
 
     def check(self) -> None:
         """Raises DataError for a value that is not allowed."""
+        if self.shard_bytes < 1:
+            raise DataError(f"shard_bytes={self.shard_bytes}: must be at least 1, such as 16777216")
 
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """As the manifest records it."""
 
+    @abstractmethod
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
         """Finds and measures the documents. Raises DataError for inputs and documents that cannot be taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileSettings:
-    """Settings of a build from files: see ``BuildSettings``."""
+@dataclass(frozen=True)
+class FileSettings(BuildSettings):
+    """Settings of a build from files."""
 
     modality: Modality
     wanted: Properties  # that documents are converted to
@@ -54,7 +54,6 @@ class FileSettings:
     seed: int
 
     def check(self) -> None:
-        """Raises DataError for a value that is not allowed."""
         for name in self.wanted:
             if name not in self.modality.asks:
                 good = ", ".join(self.modality.asks) or "none"
@@ -63,7 +62,7 @@ class FileSettings:
             raise DataError(
                 f"validation_fraction={self.validation_fraction}: must be at least 0 and less than 1, such as 0.05"
             )
-        _check_shard_bytes(self.shard_bytes)
+        super().check()
         for name in self.exclude:  # a pattern would match no name, and silently exclude nothing
             if not name or set(name) & set("/*?"):
                 good = PurePath(name).name.strip("*?.") or "vendor"
@@ -76,7 +75,6 @@ class FileSettings:
                 raise DataError(f"suffixes={suffix}: must be what a name ends in from its last dot, such as .{end}")
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest records it."""
         return {
             "asked": dict(self.wanted),
             "suffixes": list(self.suffixes),
@@ -88,14 +86,9 @@ class FileSettings:
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
-        """See ``BuildSettings``."""
         documents, properties, left_out = find_documents(
             inputs, self.suffixes, self.exclude, self.modality, self.wanted
         )
-        return BuildPlan(self, properties, self._split(documents), left_out)
-
-    def _split(self, documents: list[FileDocument]) -> dict[str, list[FileDocument]]:
-        """Train and validation documents, each in the order in which they are written."""
         fraction = self.validation_fraction
         splits: dict[str, list[FileDocument]] = {"train": [], "validation": []}
         for document in documents:
@@ -113,25 +106,20 @@ class FileSettings:
                 splits[full] = [document for document in documents if document.relative != chosen]
         for members in splits.values():
             mix(members, self.seed)
-        return {name: members for name, members in splits.items() if members}
+        return BuildPlan(self, properties, {name: members for name, members in splits.items() if members}, left_out)
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetSettings:
-    """Settings of a build from a published dataset: see ``BuildSettings``."""
+@dataclass(frozen=True)
+class DatasetSettings(BuildSettings):
+    """Settings of a build from a published dataset."""
 
     dataset: Dataset
     unpublished: bool  # whether content that differs from the published one is taken
     shard_bytes: int
 
     @property
-    def modality(self) -> Modality:
-        """The dataset's."""
+    def modality(self) -> Modality:  # type: ignore[override]  # the dataset's
         return modality_named(self.dataset.modality)
-
-    def check(self) -> None:
-        """Raises DataError for a value that is not allowed."""
-        _check_shard_bytes(self.shard_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest records it. It does not say in which of its forms the dataset was read."""
@@ -143,15 +131,9 @@ class DatasetSettings:
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
-        """See ``BuildSettings``. A dataset has one input."""
-        (given,) = inputs
+        (given,) = inputs  # a dataset has one
         content = self.dataset.find(given, self.unpublished)
         return BuildPlan(self, dict(content.properties), content.splits, content.left_out)
-
-
-def _check_shard_bytes(shard_bytes: int) -> None:
-    if shard_bytes < 1:
-        raise DataError(f"shard_bytes={shard_bytes}: must be at least 1, such as 16777216")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ What a shard will hold follows from the documents' sizes alone, so that any shar
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from tarfile import BLOCKSIZE
 from typing import BinaryIO
@@ -68,15 +69,12 @@ def write_shard(
     ``open_input`` stays open from one piece, and one shard, to the next. ``advance`` gets the content bytes of each
     piece. Raises DataError for a document that has changed since it was found.
     """
-    shard = _ShardStream(file, name, modality, properties)
-    try:
+    with closing(_ShardStream(file, name, modality, properties)) as shard:
         for piece in pieces:
             content = piece.document.read(open_input, modality, properties, piece.offset, piece.size)
             shard.add(content, piece.ends)
             advance(piece.size)
         return shard.finish()
-    finally:
-        shard.close()
 
 
 class _ShardStream:

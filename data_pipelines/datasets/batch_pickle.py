@@ -9,13 +9,11 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from longstride.data_pipelines.datasets.excerpts import interleaved
-from longstride.data_pipelines.datasets.members import Member
+from longstride.data_pipelines.datasets.excerpts import Planes
 from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import CHANNELS
@@ -27,20 +25,11 @@ class RefusedPickleError(Exception):
     """A pickle that is no batch: one line that says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class PickledBatch:
-    """The pictures of a pickled batch: a ``Source``. About 30 MB, held in memory while it is read."""
+class PickledBatch(Planes):
+    """The pictures of a pickled batch. About 30 MB, held in memory while it is read."""
 
-    member: Member
-    edge: int
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """The member's."""
-        return self.member.identity
-
-    def rows(self, open_input: OpenInput) -> np.ndarray:
-        """(n, 3 x edge x edge) uint8, in planes. Raises DataError for a pickle that holds anything else."""
+    def rows(self, open_input: OpenInput, first: int, stop: int | None) -> np.ndarray:
+        """See ``Planes``; without ``stop`` all pictures. Raises DataError for a pickle that holds anything else."""
 
         def load(_: ExitStack) -> np.ndarray:
             with OpenInput() as open_file:  # `open_input` keeps the array
@@ -50,14 +39,7 @@ class PickledBatch:
             except RefusedPickleError as error:
                 raise DataError(f"{self.member.shown}: {error}; nothing of it was run: fetch it again") from error
 
-        return open_input.get(self, load)
-
-    def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
-        """See ``Source``."""
-        rows = self.rows(open_input)
-        first, stop = offset // rows.shape[1], -(-(offset + size) // rows.shape[1])
-        skipped = offset - first * rows.shape[1]
-        return interleaved(rows[first:stop], self.edge)[skipped : skipped + size]
+        return open_input.get(self, load)[first:stop]
 
 
 def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
@@ -136,14 +118,8 @@ _KNOWN = {
     ("numpy", "dtype"): _DTYPE,
 }
 # Out-of-band buffers, arrays of any claimed length, and names that other code registered in this process.
-_REFUSED_OPCODES = (
-    pickle.NEXT_BUFFER,
-    pickle.READONLY_BUFFER,
-    pickle.BYTEARRAY8,
-    pickle.EXT1,
-    pickle.EXT2,
-    pickle.EXT4,
-)
+_BUFFERS = pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.BYTEARRAY8
+_REFUSED_OPCODES = (*_BUFFERS, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 
 
 class _Unpickler(pickle._Unpickler):

@@ -6,7 +6,7 @@ These are the 90, 5 and 5 million bytes of the papers. A split is one document.
 from dataclasses import dataclass
 from pathlib import Path
 
-from longstride.data_pipelines.datasets.dataset import Archive, DatasetContent, PublishedFile, files_in
+from longstride.data_pipelines.datasets.dataset import Archive, Dataset, DatasetContent, PublishedFile, files_in
 from longstride.data_pipelines.datasets.excerpts import Excerpts, Stretch
 from longstride.data_pipelines.datasets.members import Member, members_of
 from longstride.data_pipelines.documents import OpenInput
@@ -15,27 +15,19 @@ from longstride.data_pipelines.errors import DataError
 _TRAIN_PERCENT, _VALIDATION_PERCENT = 90, 5
 
 
-@dataclass(frozen=True, slots=True)
-class ByteCorpus:
-    """A dataset of one file: see ``Dataset``."""
+@dataclass(frozen=True, kw_only=True)
+class ByteCorpus(Dataset):
+    """A dataset of one file, which has its name."""
 
-    name: str  # of the file as well
     archive: Archive
     content: PublishedFile
     modality: str = "text"
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Names of the file and of its archive."""
         return self.name, self.archive.name
 
-    @property
-    def where(self) -> str:
-        """How the user gets it."""
-        return f"fetch {self.archive.url}"
-
     def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        """The splits of the file or its archive: see ``Dataset``."""
         member = self._member(given)
         if not unpublished:
             with OpenInput() as open_input:

@@ -13,6 +13,7 @@ from longstride.data_pipelines.datasets.dataset import (
     WAY_OUT,
     Archive,
     Archives,
+    Dataset,
     DatasetContent,
     PublishedFile,
     files_in,
@@ -49,27 +50,20 @@ _KNOWN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cifar10:
-    """The dataset: see ``Dataset``."""
+@dataclass(frozen=True, kw_only=True)
+class Cifar10(Dataset):
+    """The dataset, in both versions."""
 
-    archive: Archive
     batches: Mapping[str, PublishedFile] = field(default_factory=lambda: _KNOWN)
     name: str = "cifar10"
     modality: str = "image"
 
     @property
     def file_names(self) -> set[str]:
-        """Names of the batches and archives of both versions."""
         return {*_NAMES, *_ARCHIVE_NAMES}
 
-    @property
-    def where(self) -> str:
-        """How the user gets it."""
-        return f"fetch {self.archive.url}"
-
     def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        """The splits of an archive, its folder, or one above: see ``Dataset``."""
+        """The splits of an archive, its folder, or one above."""
         names, batches = _version(_batches_in(given))
         if not batches:
             raise DataError(
@@ -130,13 +124,13 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
     """The pictures of a batch. Raises DataError for a file that is no batch."""
     if not member.base_name.endswith(_BINARY):
         batch = PickledBatch(member, _EDGE)
-        return Stretch(batch, 0, len(batch.rows(open_input)), _PICTURE_BYTES)
+        return Stretch(batch, 0, len(batch.rows(open_input, 0, None)), _PICTURE_BYTES)
     if not member.size or member.size % _ROW_BYTES:
         raise DataError(
             f"{member.shown}: {member.size:,} bytes are no rows of {_ROW_BYTES:,} (a label and 32 x 32 x 3 bytes); "
             "fetch it again"
         )
-    return Stretch(PlaneRows(member, 0, _EDGE, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
+    return Stretch(PlaneRows(member, _EDGE, 0, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
 
 
 CIFAR10 = Cifar10(

@@ -1,9 +1,9 @@
 """What a published dataset says of itself, where its files are found, and how a missing one is fetched."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from longstride.data_pipelines.datasets.members import Member, members_of
 from longstride.data_pipelines.documents import Document, LeftOut, OpenInput, reading
@@ -61,29 +61,26 @@ class DatasetContent:
     left_out: LeftOut = field(default_factory=LeftOut)
 
 
-class Dataset(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Dataset(ABC):
     """A dataset in the form in which it is distributed."""
 
-    @property
-    def name(self) -> str:
-        """As --dataset takes it."""
+    name: str  # as --dataset takes it
+    modality: str
+    archive: Archive | None  # the file that --download fetches; None where no program may fetch it
 
     @property
-    def modality(self) -> str:
-        """The kind of data."""
-
-    @property
-    def archive(self) -> Archive | None:
-        """The file that --download fetches; None where no program may fetch it."""
-
-    @property
+    @abstractmethod
     def file_names(self) -> Collection[str]:
         """Names of its files and of the archives that hold them. A folder with none of them lacks the dataset."""
 
     @property
     def where(self) -> str:
-        """How the user gets it, in a few words for messages: "fetch URL"."""
+        """How the user gets it, in a few words for messages."""
+        assert self.archive is not None
+        return f"fetch {self.archive.url}"
 
+    @abstractmethod
     def find(self, given: Path, unpublished: bool) -> DatasetContent:
         """The documents of an archive, file or folder.
 

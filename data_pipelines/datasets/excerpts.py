@@ -5,6 +5,7 @@ picture, then all green, then all blue ones. Content is in the order of the imag
 pixel after pixel, in a pixel red, green, blue.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
@@ -38,11 +39,9 @@ class Excerpt:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The source's, and where in it."""
         return (*self.source.identity, self.start, self.size)
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
-        """A piece of the content: see ``Document``."""
         return self.source.read(open_input, self.start + offset, size)
 
 
@@ -78,57 +77,62 @@ class Excerpts(Sequence[Excerpt]):
 
     def __getitem__(self, place: "int | slice") -> "Excerpt | Excerpts":
         """One document, or those of a slice without a step."""
-        if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
-            assert step == 1, "documents are taken in order"
-            return self._between(start, max(start, stop))
-        number = range(len(self))[place]
-        (excerpt,) = self._between(number, number + 1)
-        return excerpt
-
-    def _between(self, start: int, stop: int) -> "Excerpts":
+        chosen = range(len(self))[place]
+        between = chosen if isinstance(chosen, range) else range(chosen, chosen + 1)
+        assert between.step == 1, "documents are taken in order"
         kept, before = [], 0
         for stretch in self.stretches:
-            low, high = max(start - before, 0), min(stop - before, stretch.count)
+            low, high = max(between.start - before, 0), min(between.stop - before, stretch.count)
             if low < high:
                 first = stretch.first + low * stretch.size
                 kept.append(Stretch(stretch.source, first, high - low, stretch.size))
             before += stretch.count
-        return Excerpts(kept)
+        excerpts = Excerpts(kept)
+        return excerpts if isinstance(place, slice) else next(iter(excerpts))
 
 
-@dataclass(frozen=True, slots=True)
-class PlaneRows:
+@dataclass(frozen=True)
+class Planes(ABC):
     """The pictures of a member: a ``Source``."""
 
     member: Member
-    offset: int  # of the first row in the member
     edge: int  # pixels, of a square picture
-    labels: int = 0  # number of classes: a row begins with a byte of its class; 0: no such byte
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """The member's."""
         return self.member.identity
 
+    @abstractmethod
+    def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
+        """Pictures ``[first, stop)``: (n, 3 x edge x edge) uint8, in planes. Raises DataError where they are none."""
+
     def read(self, open_input: OpenInput, offset: int, size: int) -> bytes:
-        """See ``Source``. Raises DataError for a class that does not exist: the bytes are then no rows."""
-        content_bytes = CHANNELS * self.edge**2
-        row_bytes = content_bytes + bool(self.labels)
-        first, stop = offset // content_bytes, -(-(offset + size) // content_bytes)
+        """See ``Source``."""
+        picture_bytes = CHANNELS * self.edge**2
+        first, stop = offset // picture_bytes, -(-(offset + size) // picture_bytes)
+        rows = self.rows(open_input, first, stop).reshape(-1, CHANNELS, self.edge, self.edge)
+        skipped = offset - first * picture_bytes
+        return rows.transpose(0, 2, 3, 1).tobytes()[skipped : skipped + size]
+
+
+@dataclass(frozen=True)
+class PlaneRows(Planes):
+    """Rows of pictures as they lie in the member."""
+
+    offset: int  # of the first row in the member
+    labels: int = 0  # number of classes: a row begins with a byte of its class; 0: no such byte
+
+    def rows(self, open_input: OpenInput, first: int, stop: int) -> np.ndarray:
+        """See ``Planes``."""
+        row_bytes = CHANNELS * self.edge**2 + bool(self.labels)
         raw = self.member.read(open_input, self.offset + first * row_bytes, (stop - first) * row_bytes)
         rows = np.frombuffer(raw, dtype=np.uint8).reshape(-1, row_bytes)
-        if self.labels:
-            if rows[:, 0].max() >= self.labels:
-                raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}, not under {self.labels}")
-            rows = rows[:, 1:]
-        skipped = offset - first * content_bytes
-        return interleaved(rows, self.edge)[skipped : skipped + size]
-
-
-def interleaved(rows: np.ndarray, edge: int) -> bytes:
-    """(n, 3 x edge x edge) uint8 in planes -> the bytes of n pictures, pixel after pixel."""
-    return rows.reshape(-1, CHANNELS, edge, edge).transpose(0, 2, 3, 1).tobytes()
+        if not self.labels:
+            return rows
+        if rows[:, 0].max() >= self.labels:  # then they are no rows
+            raise DataError(f"{self.member.shown}: a label is {rows[:, 0].max()}, not under {self.labels}")
+        return rows[:, 1:]
 
 
 def picture_properties(edge: int) -> dict[str, int]:

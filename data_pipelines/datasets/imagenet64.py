@@ -12,7 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from longstride.data_pipelines.datasets.dataset import WAY_OUT, Archives, DatasetContent, PublishedFile, files_in
+from longstride.data_pipelines.datasets.dataset import (
+    WAY_OUT,
+    Archives,
+    Dataset,
+    DatasetContent,
+    PublishedFile,
+    files_in,
+)
 from longstride.data_pipelines.datasets.excerpts import Excerpts, PlaneRows, Stretch, picture_properties
 from longstride.data_pipelines.datasets.members import Member, whole_file
 from longstride.data_pipelines.documents import FileDocument, LeftOut, OpenInput, find_documents, mix
@@ -44,9 +51,9 @@ _ARCHIVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ImageNet64:
-    """The dataset: see ``Dataset``."""
+@dataclass(frozen=True, kw_only=True)
+class ImageNet64(Dataset):
+    """The dataset, as batches or as pictures."""
 
     archives: Mapping[str, PublishedFile] = field(default_factory=lambda: _ARCHIVES)
     # (train, validation) pictures: in the npz batches; and in the older folders of PNG files, which lack a few.
@@ -57,19 +64,16 @@ class ImageNet64:
 
     @property
     def file_names(self) -> set[str]:
-        """Names of the batches and their archives."""
         return {*_NAMES, *self.archives}
 
     @property
     def where(self) -> str:
-        """How the user gets it."""
         return (
             "log in at https://image-net.org/download-images, fetch "
             f"{', '.join(self.archives)} into a folder, and name that"
         )
 
     def find(self, given: Path, unpublished: bool) -> DatasetContent:
-        """The splits of batches, archives or folders of pictures: see ``Dataset``."""
         batches = self._batches_in(given)
         content = self._of_batches(given, batches, unpublished) if batches else self._of_pictures(given)
         counts = tuple(len(content.splits.get(split, ())) for split in ("train", "validation"))
@@ -86,23 +90,20 @@ class ImageNet64:
         if missing and not unpublished:
             raise DataError(f"{given}: lacks {', '.join(missing)}; {WAY_OUT}")
         with OpenInput() as open_input:
-            if not unpublished:
-                self._check_archives(batches, open_input)
+            archives = {Path(member.path) for member in batches.values() if member.layers and not unpublished}
+            for archive in map(whole_file, sorted(archives)):
+                published = {file.size: file for file in self.archives.values()}
+                if archive.size not in published:
+                    sizes = ", ".join(f"{size:,}" for size in published)
+                    rule = f"{archive.size:,} bytes, and the published archives have {sizes}"
+                    raise DataError(f"{archive.path}: {rule}; {WAY_OUT}")
+                published[archive.size].check(archive, open_input)
             stretches = {name: _stretch_of(member, open_input) for name, member in batches.items()}
         splits = {
             "train": Excerpts([stretches[name] for name in _TRAIN if name in stretches]),
             "validation": Excerpts([stretches[_VALIDATION]] if _VALIDATION in stretches else []),
         }
         return _content(given, splits, LeftOut())
-
-    def _check_archives(self, batches: Mapping[str, Member], open_input: OpenInput) -> None:
-        for path in sorted({Path(member.path) for member in batches.values() if member.layers}):
-            archive = whole_file(path)
-            published = {file.size: file for file in self.archives.values()}
-            if archive.size not in published:
-                sizes = ", ".join(f"{size:,}" for size in published)
-                raise DataError(f"{path}: {archive.size:,} bytes, and the published archives have {sizes}; {WAY_OUT}")
-            published[archive.size].check(archive, open_input)
 
     def _of_pictures(self, given: Path) -> DatasetContent:
         """The content of folders of pictures, one for each split."""
@@ -180,7 +181,7 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
         raise DataError(
             f"{data.shown}: an array of {words} bytes; must be pictures x {_PICTURE_BYTES:,}; fetch it again"
         )
-    return Stretch(PlaneRows(data, offset, _EDGE), 0, shape[0], _PICTURE_BYTES)
+    return Stretch(PlaneRows(data, _EDGE, offset), 0, shape[0], _PICTURE_BYTES)
 
 
 def _array_in(member: Member, head: bytes) -> tuple[tuple[int, ...], int]:

@@ -151,14 +151,8 @@ def _archive_errors(shown: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, *_DAMAGE) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # one without a number is gzip's
             raise DataError(f"{shown}: cannot be read ({error.strerror})") from error
-        raise _damaged(shown, error) from error  # an OSError without a number is gzip's
-    except _DAMAGE as error:
-        raise _damaged(shown, error) from error
-
-
-def _damaged(shown: str, error: Exception) -> DataError:
-    words = " ".join(str(error).split()) or type(error).__name__
-    return DataError(f"{shown}: is damaged or cut short ({words}); fetch it again")
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{shown}: is damaged or cut short ({words}); fetch it again") from error

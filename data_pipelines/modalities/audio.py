@@ -36,7 +36,6 @@ from longstride.data_pipelines.modalities.wav import (
 )
 
 BLOCK_FRAMES = 2**16  # converted at once
-_HEADER_BYTES = 58
 _MAX_RATIO = 256  # of two rates: the filters of the resampler grow with it, and no two rates in use are as far apart
 _QUALITY = "VHQ"  # of the resampler, with the passband and the noise of 28 bits: far below a step of mu-law
 
@@ -84,10 +83,9 @@ class Audio(Modality):
     def header(self, size: int, properties: Properties) -> bytes:
         """Of a mono WAV file of format 7. The even byte that RIFF wants at an odd end is left out, as players allow."""
         rate = properties["rate"]
-        riff = struct.pack("<4sI4s", b"RIFF", _HEADER_BYTES - 8 + size, b"WAVE")
         form = struct.pack("<4sIHHIIHHH", b"fmt ", 18, MULAW, 1, rate, rate, 1, 8, 0)
-        fact = struct.pack("<4sII", b"fact", 4, size)
-        return riff + form + fact + struct.pack("<4sI", b"data", size)
+        chunks = b"WAVE" + form + struct.pack("<4sII4sI", b"fact", 4, size, b"data", size)
+        return struct.pack("<4sI", b"RIFF", len(chunks) + size) + chunks
 
     def parse_build_option(self, value: str) -> dict[str, int]:
         """A rate in Hz."""
@@ -254,10 +252,5 @@ def resampled(blocks: Iterator[np.ndarray], rate: int, wanted: int) -> Iterator[
     import soxr
 
     stream = soxr.ResampleStream(rate, wanted, 1, dtype="float64", quality=_QUALITY)
-    for block in blocks:
-        out = stream.resample_chunk(block)
-        if len(out):
-            yield out
-    out = stream.resample_chunk(np.empty(0), last=True)
-    if len(out):
-        yield out
+    yield from filter(len, map(stream.resample_chunk, blocks))
+    yield from filter(len, [stream.resample_chunk(np.empty(0), last=True)])

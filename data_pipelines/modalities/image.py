@@ -7,7 +7,7 @@ position tables (row, column, channel) count. A sample's member is a binary PPM 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities.modality import (
     Content,
+    FileContent,
     Modality,
     Option,
     Properties,
@@ -29,14 +30,6 @@ _DRAWN_CHANNELS = (1, CHANNELS)
 _TILE_PIXELS = 96  # of the longer side in a grid, at least: smaller pictures are shown with their pixels as squares
 _GRID_PIXELS = 2**26  # of a whole grid, at most
 _PAPER, _MASK = 255, 128  # between pictures, and where a prompt has nothing
-
-
-@dataclass(frozen=True, slots=True)
-class _PictureContent:
-    content: bytes
-
-    def read(self, offset: int, size: int) -> bytes:
-        return self.content[offset : offset + size]
 
 
 class Image(Modality):
@@ -94,7 +87,7 @@ class Image(Modality):
 
         pixels = picture_pixels(path, file, _shape(properties)[:2] if properties["resized"] else None)
         _check_size(path, pixels.shape[:2], properties)
-        return _PictureContent(pixels.tobytes())
+        return FileContent(BytesIO(pixels.tobytes()))
 
     def header(self, size: int, properties: Properties) -> bytes:
         """Of a binary PPM file."""
@@ -118,11 +111,11 @@ class Image(Modality):
         height, width = whole_number(rows), whole_number(columns if cross else rows)
         if height is None or width is None:
             rule = "must be height x width in pixels, or one number for both; such as 32x32"
-            raise DataError(f"--image-size={value}: {rule}")
-        if height * width > MAX_PIXELS:
+        elif height * width > MAX_PIXELS:
             rule = f"must be at most {MAX_PIXELS:,} pixels in all, such as 64x64"
-            raise DataError(f"--image-size={value}: {rule}")
-        return {"height": height, "width": width}
+        else:
+            return {"height": height, "width": width}
+        raise DataError(f"--image-size={value}: {rule}")
 
     def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:
         """The pictures' size, which is the context."""
@@ -149,7 +142,7 @@ class Image(Modality):
         if pixels.shape[:2] != (height, width):
             rule = f"is {_size_words(*pixels.shape[:2])}, and the model's pictures {height}x{width}"
             raise DataError(f"{path}: {rule}; scale it, such as with `convert IN -resize {width}x{height}! OUT.png`")
-        return _PictureContent(pixels.tobytes())
+        return FileContent(BytesIO(pixels.tobytes()))
 
     def read_prompt(self, content: Content, keep: Any, properties: Properties, context: int) -> bytes:
         """Its upper rows; half of them by default."""
@@ -177,11 +170,11 @@ class Image(Modality):
         columns = len(pictures) // len(prompted) if prompted else square_columns(len(pictures))
         rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
         for row, contents in zip(rows, prompted, strict=False):
-            row[:0] = [_picture(content, shape) for content in contents]
+            whole = [content.ljust(math.prod(shape), bytes([_MASK])) for content in contents]
+            row[:0] = [np.frombuffer(content, dtype=np.uint8).reshape(shape) for content in whole]
         return [png_file(grid(rows))]
 
     def shown(self, content: np.ndarray, properties: Properties) -> np.ndarray:
-        """(height, width, channels)."""
         return content.reshape(_shape(properties))
 
 
@@ -219,13 +212,6 @@ def _spacing(height: int, width: int) -> tuple[int, int]:
     """Pixels of a grid for each pixel of a picture, and between pictures."""
     scale = max(1, _TILE_PIXELS // max(height, width))
     return scale, max(2, scale // 2)
-
-
-def _picture(content: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """Content as a picture; grey where it ends early."""
-    pixels = np.full(math.prod(shape), _MASK, dtype=np.uint8)
-    pixels[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-    return pixels.reshape(shape)
 
 
 def _shape(properties: Properties) -> tuple[int, int, int]:

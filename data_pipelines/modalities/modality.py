@@ -29,6 +29,19 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FileContent:
+    """A document whose file is its content."""
+
+    file: BinaryIO
+
+    def read(self, offset: int, size: int) -> bytes:
+        """See ``Content``."""
+        end = min(offset + size, self.file.seek(0, 2))  # a file cannot be asked for any number of bytes
+        self.file.seek(offset)
+        return self.file.read(max(0, end - offset))
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """A command-line option that belongs to one modality."""
 
@@ -111,14 +124,14 @@ class Modality(ABC):
         raise NotImplementedError
 
     def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:
-        """The properties of a model's data, of what is known: an export's word, or its positions. Some may be missing.
+        """The properties of a model's data, from what an export or its positions tell. Some may be missing.
 
-        Raises DataError, in words that follow on the file's name, where a model of that context cannot write any.
+        Raises DataError where a model of that context cannot write such data; the message follows the file's name.
         """
         return {}
 
     def bytes_in(self, seconds: float, option: str, properties: Properties) -> int:
-        """Content bytes of so many seconds; ``option`` is for messages. Raises DataError where there are none."""
+        """Content bytes of a number of seconds; ``option`` is for messages. Raises DataError where there are none."""
         raise DataError(f"{option}: the model writes {self.words}; take --bytes")
 
     def open_sample(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
@@ -126,22 +139,22 @@ class Modality(ABC):
         return self.open(path, file, properties)
 
     def read_prompt(self, content: Content, keep: Any, properties: Properties, context: int) -> bytes:
-        """The beginning of an open file that a model goes on from; ``keep`` is the value of ``keep_option``, or None.
+        """The beginning of an open file, which a model continues; ``keep`` is the value of ``keep_option``, or None.
 
-        Raises DataError where there is not so much.
+        Raises DataError where the file is shorter.
         """
         return content.read(0, sys.maxsize)
 
     def check_samples(self, count: int, num_prompts: int, properties: Properties) -> None:  # noqa: B027
-        """Raise DataError where so many samples of each of so many files (0: of none) do not fit into a file."""
+        """Raises DataError where a file cannot hold ``count`` samples of each of ``num_prompts`` prompts (0: none)."""
 
     def sample_files(
         self, samples: np.ndarray, properties: Properties, prompted: Sequence[tuple[bytes, bytes]] = ()
     ) -> list[bytes]:
-        """Samples, (S, n) uint8 -> the contents of the files that they go to: ``one_output``, or each its own.
+        """Samples, (S, n) uint8 -> the contents of the output files: one where ``one_output``, else one a sample.
 
-        ``prompted`` has the whole content of each file that was continued, and the prompt of it. As many samples
-        belong to each, one file's after another.
+        ``prompted`` has, for each file that was continued, its whole content and its prompt. Each has equally many
+        samples, and the samples of one file stand together.
         """
         return [self.encode(sample, properties) for sample in samples]
 

@@ -34,7 +34,7 @@ _TURNS = {
 def picture_size(path: Path, file: BinaryIO) -> tuple[int, int]:
     """(height, width) of a picture as it will be read, by its header alone. Raises DataError for a damaged one."""
     with _reading(path):
-        picture = _opened(path, file)
+        picture = _opened(file)
         turned = _orientation(picture) >= 5  # these change rows and columns
         return (picture.width, picture.height) if turned else (picture.height, picture.width)
 
@@ -45,7 +45,7 @@ def picture_pixels(path: Path, file: BinaryIO, size: tuple[int, int] | None) -> 
     Raises DataError, naming ``path``, for one that is damaged or too large.
     """
     with _reading(path):
-        picture = _upright(_opened(path, file))
+        picture = _upright(_opened(file))
     return np.asarray(picture if size is None else _fitted(picture, *size))
 
 
@@ -59,7 +59,7 @@ def _reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except Image.DecompressionBombError:
-        raise DataError(_too_large(path)) from None
+        raise DataError(f"{path}: claims more than {MAX_PIXELS:,} pixels; shrink it first, or exclude it") from None
     except Exception as error:  # Pillow's decoders raise what they like on a damaged file
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault, not the picture's
@@ -68,11 +68,11 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as a picture ({what}); repair, remove or exclude it") from error
 
 
-def _opened(path: Path, file: BinaryIO) -> Image.Image:
-    """The picture by its header, not decoded yet. Raises DataError for one that is too large."""
+def _opened(file: BinaryIO) -> Image.Image:
+    """The picture by its header, not decoded yet."""
     picture = Image.open(file, formats=_FORMATS)
     if picture.width * picture.height > MAX_PIXELS:
-        raise DataError(_too_large(path))
+        raise Image.DecompressionBombError
     return picture
 
 
@@ -114,10 +114,6 @@ def _fitted(picture: Image.Image, height: int, width: int) -> Image.Image:
     # Shrunk, a pixel is the mean of those that it covers; enlarged, it lies on a smooth curve between them.
     smaller = height <= rows and width <= columns
     return picture.resize((width, height), Image.Resampling.BOX if smaller else Image.Resampling.BICUBIC)
-
-
-def _too_large(path: Path) -> str:
-    return f"{path}: claims more than {MAX_PIXELS:,} pixels; shrink it first, or exclude it"
 
 
 def png_file(pixels: np.ndarray) -> bytes:

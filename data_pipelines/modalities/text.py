@@ -1,20 +1,9 @@
 """Text: the bytes of a file are the content, whatever their encoding."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from longstride.data_pipelines.modalities.modality import Content, Modality, Properties
-
-
-@dataclass(frozen=True, slots=True)
-class _TextContent:
-    file: BinaryIO
-
-    def read(self, offset: int, size: int) -> bytes:
-        end = min(offset + size, self.file.seek(0, 2))  # a file cannot be asked for any number of bytes
-        self.file.seek(offset)
-        return self.file.read(max(0, end - offset))
+from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
 
 
 class Text(Modality):
@@ -30,13 +19,10 @@ class Text(Modality):
     hub_task = "text-generation"
 
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
-        """Texts have nothing in common."""
-        return {}
+        return {}  # texts have nothing in common
 
     def measure(self, path: Path, properties: Properties) -> int:
-        """The file's size."""
         return path.stat().st_size
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
-        """The file as it is."""
-        return _TextContent(file)
+        return FileContent(file)

@@ -38,12 +38,19 @@ class WavFormat:
         return self.channels * self.width
 
     def samples(self, block: bytes) -> tuple[np.ndarray, int]:
-        """Frames of the file -> (frames, channels) int64, and how many bytes wide the numbers are."""
-        block = block[: len(block) // self.frame_bytes * self.frame_bytes]  # the file may shrink while it is read
+        """Little-endian frames of the file -> (frames, channels) int64, and how many bytes wide the numbers are."""
+        # The file may shrink while it is read.
+        raw = np.frombuffer(block[: len(block) // self.frame_bytes * self.frame_bytes], dtype=np.uint8)
+        width = self.width
         if self.tag == MULAW:
-            samples, width = mulaw_decode(np.frombuffer(block, dtype=np.uint8)).astype(np.int64), 2
+            samples, width = mulaw_decode(raw).astype(np.int64), 2
+        elif width == 1:  # unsigned around 128
+            samples = raw.astype(np.int64) - 128
+        elif width == 3:
+            low, middle, high = raw.reshape(-1, 3).astype(np.int64).T
+            samples = ((low | middle << 8 | high << 16) ^ 0x800000) - 0x800000
         else:
-            samples, width = _pcm_samples(block, self.width), self.width
+            samples = raw.view(f"<i{width}").astype(np.int64)
         return samples.reshape(-1, self.channels), width
 
 
@@ -102,17 +109,6 @@ def _parse_format(path: Path, content: bytes) -> tuple[int, int, int, int]:
             f"bytes); {_CONVERT}"
         )
     return tag, channels, rate, bits // 8
-
-
-def _pcm_samples(content: bytes, width: int) -> np.ndarray:
-    """Little-endian PCM of ``width`` bytes a sample -> (n,) int64; of one byte they are unsigned around 128."""
-    if width == 1:
-        return np.frombuffer(content, dtype=np.uint8).astype(np.int64) - 128
-    if width == 3:
-        parts = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3).astype(np.int64)
-        unsigned = parts[:, 0] | parts[:, 1] << 8 | parts[:, 2] << 16
-        return (unsigned ^ 0x800000) - 0x800000
-    return np.frombuffer(content, dtype=f"<i{width}").astype(np.int64)
 
 
 def mix(samples: np.ndarray, width: int) -> np.ndarray:

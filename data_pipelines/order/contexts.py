@@ -5,9 +5,9 @@ bytes, or have contexts of their own, which begin every ``hop`` bytes; the last 
 context, of exactly its size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -37,26 +37,6 @@ class Visit:
     end: int
 
 
-class Contexts(Protocol):
-    """The contexts of a split, numbered as lanes.py has it."""
-
-    split: Split
-    context: int  # N
-    total_units: int
-    context_units: int
-    identity: str  # of the cutting: what, beside the data set, decides what a context's number means
-
-    def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, N) uint8, and their lengths into (n,) int64.
-
-        In the order of ``seed``; None is the canonical order, of one epoch. What a row has beyond its length is 0.
-        Raises DataError, naming shard and sample, for any damage.
-        """
-
-    def place(self, unit: int, seed: int) -> str:
-        """The shard in which a unit lies, for messages."""
-
-
 def settle_cut(cut: Cut, context: int, modality: Modality, properties: Properties) -> Cut:
     """The cut with everything said: packing, and the hop where documents are not packed.
 
@@ -81,7 +61,7 @@ def settle_cut(cut: Cut, context: int, modality: Modality, properties: Propertie
     return Cut(packing=False, hop=hop)
 
 
-def cut_contexts(split: Split, context: int, cut: Cut) -> Contexts:
+def cut_contexts(split: Split, context: int, cut: Cut) -> "Contexts":
     """The contexts of a split. Raises DataError where the cut does not fit the documents."""
     settled = settle_cut(cut, context, split.modality, split.manifest.properties)
     if settled.hop is None:
@@ -94,18 +74,35 @@ def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
     return 1 + np.maximum(0, -(-(lengths - context) // hop))
 
 
-class _ShardOrder:
-    """Where the units of an endless sequence of epochs lie, in whose every one the shards are permuted anew."""
+class Contexts(ABC):
+    """The contexts of a split, numbered as in lanes.py. Each epoch permutes the shards anew.
 
-    def __init__(self, units: np.ndarray) -> None:
-        self._units = units  # (shards,) int64
-        self.total = int(units.sum())
+    ``units``: of each shard, (shards,) int64. ``identity`` names the cutting: with the data set, it decides which bytes
+    a context's number means.
+    """
+
+    def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, identity: str) -> None:
+        self.split, self.context, self._units = split, context, units  # context: N
+        self.total_units, self.context_units, self.identity = int(units.sum()), context_units, identity
         self._kept: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    @abstractmethod
+    def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
+        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, N) uint8, and their lengths into (n,) int64.
+
+        In the order of ``seed``; None is the canonical order, of one epoch. What a row has beyond its length is 0.
+        Raises DataError, naming shard and sample, for any damage.
+        """
+
+    def place(self, unit: int, seed: int) -> str:
+        """The shard in which a unit lies, for messages."""
+        visit, _ = next(self.visits(unit, unit + 1, seed))
+        return self.split.path(visit.shard)
 
     def visits(self, start: int, end: int, seed: int | None) -> Iterator[tuple[Visit, int | None]]:
         """The runs that make up units ``[start, end)``, each with the shard that comes next."""
         while start < end:
-            epoch, offset = divmod(start, self.total)
+            epoch, offset = divmod(start, self.total_units)
             order, edges = self._order(seed, epoch)
             place = int(np.searchsorted(edges, offset, side="right")) - 1
             within = offset - int(edges[place])
@@ -125,32 +122,16 @@ class _ShardOrder:
         return self._kept[seed, epoch]
 
 
-class _Cutting:
-    """What both ways of cutting have in common."""
-
-    split: Split
-    _order: _ShardOrder
-
-    def place(self, unit: int, seed: int) -> str:
-        """See Contexts."""
-        visit, _ = next(self._order.visits(unit, unit + 1, seed))
-        return self.split.path(visit.shard)
-
-
-class PackedContexts(_Cutting):
+class PackedContexts(Contexts):
     """Documents laid end to end; a unit is a byte."""
 
     def __init__(self, split: Split, context: int, separator: int | None) -> None:
-        self.split, self.context, self._separator = split, context, separator
+        self._separator = separator
         extra = 0 if separator is None else 1
         units = np.array([shard.content_bytes + extra * shard.documents for shard in split.shards], dtype=np.int64)
-        self._order = _ShardOrder(units)
-        self.total_units = self._order.total
-        self.context_units = context
-        self.identity = f"packed/{context}/{separator}"
+        super().__init__(split, context, units, context, f"packed/{context}/{separator}")
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """See Contexts."""
         start, end = first * self.context, (first + len(rows)) * self.context
         if seed is None:
             end = min(end, self.total_units)
@@ -162,30 +143,38 @@ class PackedContexts(_Cutting):
     def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
         """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises as ``read`` does."""
         done = 0
-        for visit, following in self._order.visits(start, start + len(out), seed):
+        for visit, following in self.visits(start, start + len(out), seed):
             reader.expect(following)
             size = visit.end - visit.start
             reader.fill(visit.shard, visit.start, out[done : done + size], self._separator)
             done += size
 
 
-class DocumentContexts(_Cutting):
+class DocumentContexts(Contexts):
     """Contexts that hold bytes of one document alone; a unit is a context."""
 
     def __init__(self, split: Split, context: int, hop: int) -> None:
-        self.split, self.context, self._hop = split, context, hop
-        self._order = _ShardOrder(self._contexts_of_shards())
-        self.total_units = self._order.total
-        self.context_units = 1
-        self.identity = f"documents/{context}/{hop}"
+        self._hop = hop
+        if split.modality.document_bytes(split.manifest.properties) is not None:  # the manifest counts them
+            units = np.array([shard.documents for shard in split.shards], dtype=np.int64)
+        else:  # every index is read, once
+            key = context, hop
+            if key not in split.tables:
+                counts = [int(contexts_in(sizes, context, hop).sum()) for sizes in split.document_sizes()]
+                split.tables[key] = np.array(counts, dtype=np.int64)
+            units = split.tables[key]
+        super().__init__(split, context, units, 1, f"documents/{context}/{hop}")
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """See Contexts."""
         rows[:] = 0
         done = 0
-        for visit, following in self._order.visits(first, first + len(rows), seed):
+        for visit, following in self.visits(first, first + len(rows), seed):
             reader.expect(following)
-            starts, sizes = self._places(visit)
+            edges, before = self.split.open(visit.shard).document_edges, self._before(visit.shard)
+            numbers = np.arange(visit.start, visit.end)
+            documents = np.searchsorted(before, numbers, side="right") - 1
+            starts = edges[documents] + (numbers - before[documents]) * self._hop  # (n,), in the shard's content
+            sizes = np.minimum(self.context, edges[documents + 1] - starts)
             # Contexts of a shard lie one behind the other, and may overlap: each byte is read once.
             content = np.empty(int((starts + sizes).max()) - int(starts[0]), dtype=np.uint8)
             reader.fill(visit.shard, int(starts[0]), content)
@@ -196,7 +185,7 @@ class DocumentContexts(_Cutting):
 
     def goes_on(self, number: int) -> bool:
         """Whether context ``number`` of the canonical order begins within a document, another one before it."""
-        visit, _ = next(self._order.visits(number, number + 1, None))
+        visit, _ = next(self.visits(number, number + 1, None))
         before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start
 
@@ -207,22 +196,3 @@ class DocumentContexts(_Cutting):
             sizes = np.diff(shard.document_edges)
             shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(sizes, self.context, self._hop))])
         return shard.tables[key]
-
-    def _places(self, visit: Visit) -> tuple[np.ndarray, np.ndarray]:
-        """Where the contexts of a visit begin in the shard's content, and their lengths: (n,), (n,) int64."""
-        edges, before = self.split.open(visit.shard).document_edges, self._before(visit.shard)
-        numbers = np.arange(visit.start, visit.end)
-        documents = np.searchsorted(before, numbers, side="right") - 1
-        starts = edges[documents] + (numbers - before[documents]) * self._hop
-        return starts, np.minimum(self.context, edges[documents + 1] - starts)
-
-    def _contexts_of_shards(self) -> np.ndarray:
-        """(shards,) int64. Documents of one size are counted by the manifest; others ask for every index."""
-        if self.split.modality.document_bytes(self.split.manifest.properties) is not None:
-            return np.array([shard.documents for shard in self.split.shards], dtype=np.int64)
-        key = self.context, self._hop
-        if key not in self.split.tables:
-            sizes = self.split.document_sizes()
-            counts = [int(contexts_in(each, self.context, self._hop).sum()) for each in sizes]
-            self.split.tables[key] = np.array(counts, dtype=np.int64)
-        return self.split.tables[key]

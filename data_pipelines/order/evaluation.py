@@ -2,24 +2,22 @@
 
 Letters: N positions a window, B windows a batch, W ranks, M bytes that a window has in common with the one before it.
 
-Windows are contexts that overlap by as many bytes as every scored byte is to see before it. They begin every N - M
-bytes of a stream: of all documents end to end where they are packed, of each document where they are not. A document
-that is longer than a shard starts anew in each shard: what a shard holds of it is a stream of its own. The first window
-of a stream is scored whole, with all there is before each byte; of every other one the first M bytes are only seen.
+Windows are contexts that overlap by M bytes, so that every scored byte has at least M bytes before it. They begin every
+N - M bytes of a stream. Packed documents are one stream, end to end; otherwise each document is a stream. A document
+that is longer than a shard is a stream of its own in each shard. The first window of a stream is scored whole. Every
+other window is scored from byte M on: the window before it has scored the first M bytes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import Modality, Properties
 from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, PackedContexts, settle_cut
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
@@ -76,7 +74,7 @@ def evaluation_contexts(
             raise DataError(f"{name}={value}: must be at least {least}")
     if rank >= world_size:
         raise DataError(f"rank={rank}: must be less than the world size {world_size}")
-    windows = cut_windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context)
+    windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
     taken = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
@@ -97,7 +95,7 @@ def read_context(
 
     Raises DataError where there is no such context, and for any damage.
     """
-    windows = cut_windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
+    windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
     if not 0 <= number < windows.count:
         nearest = min(max(number, 0), windows.count - 1)
         rule = f"must be from 0 to {windows.count - 1}, a context of the split; nearest {nearest}"
@@ -117,82 +115,52 @@ def split_bytes(location: str | Path | DataFolder, split: str) -> Iterator[bytes
         yield content.tobytes()
 
 
-class Windows(Protocol):
-    """The windows of a split in canonical order."""
+class _Windows:
+    """The windows of a split in canonical order. Raises DataError where they do not fit the documents.
 
-    split: Split
-    count: int
+    The cut is the one of training but for its hop. Of documents apart, the last window of each is shorter.
+    """
+
+    def __init__(self, split: Split, context: int, cut: Cut, min_context: int) -> None:
+        modality, properties = split.modality, split.manifest.properties
+        settled = settle_cut(replace(cut, hop=None), context, modality, properties)
+        if not 0 <= min_context < context:
+            nearest = min(max(min_context, 0), context - 1)
+            raise DataError(
+                f"min_context={min_context}: must be from 0 to {context - 1}, less than the model's context; "
+                f"nearest {nearest}"
+            )
+        if min_context and modality.document_bytes(properties) is not None:
+            rule = f"every {modality.name} of this set is a context of its own, with nothing before it; must be 0"
+            raise DataError(f"min_context={min_context}: {rule}")
+        self.split, self._shared, self._hop = split, min_context, context - min_context
+        self._contexts: PackedContexts | DocumentContexts
+        if settled.hop is None:
+            self._contexts = PackedContexts(split, context, settled.separator)
+            self.count = 1 + max(0, -(-(self._contexts.total_units - context) // self._hop))
+        else:
+            self._contexts = DocumentContexts(split, context, self._hop)
+            self.count = self._contexts.total_units
 
     def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
         """Write window ``number`` into ``row``, (N,) uint8, 0 beyond its length.
 
         Returns its length and the first byte of it to be scored. Raises DataError for any damage.
         """
-
-
-def settle_windows(cut: Cut, context: int, min_context: int, modality: Modality, properties: Properties) -> Cut:
-    """The cut of a score, whatever the hop of training: packing said, and the hop where documents are not packed.
-
-    Raises DataError where it does not fit the documents, or no byte could see so many before it.
-    """
-    settled = settle_cut(replace(cut, hop=None), context, modality, properties)
-    if not 0 <= min_context < context:
-        nearest = min(max(min_context, 0), context - 1)
-        raise DataError(
-            f"min_context={min_context}: must be from 0 to {context - 1}, less than the model's context; "
-            f"nearest {nearest}"
-        )
-    if min_context and modality.document_bytes(properties) is not None:
-        rule = f"every {modality.name} of this set is a context of its own, with nothing before it; must be 0"
-        raise DataError(f"min_context={min_context}: {rule}")
-    return settled if settled.hop is None else replace(settled, hop=context - min_context)
-
-
-def cut_windows(split: Split, context: int, cut: Cut, min_context: int) -> Windows:
-    """The windows of a split. Raises DataError as ``settle_windows`` does."""
-    settled = settle_windows(cut, context, min_context, split.modality, split.manifest.properties)
-    if settled.hop is None:
-        return PackedWindows(split, context, settled.separator, min_context)
-    return DocumentWindows(split, context, settled.hop)
-
-
-class PackedWindows:
-    """Of documents laid end to end."""
-
-    def __init__(self, split: Split, context: int, separator: int | None, min_context: int) -> None:
-        self.split = split
-        self._contexts = PackedContexts(split, context, separator)
-        self._context, self._seen, self._hop = context, min_context, context - min_context
-        self._total = self._contexts.total_units
-        self.count = 1 + max(0, -(-(self._total - context) // self._hop))
-
-    def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
-        """See Windows."""
-        start = number * self._hop
-        length = min(self._context, self._total - start)
-        self._contexts.fill(reader, start, row[:length], None)
-        row[length:] = 0
-        return length, self._seen if number else 0
-
-
-class DocumentWindows:
-    """Of documents apart; the last window of each is shorter."""
-
-    def __init__(self, split: Split, context: int, hop: int) -> None:
-        self.split = split
-        self._contexts = DocumentContexts(split, context, hop)
-        self._seen = context - hop
-        self.count = self._contexts.total_units
-
-    def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
-        """See Windows."""
+        contexts = self._contexts
+        if isinstance(contexts, PackedContexts):
+            start = number * self._hop
+            length = min(contexts.context, contexts.total_units - start)
+            contexts.fill(reader, start, row[:length], None)
+            row[length:] = 0
+            return length, self._shared if number else 0
         lengths = np.zeros(1, dtype=np.int64)
-        self._contexts.read(reader, number, row[None], lengths, None)
-        return int(lengths[0]), self._seen if self._seen and self._contexts.goes_on(number) else 0
+        contexts.read(reader, number, row[None], lengths, None)
+        return int(lengths[0]), self._shared if self._shared and contexts.goes_on(number) else 0
 
 
 def _batches(
-    windows: Windows, context: int, numbers: Iterator[int], batch_size: int, num_batches: int
+    windows: _Windows, context: int, numbers: Iterator[int], batch_size: int, num_batches: int
 ) -> Iterator[EvaluationBatch]:
     reader = SampleReader(windows.split)
     for _ in range(num_batches):

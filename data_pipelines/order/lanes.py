@@ -50,9 +50,8 @@ class StreamState:
 
     def check_belongs(self, own: "StreamState") -> None:
         """Raises DataError unless this names a batch of the stream that ``own`` is any state of."""
-        another_set = "the state belongs to another data set, split, cutting into contexts or shuffle"
         for name, rule in (
-            ("fingerprint", another_set),
+            ("fingerprint", "the state belongs to another data set, split, cutting into contexts or shuffle"),
             ("seed", "the state belongs to another order of the data"),
             ("global_batch", "the state counts steps of another size"),
         ):
@@ -132,21 +131,18 @@ class Lanes:
     def of_rank(self, rank: int, world_size: int) -> range:
         """The lanes of one rank. Raises DataError where the ranks cannot have equally many."""
         if world_size < 1 or self.global_batch % world_size:
+            nearest = "a world size of at least 1"
+            if world_size >= 1:
+                below = self.global_batch // world_size * world_size
+                nearest = ", ".join(str(multiple) for multiple in (below, below + world_size) if multiple)
             raise DataError(
                 f"global_batch={self.global_batch}: must be a multiple of the world size {world_size}; "
-                f"nearest {_nearest_multiples(self.global_batch, world_size)}"
+                f"nearest {nearest}"
             )
         if not 0 <= rank < world_size:
             raise DataError(f"rank={rank}: must be from 0 to {world_size - 1}, the world size being {world_size}")
         share = self.global_batch // world_size
         return range(rank * share, (rank + 1) * share)
-
-
-def _nearest_multiples(value: int, divisor: int) -> str:
-    if divisor < 1:
-        return "a world size of at least 1"
-    below = value // divisor * divisor
-    return ", ".join(str(multiple) for multiple in (below, below + divisor) if multiple)
 
 
 def shard_order(count: int, seed: int, epoch: int) -> np.ndarray:

@@ -178,27 +178,25 @@ def load_rows(
     parts = _start(_Shares(readers, lanes, first_batch), num_readers, settings.prefetch)
     try:
         while True:
-            yield _joined([next(parts) for _ in readers])
+            step = []
+            for _ in readers:
+                part = next(parts)
+                if isinstance(part, DataError):
+                    raise DataError(str(part))
+                step.append(part)
+            yield (
+                step[0]
+                if len(step) == 1
+                else LaneRows(
+                    tokens=np.concatenate([part.tokens for part in step]),
+                    lengths=np.concatenate([part.lengths for part in step]),
+                    sample_ids=np.concatenate([part.sample_ids for part in step]),
+                    substitutions=tuple(each for part in step for each in part.substitutions),
+                )
+            )
     finally:
         # Workers end at once when the last reference goes, but only after seconds where a traceback still holds one.
         del parts
-
-
-def _joined(step: Sequence[LaneRows | DataError]) -> LaneRows:
-    """The rows of all readers. Raises the first error."""
-    parts = []
-    for part in step:
-        if isinstance(part, DataError):
-            raise DataError(str(part))
-        parts.append(part)
-    if len(parts) == 1:
-        return parts[0]
-    return LaneRows(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        lengths=np.concatenate([part.lengths for part in parts]),
-        sample_ids=np.concatenate([part.sample_ids for part in parts]),
-        substitutions=tuple(each for part in parts for each in part.substitutions),
-    )
 
 
 class _Shares(IterableDataset):

@@ -57,7 +57,13 @@ class ByteStream:
         # The data set's fingerprint, bound to what else decides the meaning of a step.
         data, cutting = self.contexts.split.manifest.fingerprint, self.contexts.identity
         self.fingerprint = hashlib.sha256(f"{data}/{split}/{cutting}/{settings.shuffle_bytes}".encode()).hexdigest()
-        self.state = self._state_at(0) if state is None else self._checked(state)
+        self.state = self._state_at(0)
+        if state is not None:
+            state.check_belongs(self.state)
+            steps = self.lanes.steps_in(state.epoch)
+            if state.step >= steps:
+                raise DataError(f"state.step={state.step}: epoch {state.epoch} has {steps} steps, counted from 0")
+            self.state = state
 
     def __iter__(self) -> Iterator[Batch]:
         first = self.lanes.batch_number(self.state.epoch, self.state.step)
@@ -89,10 +95,3 @@ class ByteStream:
     def _state_at(self, batch: int) -> StreamState:
         epoch, step = self.lanes.position(batch)
         return StreamState(self.fingerprint, self.settings.seed, epoch, step, self.lanes.global_batch)
-
-    def _checked(self, state: StreamState) -> StreamState:
-        state.check_belongs(self._state_at(0))
-        steps = self.lanes.steps_in(state.epoch)
-        if state.step >= steps:
-            raise DataError(f"state.step={state.step}: epoch {state.epoch} has {steps} steps, counted from 0")
-        return state

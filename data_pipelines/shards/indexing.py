@@ -13,12 +13,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any
 
+from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.modalities import Modality, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
@@ -65,60 +64,73 @@ def index_tars(
     base, sizes = _find(places, remote)
     dealt = _deal(sorted(sizes), splits, validation_fraction)
     _check_output(output, [name for names in dealt.values() for name in names])
-    store = open_store(base, remote)
-    reader = _Reader(store, kind, ending, complete)
+    reader = _Reader(open_store(base, remote), kind, ending, complete)
     reader.left_out["tars_of_no_split"] = len(sizes) - sum(map(len, dealt.values()))
     is_new = not output.exists()
     with os_errors_as_data_errors(output):
         output.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".index-", dir=output))
     try:
-        records: dict[str, list[ShardRecord]] = {}
-        done, total = 0, sum(sizes[name] for names in dealt.values() for name in names)
-        for split, names in dealt.items():
-            for name in names:
-                record = reader.read(name, sizes[name], aside)
-                if record is not None:
-                    records.setdefault(split, []).append(record)
-                done += sizes[name]
-                if progress is not None:
-                    progress(done, total)
+        records = reader.read_splits(dealt, sizes, aside, progress)
         manifest = DataManifest(
             modality=modality,
             properties=reader.properties or {},
-            splits={
-                split: SplitRecord(sum(shard.documents for shard in shards), tuple(shards))
-                for split, shards in records.items()
-            },
+            splits=records,
             made={"settings": {"extension": ending}, "left_out": reader.left_out},
             tars=base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output)),
         )
-        _check_splits(dealt, records, reader, store)
-        _put_in_place(aside, output, manifest)
+        with os_errors_as_data_errors(output):
+            for shard in manifest.shards():
+                (output / shard.index_name).parent.mkdir(parents=True, exist_ok=True)
+                (aside / shard.index_name).rename(output / shard.index_name)
+        with durable_file(output / DataManifest.FILE_NAME, aside) as file:  # last: it makes a data folder of all
+            file.write(manifest.to_json().encode())
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        store.close()
+        reader.store.close()
         if is_new:
             with suppress(OSError):
                 output.rmdir()  # where nothing came of it
     return manifest
 
 
-@dataclass(slots=True)
 class _Reader:
-    """Reads tars, one after the other; the first member of content settles what all have in common."""
+    """Reads tars, one after the other; the first member of content settles what all have in common.
 
-    store: Store
-    modality: Modality
-    extension: str
-    complete: bool  # whether a sample without its member is refused
-    properties: dict[str, int] | None = None
-    left_out: dict[str, int] = field(default_factory=dict)
-    extensions: set[str] = field(default_factory=set)  # of other members, for messages
+    A sample without its member is refused where all must be ``complete``.
+    """
 
-    def __post_init__(self) -> None:
-        ending = self.extension
-        self.left_out = {f"samples_without_{ending}": 0, "empty_samples": 0, f"tars_without_{ending}": 0}
+    def __init__(self, store: Store, modality: Modality, extension: str, complete: bool) -> None:
+        self.store, self.modality, self.extension, self.complete = store, modality, extension, complete
+        self.properties: dict[str, int] | None = None
+        self.left_out = {f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0}
+        self.extensions: set[str] = set()  # of other members, for messages
+
+    def read_splits(
+        self, dealt: Mapping[str, list[str]], sizes: Mapping[str, int], aside: Path, progress: Progress | None
+    ) -> dict[str, SplitRecord]:
+        """The record of each split, whose tars' indexes are written below ``aside``."""
+        records: dict[str, list[ShardRecord]] = {split: [] for split in dealt}
+        done, total = 0, sum(sizes[name] for names in dealt.values() for name in names)
+        for split, names in dealt.items():
+            for name in names:
+                record = self.read(name, sizes[name], aside)
+                if record is not None:
+                    records[split].append(record)
+                done += sizes[name]
+                if progress is not None:
+                    progress(done, total)
+        for split, shards in records.items():
+            if not shards:
+                held = ", ".join(sorted(f".{each}" for each in self.extensions if each)) or "none with an extension"
+                raise DataError(
+                    f"{self.store.location}: no sample of split {split!r} ({len(dealt[split])} tars) has content in a "
+                    f"member .{self.extension}; members are {held}; name the one that holds the content by --extension"
+                )
+        return {
+            split: SplitRecord(sum(shard.documents for shard in shards), tuple(shards))
+            for split, shards in records.items()
+        }
 
     def read(self, name: str, size: int, aside: Path) -> ShardRecord | None:
         """The record of a tar, whose index is written below ``aside``; None where it holds no content."""
@@ -158,7 +170,9 @@ class _Reader:
             return None
         record, index = ShardRecord.of(name, rows, stream.offset, stream.sha256.hexdigest())
         with os_errors_as_data_errors(aside):
-            _write(aside / record.index_name, index)
+            (aside / record.index_name).parent.mkdir(parents=True, exist_ok=True)
+        with durable_file(aside / record.index_name, aside) as file:
+            file.write(index)
         return record
 
     def _rows(self, where: str, begins: int, size: int, stream: TarStream) -> list[IndexRow]:
@@ -342,9 +356,6 @@ def _share(names: list[str], fraction: float) -> dict[str, list[str]]:
     return {"train": train, "validation": [name for name in names if name in held_out]}
 
 
-# What is written.
-
-
 def _check_output(output: Path, names: list[str]) -> None:
     if "://" in str(output) or not str(output):
         raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")
@@ -353,33 +364,3 @@ def _check_output(output: Path, names: list[str]) -> None:
     for name in (DataManifest.FILE_NAME, *(name.removesuffix(".tar") + ".index.npy" for name in names)):
         if os.path.lexists(output / name):
             raise DataError(f"{output / name}: there already; nothing is overwritten: name another output")
-
-
-def _check_splits(dealt: Mapping[str, list[str]], records: Mapping[str, Any], reader: _Reader, store: Store) -> None:
-    extension = reader.extension
-    for split, names in dealt.items():
-        if split not in records:
-            held = ", ".join(sorted(f".{each}" for each in reader.extensions if each)) or "none with an extension"
-            raise DataError(
-                f"{store.location}: no sample of split {split!r} ({len(names)} tars) has content in a member "
-                f".{extension}; members are {held}; name the one that holds the content by --extension"
-            )
-
-
-def _put_in_place(aside: Path, output: Path, manifest: DataManifest) -> None:
-    """The indexes, and last the manifest, which makes a data folder of them."""
-    with os_errors_as_data_errors(output):
-        for shard in manifest.shards():
-            target = output / shard.index_name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (aside / shard.index_name).rename(target)
-        _write(aside / DataManifest.FILE_NAME, manifest.to_json().encode())
-        (aside / DataManifest.FILE_NAME).rename(output / DataManifest.FILE_NAME)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -36,7 +36,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.settings import REBUILD
-from longstride.data_pipelines.stores import Store, StoredFile, unreadable
+from longstride.data_pipelines.stores import Store, StoredFile, reading_file
 
 BLOCK_BYTES = 512  # of a tar file: one header, and what payloads are padded to
 INDEX_DTYPE = np.dtype(
@@ -169,13 +169,24 @@ class DataManifest:
     @classmethod
     def parse(cls, path: str, content: bytes) -> "DataManifest":
         """The manifest in a file's content; ``path`` is for messages. Raises DataError as ``load`` does."""
-        whole = cls._parse_json(path, content)
+        try:
+            whole = json.loads(content)
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{path}: cannot be read as JSON ({error}); {REBUILD}") from error
+        if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
+            raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
+        version = whole.get("format_version")
+        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION):
+            raise DataError(
+                f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} and "
+                f"{cls.INDEXED_VERSION}; update Longstride or rebuild"
+            )
         try:
             splits = {
                 name: SplitRecord(split["documents"], tuple(ShardRecord(**shard) for shard in split["shards"]))
                 for name, split in whole["splits"].items()
             }
-            tars = whole["tars"] if whole["format_version"] == cls.INDEXED_VERSION else None
+            tars = whole["tars"] if version == cls.INDEXED_VERSION else None
             manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars)
             fingerprint = manifest.fingerprint
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -189,22 +200,6 @@ class DataManifest:
             if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
                 raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
         return manifest
-
-    @classmethod
-    def _parse_json(cls, path: str, content: bytes) -> dict[str, Any]:
-        try:
-            whole = json.loads(content)
-        except (RecursionError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read as JSON ({error}); {REBUILD}") from error
-        if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
-            raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
-        version = whole.get("format_version")
-        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION):
-            raise DataError(
-                f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} and "
-                f"{cls.INDEXED_VERSION}; update Longstride or rebuild"
-            )
-        return whole
 
     @cached_property
     def fingerprint(self) -> str:
@@ -282,10 +277,8 @@ def _index_header_bytes(digits: int) -> int:
 
 
 def _read(store: Store, file: StoredFile) -> bytes:
-    try:
+    with reading_file(store.path_for_messages(file.name)):
         return store.local(file).read_bytes()
-    except OSError as error:
-        raise DataError(unreadable(store.path_for_messages(file.name), error)) from error
 
 
 def _sha256(content: bytes) -> str:

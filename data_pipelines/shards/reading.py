@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -55,12 +56,12 @@ class OpenShard:
     @cached_property
     def edges(self) -> np.ndarray:
         """(samples + 1,) int64: content bytes before each sample, and in all."""
-        return _edges(self.index["length"])
+        return _cumulated(self.index["length"])
 
     @cached_property
     def edges_with_separators(self) -> np.ndarray:
         """(samples + 1,) int64: the same with one byte more behind each document."""
-        return _edges(self.index["length"].astype(np.int64) + self.index["ends"])
+        return _cumulated(self.index["length"].astype(np.int64) + self.index["ends"])
 
     @cached_property
     def document_edges(self) -> np.ndarray:
@@ -237,7 +238,13 @@ class Split:
         begins = sample
         while begins and not shard.index["ends"][begins - 1]:
             begins -= 1
-        return _member_name(shard.path, int(shard.index["member"][begins])) or f"number {sample}"
+        with suppress(OSError, tarfile.TarError), shard.path.open("rb") as file:  # its headers may be damaged
+            file.seek(int(shard.index["member"][begins]))
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                member = archive.next()
+                if member is not None:
+                    return member.name
+        return f"number {sample}"
 
 
 class SampleReader:
@@ -357,13 +364,12 @@ def _document_edges(index: np.ndarray) -> np.ndarray:
     """
     last = index["ends"].astype(bool)
     last[-1] = True
-    return np.concatenate([[0], _edges(index["length"])[1:][last]])
+    return np.concatenate([[0], np.cumsum(index["length"], dtype=np.int64)[last]])
 
 
-def _edges(lengths: np.ndarray) -> np.ndarray:
-    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    return edges
+def _cumulated(lengths: np.ndarray) -> np.ndarray:
+    """(n,) -> (n + 1,) int64, from 0 on."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def _chunk(shard: OpenShard, first: int, stop: int) -> range:
@@ -383,20 +389,14 @@ def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.nda
     # What lies before, between and behind the contents: headers and padding, and what belongs to no sample.
     edges = [rows[0][0], *(edge for row in rows for edge in (row[1], row[1] + row[2])), int(ends[-1])]
     frames = [memoryview(bytearray(stop - start)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
-    places = np.concatenate([[0], np.cumsum(index["length"], dtype=np.int64)]).tolist()
-    contents = [out.data[start:stop] for start, stop in pairwise(places)]
+    contents = [out.data[start:stop] for start, stop in pairwise(_cumulated(index["length"]).tolist())]
     parts = [part for pair in zip(frames, contents, strict=False) for part in pair] + frames[-1:]
     try:
-        file = os.open(path, os.O_RDONLY)
+        with path.open("rb", buffering=0) as file:
+            if os.preadv(file.fileno(), parts, rows[0][0]) != sum(map(len, parts)):
+                return False
     except OSError:
         return False
-    try:
-        if os.preadv(file, parts, rows[0][0]) != sum(map(len, parts)):
-            return False
-    except OSError:
-        return False
-    finally:
-        os.close(file)
     for number, ((member, content, length, crc32, _), end) in enumerate(zip(rows, ends.tolist(), strict=True)):
         computed = zlib.crc32(frames[number][len(frames[number]) - (content - member) :])
         computed = zlib.crc32(contents[number], computed)
@@ -421,18 +421,6 @@ def _what_is_wrong(split: Split, number: int, sample: int, member: memoryview) -
     return f"sample {key} is damaged (CRC-32); {REPAIR}"
 
 
-def _member_name(path: Path, offset: int) -> str | None:
-    """The name of the member whose headers begin at an offset of a tar; None where they are damaged."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                member = archive.next()
-    except (OSError, tarfile.TarError):
-        return None
-    return None if member is None else member.name
-
-
 class Sample(NamedTuple):
     """A document, or a piece of a long one, for a person to look at."""
 
@@ -453,7 +441,12 @@ def sample_documents(location: str | Path | DataFolder, split: str, count: int, 
     opened = DataFolder.at(location).split(split)
     reader = SampleReader(opened)
     ends = list(accumulate(shard.samples for shard in opened.shards))
-    for number in _spread(ends[-1], count, seed):
+    count = min(count, ends[-1])
+    for part in range(count):
+        # The split has ``count`` equal parts, and a sample of each is drawn.
+        first, end = part * ends[-1] // count, (part + 1) * ends[-1] // count
+        drawn = int.from_bytes(hashlib.sha256(f"{seed}\0{part}".encode()).digest()[:8], "big")
+        number = first + drawn % (end - first)
         shard = int(np.searchsorted(ends, number, side="right"))
         sample = number - (ends[shard - 1] if shard else 0)
         edges = opened.open(shard).edges
@@ -462,14 +455,3 @@ def sample_documents(location: str | Path | DataFolder, split: str, count: int, 
         name = opened.sample_name(shard, sample)
         key = opened.shards[shard].key(sample) if opened.manifest.tars is None else name
         yield Sample(key, content, opened.manifest.properties, f"{name} of {opened.shards[shard].name}")
-
-
-def _spread(total: int, count: int, seed: int) -> list[int]:
-    """``count`` numbers below ``total``, one in each of as many equal parts; all of them where there are fewer."""
-    count = min(count, total)
-    numbers = []
-    for part in range(count):
-        first, end = part * total // count, (part + 1) * total // count
-        drawn = int.from_bytes(hashlib.sha256(f"{seed}\0{part}".encode()).digest()[:8], "big")
-        numbers.append(first + drawn % (end - first))
-    return numbers

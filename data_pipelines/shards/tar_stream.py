@@ -83,7 +83,7 @@ class TarStream:
         return bytes(self._held[:size])
 
     def pass_by(self, size: int) -> None:
-        """Let bytes go by. Raises DataError where there are fewer."""
+        """Skips bytes. Raises DataError where there are fewer."""
         begin = self.offset
         for _ in self._take(size):
             pass
@@ -91,7 +91,7 @@ class TarStream:
             raise DataError(f"{self._name}: cut short at byte {self.offset}, in the midst of a member; {_REPAIR}")
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Closes the source."""
         self._blocks.close()
 
     def _take(self, size: int) -> Iterator[Any]:

@@ -5,6 +5,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, member_ends
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
-from longstride.data_pipelines.stores import open_store, unreadable
+from longstride.data_pipelines.stores import open_store, reading_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _CHECKED_AT_START = 1000  # shards
@@ -50,14 +51,11 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
         # What is remote is fetched anew, whatever the training's cache holds, and forgotten shard after shard.
         room = 2 * max((shard.file.size + shard.index_file.size for shard in manifest.shards()), default=1)
-        folder = DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)
-        try:
-            return _verify_shards(folder, progress) + _strangers(folder)
-        finally:
-            folder.close()
+        with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
+            return _verify_folder(folder, progress)
 
 
-def _verify_shards(folder: DataFolder, progress: Progress | None) -> list[str]:
+def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
     done, total = 0, sum(shard.file_bytes for shard in folder.manifest.shards())
     findings = []
     for name in folder.manifest.splits:
@@ -67,30 +65,34 @@ def _verify_shards(folder: DataFolder, progress: Progress | None) -> list[str]:
             done += shard.file_bytes
             if progress is not None:
                 progress(done, total)
+    if folder.manifest.tars is None:  # else files beside the tars may be anybody's
+        known = {file.name for shard in folder.manifest.shards() for file in (shard.file, shard.index_file)}
+        for name in sorted(set(folder.store.sizes() or ()) - known):
+            if name.endswith((".tar", ".npy")):
+                shown = folder.store.path_for_messages(name)
+                findings.append(f"{shown}: {DataManifest.FILE_NAME} does not list it; remove it")
     return findings
 
 
 def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
     shard, name = split.shards[number], split.path(number)
+    findings = []
     try:
         path = folder.tars.local(shard.file)
         index = shard.load_index(folder.store)
-    except DataError as error:
-        return [str(error)]
-    findings = []
-    try:
         digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-        if digest.hexdigest() != shard.sha256:
-            findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
-        if folder.manifest.tars is None:
-            findings += _verify_members(name, path, split, shard, index)
-        else:
-            findings += _verify_rows(name, path, split, number, index)
-    except OSError as error:
-        findings.append(unreadable(name, error))
+        with reading_file(name):
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            if digest.hexdigest() != shard.sha256:
+                findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
+            if folder.manifest.tars is None:
+                findings += _verify_members(name, path, split, shard, index)
+            else:
+                findings += _verify_rows(name, path, split, number, index)
+    except DataError as error:
+        findings.append(str(error))
     except tarfile.TarError as error:
         findings.append(f"{name}: cannot be read as a tar file ({error}); {REBUILD}")
     return findings
@@ -128,13 +130,3 @@ def _verify_rows(name: str, path: Path, split: Split, number: int, index: np.nda
                     f"{name}: member {split.sample_name(number, sample)} is damaged (CRC-32); fetch the tar again"
                 )
     return list(dict.fromkeys(findings))
-
-
-def _strangers(folder: DataFolder) -> list[str]:
-    """Files that look as if they belonged to the set, and are not in its manifest."""
-    if folder.manifest.tars is not None:  # tars beside it may be anybody's
-        return []
-    known = {file.name for shard in folder.manifest.shards() for file in (shard.file, shard.index_file)}
-    names = sorted(name for name in folder.store.sizes() or () if name.endswith((".tar", ".npy")) and name not in known)
-    name_of, listing = folder.store.path_for_messages, DataManifest.FILE_NAME
-    return [f"{name_of(name)}: {listing} does not list it; remove it" for name in names]

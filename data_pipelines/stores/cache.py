@@ -43,14 +43,6 @@ class Partial:
     handle: BinaryIO  # unbuffered, open for reading and writing
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    path: Path
-    bytes: int  # of a partial file: its size when it is whole
-    used: float  # time of the last use
-    partial: bool
-
-
 class Cache:
     """The files of one data set in the shared cache, as one process sees them.
 
@@ -69,16 +61,12 @@ class Cache:
     def find(self, file: StoredFile) -> Path | None:
         """The path of a whole file, marked as just used. None where it has to be fetched."""
         path = self._path(file)
-        try:
-            if path.stat().st_size != file.size:
-                return None
-            now = time.time_ns()
-            os.utime(path, ns=(now, now))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._unusable(error) from error
-        return path
+        with self._usable(), suppress(FileNotFoundError):
+            if path.stat().st_size == file.size:
+                now = time.time_ns()
+                os.utime(path, ns=(now, now))
+                return path
+        return None
 
     def claim(self, file: StoredFile, stop: threading.Event) -> Partial | None:
         """Makes room for a file and locks it for writing. Waits while others fetch it or fill the cache.
@@ -145,33 +133,30 @@ class Cache:
 
     def _make_room(self, size: int, partial: Path) -> bool:
         """Removes the least recently used files until ``size`` more bytes fit. False while others fetch too much."""
-        entries = sorted((entry for entry in self._entries() if entry.path != partial), key=lambda entry: entry.used)
-        excess = sum(entry.bytes for entry in entries) + size - self._limit
-        for entry in entries:
-            if excess <= 0:
-                break
-            if entry.partial and not _is_abandoned(entry.path):
-                continue
-            entry.path.unlink(missing_ok=True)
-            excess -= entry.bytes
-            _log.info("%s: removed from the cache, %d bytes: it is bounded to %d", entry.path, entry.bytes, self._limit)
-            if entry.path.parent != self._folder:
-                with suppress(OSError):  # not empty
-                    entry.path.parent.rmdir()
-        return excess <= 0
-
-    def _entries(self) -> Iterator[_Entry]:
-        """Every file of every data set in the cache."""
+        entries = []  # of all data sets: (time of the last use, bytes when whole, path, whether it is partial)
         for folder in list(self._root.iterdir()):
             if not _SET_FOLDER.fullmatch(folder.name):
                 continue
             with suppress(FileNotFoundError), os.scandir(folder) as files:
                 for file in files:
                     with suppress(FileNotFoundError):  # renamed meanwhile
-                        status = file.stat()
-                        match = _PARTIAL.fullmatch(file.name)
-                        size = int(match[1]) if match else status.st_size
-                        yield _Entry(Path(file.path), size, status.st_mtime_ns, match is not None)
+                        status, match = file.stat(), _PARTIAL.fullmatch(file.name)
+                        whole = int(match[1]) if match else status.st_size
+                        entries.append((status.st_mtime_ns, whole, Path(file.path), match is not None))
+        entries = sorted(entry for entry in entries if entry[2] != partial)
+        excess = sum(whole for _, whole, _, _ in entries) + size - self._limit
+        for _, whole, path, is_partial in entries:
+            if excess <= 0:
+                break
+            if is_partial and not _is_abandoned(path):
+                continue
+            path.unlink(missing_ok=True)
+            excess -= whole
+            _log.info("%s: removed from the cache, %d bytes: it is bounded to %d", path, whole, self._limit)
+            if path.parent != self._folder:
+                with suppress(OSError):  # not empty
+                    path.parent.rmdir()
+        return excess <= 0
 
     @contextmanager
     def _cache_lock(self) -> Iterator[None]:
@@ -187,13 +172,10 @@ class Cache:
         try:
             yield
         except OSError as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: OSError) -> DataError:
-        return DataError(
-            f"{error.filename or self._root}: the cache cannot be used ({error.strerror}); "
-            "name a folder for the cache that can be written, on a disk with room and file locks"
-        )
+            raise DataError(
+                f"{error.filename or self._root}: the cache cannot be used ({error.strerror}); "
+                "name a folder for the cache that can be written, on a disk with room and file locks"
+            ) from error
 
 
 def lock_file(path: Path) -> BinaryIO | None:

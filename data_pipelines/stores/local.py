@@ -5,7 +5,8 @@ Readers see no difference: they ask for a path, open it, read and close it.
 """
 
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +57,7 @@ class Store(Protocol):
 
         ``room_for`` bytes are needed at the same time. Raises DataError where the cache cannot hold them.
         """
+        return
 
     def local(self, file: StoredFile) -> Path:
         """A local path that holds the whole file, of the size that the manifest says. Raises DataError.
@@ -65,15 +67,18 @@ class Store(Protocol):
 
     def expect(self, files: Iterable[StoredFile]) -> None:
         """A hint that these files are needed soon, in this order. It never raises for a fetch that fails."""
+        return
 
     def discard(self, file: StoredFile) -> bool:
         """Called for a damaged copy. True where the copy was removed and ``local`` will fetch a fresh one."""
+        return False
 
     def close(self) -> None:
         """Ends this process's background fetches."""
+        return
 
 
-class LocalStore:
+class LocalStore(Store):
     """A folder on this machine, or on a file system that it mounts."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,26 +86,21 @@ class LocalStore:
         self.location = str(folder)
 
     def path_for_messages(self, name: str) -> str:
-        """The file's path."""
         return str(self._folder / name)
 
     def read(self, name: str) -> bytes:
-        """The content of a small file. Raises DataError where folder or file is missing or cannot be read."""
         if not self._folder.is_dir():
             raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
-        path = self._folder / name
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            what = "lacks" if any(self._folder.iterdir()) else "the folder is empty: it lacks"
-            raise DataError(
-                f"{self._folder}: {what} {name}, so it is no data folder; `longstride data build` makes one"
-            ) from None
-        except OSError as error:
-            raise DataError(unreadable(path, error)) from error
+        with reading_file(self._folder / name):
+            try:
+                return (self._folder / name).read_bytes()
+            except FileNotFoundError:
+                what = "lacks" if any(self._folder.iterdir()) else "the folder is empty: it lacks"
+                raise DataError(
+                    f"{self._folder}: {what} {name}, so it is no data folder; `longstride data build` makes one"
+                ) from None
 
     def sizes(self) -> Mapping[str, int]:
-        """Bytes of every file by name. Raises DataError where the folder cannot be listed."""
         try:
             with os.scandir(self._folder) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
@@ -108,7 +108,7 @@ class LocalStore:
             raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
 
     def find(self, suffix: str) -> Mapping[str, int | None]:
-        """See ``Store``; links to folders are not followed."""
+        """Links to folders are not followed."""
         sizes: dict[str, int | None] = {}
 
         def refuse(error: OSError) -> None:
@@ -123,34 +123,22 @@ class LocalStore:
         return sizes
 
     def size(self, name: str) -> int:
-        """See ``Store``."""
-        try:
+        with reading_file(self._folder / name):
             return (self._folder / name).stat().st_size
-        except OSError as error:
-            raise DataError(unreadable(self._folder / name, error)) from error
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        """See ``Store``."""
         path = self._folder / name
-        try:
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK_BYTES):
-                    yield block
-        except OSError as error:
-            raise DataError(unreadable(path, error)) from error
-
-    def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """Does nothing: the files are here."""
+        with reading_file(path), path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
 
     def local(self, file: StoredFile) -> Path:
-        """The file's own path. Raises DataError where it is missing or not of its size."""
         path = self._folder / file.name
-        try:
-            size = path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            raise DataError(f"{path}: missing, yet the manifest lists it; {REBUILD}") from None
-        except OSError as error:
-            raise DataError(unreadable(path, error)) from error
+        with reading_file(path):
+            try:
+                size = path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                raise DataError(f"{path}: missing, yet the manifest lists it; {REBUILD}") from None
         if size != file.size:
             raise DataError(
                 f"{path}: {size} bytes, yet the manifest says {file.size}: "
@@ -158,18 +146,12 @@ class LocalStore:
             )
         return path
 
-    def expect(self, files: Iterable[StoredFile]) -> None:
-        """Does nothing: the files are here."""
 
-    def discard(self, file: StoredFile) -> bool:
-        """False: there is no other copy."""
-        return False
-
-    def close(self) -> None:
-        """Does nothing: no fetch runs in the background."""
-
-
-def unreadable(path: str | Path, error: OSError) -> str:
-    """The message for a file that cannot be read. Where a permission is missing, rebuilding would not help."""
-    mend = "allow reading" if isinstance(error, PermissionError) else REBUILD
-    return f"{path}: cannot be read ({error.strerror}); {mend}"
+@contextmanager
+def reading_file(shown: str | Path) -> Iterator[None]:
+    """Raises DataError for an OSError inside. Where a permission is missing, rebuilding would not help."""
+    try:
+        yield
+    except OSError as error:
+        mend = "allow reading" if isinstance(error, PermissionError) else REBUILD
+        raise DataError(f"{shown}: cannot be read ({error.strerror}); {mend}") from error

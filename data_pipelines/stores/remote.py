@@ -15,15 +15,16 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
-from longstride.data_pipelines.stores.local import StoredFile
+from longstride.data_pipelines.stores.local import Store, StoredFile
 from longstride.data_pipelines.stores.transport import (
     DifferentFileError,
     FolderUrl,
@@ -45,8 +46,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class RemoteStore:
-    """The files of a data folder behind a URL. See ``Store``.
+class RemoteStore(Store):
+    """The files of a data folder behind a URL.
 
     Raises DataError for a protocol that is unknown or whose library is missing.
     """
@@ -64,18 +65,16 @@ class RemoteStore:
         return {**self.__dict__, "_by_process": {}}
 
     def path_for_messages(self, name: str) -> str:
-        """The file's URL without credentials."""
         return self._url.shown_of(name)
 
     def read(self, name: str) -> bytes:
-        """The content of a small file, fetched anew. Raises DataError, naming the URL."""
         return self._answer(lambda transport: transport.whole(name), self._url.shown_of(name))
 
     def sizes(self) -> None:
         """None: it would take a request for each file."""
 
     def find(self, suffix: str) -> Mapping[str, int | None]:
-        """See ``Store``. Of a web server, what its page of the folder links to."""
+        """Of a web server, what its page of the folder links to."""
         names = self._answer(lambda transport: transport.find(suffix), self.location)
         if not names:
             good = f"{self.location.rstrip('/')}/train-{{000..012}}{suffix}"
@@ -83,7 +82,6 @@ class RemoteStore:
         return names
 
     def size(self, name: str) -> int:
-        """See ``Store``."""
         shown = self.path_for_messages(name)
         size = self._answer(lambda transport: transport.size(name), shown)
         if size is None:
@@ -91,26 +89,13 @@ class RemoteStore:
         return size
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
-        """See ``Store``. Each attempt goes on where the last one ended."""
         process = self._in_process()
-        transport, shown, have = process.transport(), self._url.shown_of(name), 0
         patience = _Patience(self.settings, process.stop)
-        while have < size:
-            before = have
-            try:
-                chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
-                for content in transport.stream(name, have, size, chunk_bytes):
-                    have += len(content)
-                    yield content
-                problem = f"the body ended after {have} of {size} bytes"
-            except RefusedError as error:
-                raise _refused(shown, error) from None
-            except DifferentFileError as error:
-                raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
-            except Exception as error:
-                problem = transport.reason(error)
-            if have < size:
-                patience.after(problem, shown, progress=have > before)
+        try:
+            yield from _rest_of(process.transport(), name, 0, size, patience)
+        except DifferentFileError as error:
+            shown = self.path_for_messages(name)
+            raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
 
     def _answer(self, ask: Callable[[Transport], T], shown: str) -> T:
         """What a server answers, in as many attempts as it takes. Raises DataError, naming ``shown``."""
@@ -127,10 +112,7 @@ class RemoteStore:
             patience.after(problem, shown, progress=False)
 
     def bind(self, fingerprint: str, room_for: int = 0) -> None:
-        """Names the data set: the first 16 digits name its folder in the cache.
-
-        Raises DataError where the cache cannot be written or cannot hold ``room_for`` bytes.
-        """
+        """The first 16 digits of the fingerprint name the data set's folder in the cache."""
         assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
         if room_for > self.settings.cache_bytes:
             raise DataError(
@@ -141,7 +123,7 @@ class RemoteStore:
         self._fingerprint, self._room_for = fingerprint, room_for
 
     def local(self, file: StoredFile) -> Path:
-        """The whole file in the cache, fetched if need be. Raises DataError, naming URL or cache path."""
+        """The file in the cache, fetched if need be. Errors name the URL or the path in the cache."""
         return self._in_process().fetch(file)
 
     def expect(self, files: Iterable[StoredFile]) -> None:
@@ -157,13 +139,12 @@ class RemoteStore:
         self._in_process().fetch_ahead(wanted)
 
     def discard(self, file: StoredFile) -> bool:
-        """True: the cached copy is removed, and ``local`` fetches the file anew."""
         _log.warning("%s: the cached copy is damaged; removed", self.path_for_messages(file.name))
         self._in_process().cache().remove(file)
         return True
 
     def close(self) -> None:
-        """Stops the background fetches of this process and waits for them a while. What they fetched stays."""
+        """Waits a while for the fetches to end. What they fetched stays."""
         process = self._by_process.pop(os.getpid(), None)
         if process is not None:
             process.end()
@@ -173,8 +154,8 @@ class RemoteStore:
         if process is None:
             # A parent's entries stay in the dictionary: closing its connections here would disturb the parent.
             inherited = list(self._by_process.values())
-            for parent in inherited:
-                parent.forget_locks()
+            for cache in (cache for parent in inherited for cache in parent.caches.values()):
+                cache.forget_locks()
             if inherited:
                 mend_after_fork()
             process = self._by_process.setdefault(os.getpid(), _InProcess(self._url, self.settings))
@@ -237,7 +218,7 @@ class _InProcess:
         self.stop = threading.Event()
         self._lock = threading.Lock()
         self._transport: Transport | None = None
-        self._caches: dict[str, Cache] = {}
+        self.caches: dict[str, Cache] = {}
         self._queue: deque[StoredFile] = deque()
         self._threads: set[threading.Thread] = set()
 
@@ -252,14 +233,9 @@ class _InProcess:
         """The cache of the data set that the store is bound to."""
         assert self.fingerprint is not None, "bind comes first"
         with self._lock:
-            if self.fingerprint not in self._caches:
-                self._caches[self.fingerprint] = Cache(self._settings, self.fingerprint)
-            return self._caches[self.fingerprint]
-
-    def forget_locks(self) -> None:
-        """See ``Cache.forget_locks``."""
-        for cache in self._caches.values():
-            cache.forget_locks()
+            if self.fingerprint not in self.caches:
+                self.caches[self.fingerprint] = Cache(self._settings, self.fingerprint)
+            return self.caches[self.fingerprint]
 
     def fetch(self, file: StoredFile) -> Path:
         """The whole file in the cache. Raises DataError, or StoppedError after the store was closed."""
@@ -317,27 +293,21 @@ class _InProcess:
                 _log.warning("%s: fetching it ahead failed: %s", self._url.shown_of(file.name), error)
 
 
+@dataclass
 class _Download:
-    """Completes a partial file. ``partial`` is open for reading and writing, unbuffered, and locked by the caller.
+    """Completes a partial file."""
 
-    ``way_out`` is what the user does where the remote file is another one; ``advance`` gets the bytes so far.
-    """
+    transport: Transport
+    file: StoredFile
+    partial: BinaryIO  # open for reading and writing, unbuffered, and locked by the caller
+    path: Path  # of ``partial``
+    settings: RemoteSettings
+    stop: threading.Event
+    way_out: str = "upload the folder again, all its files together"  # where the remote file is another one
+    advance: Callable[[int], None] = lambda have: None  # gets the bytes so far
 
-    def __init__(
-        self,
-        transport: Transport,
-        file: StoredFile,
-        partial: BinaryIO,
-        path: Path,
-        settings: RemoteSettings,
-        stop: threading.Event,
-        way_out: str = "upload the folder again, all its files together",
-        advance: Callable[[int], None] = lambda have: None,
-    ) -> None:
-        self._way_out, self._advance = way_out, advance
-        self._transport, self._file, self._partial, self._path = transport, file, partial, path
-        self._settings, self._stop = settings, stop
-        self._shown = transport.url.shown_of(file.name)
+    def __post_init__(self) -> None:
+        self._shown = self.transport.url.shown_of(self.file.name)
         self._have = 0  # bytes of the partial file
         self._digest = hashlib.sha256()  # of these bytes
 
@@ -350,8 +320,14 @@ class _Download:
         for _ in range(ROUNDS):
             try:
                 self._take_up()
-                self._fetch_rest()
-                if self._digest.hexdigest() == self._file.sha256:
+                patience = _Patience(self.settings, self.stop)
+                for content in _rest_of(self.transport, self.file.name, self._have, self.file.size, patience):
+                    if self.stop.is_set():
+                        raise StoppedError
+                    if self._have + len(content) > self.file.size:
+                        raise DifferentFileError(f"more than the {self.file.size} bytes that it should have")
+                    self._write(content)
+                if self._digest.hexdigest() == self.file.sha256:
                     return
                 problem = "its SHA-256 is not what it should be"
             except DifferentFileError as error:
@@ -359,61 +335,39 @@ class _Download:
             _log.warning("%s: %s; fetching it again from its beginning", self._shown, problem)
             self._start_over()
         raise DataError(
-            f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self._way_out}"
+            f"{self._shown}: {problem}: the remote file is damaged or belongs to another set; {self.way_out}"
         )
 
     def _take_up(self) -> None:
         """Hashes what an earlier attempt, or an earlier process, left."""
         self._have, self._digest = 0, hashlib.sha256()
-        self._partial.seek(0)
-        while content := self._partial.read(_HASH_BYTES):
+        self.partial.seek(0)
+        while content := self.partial.read(_HASH_BYTES):
             self._digest.update(content)
             self._have += len(content)
-        if self._have > self._file.size:
+        if self._have > self.file.size:
             self._start_over()
         elif self._have:
-            _log.info("%s: going on after %d of %d bytes", self._shown, self._have, self._file.size)
+            _log.info("%s: going on after %d of %d bytes", self._shown, self._have, self.file.size)
 
     def _start_over(self) -> None:
-        self._partial.seek(0)
-        self._partial.truncate()
+        self.partial.seek(0)
+        self.partial.truncate()
         self._have, self._digest = 0, hashlib.sha256()
-
-    def _fetch_rest(self) -> None:
-        patience = _Patience(self._settings, self._stop)
-        while self._have < self._file.size:
-            before = self._have
-            chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
-            try:
-                for content in self._transport.stream(self._file.name, self._have, self._file.size, chunk_bytes):
-                    if self._stop.is_set():
-                        raise StoppedError
-                    if self._have + len(content) > self._file.size:
-                        raise DifferentFileError(f"more than the {self._file.size} bytes that it should have")
-                    self._write(content)
-                problem = f"the body ended after {self._have} of {self._file.size} bytes"
-            except RefusedError as error:
-                raise _refused(self._shown, error) from None
-            except (DataError, DifferentFileError, StoppedError):
-                raise
-            except Exception as error:
-                problem = self._transport.reason(error)
-            if self._have < self._file.size:
-                patience.after(problem, self._shown, progress=self._have > before)
 
     def _write(self, content: bytes) -> None:
         rest = memoryview(content)
         while rest:
             try:
-                written = self._partial.write(rest)
+                written = self.partial.write(rest)
             except OSError as error:
                 raise DataError(
-                    f"{self._path}: cannot be written ({error.strerror}); "
+                    f"{self.path}: cannot be written ({error.strerror}); "
                     "free space there, or name another folder or fewer cache_bytes for the cache"
                 ) from error
             self._digest.update(rest[:written])
             self._have += written
-            self._advance(self._have)
+            self.advance(self._have)
             rest = rest[written:]
 
 
@@ -439,6 +393,30 @@ class _Patience:
         _log.warning("%s: %s; trying again in %.1f s", shown, problem, seconds)
         if self._stop.wait(seconds):
             raise StoppedError
+
+
+def _rest_of(transport: Transport, name: str, have: int, size: int, patience: _Patience) -> Iterator[bytes]:
+    """The bytes of a file from ``have`` on. Each attempt goes on where the last one ended.
+
+    Raises DataError after the last attempt, and DifferentFileError.
+    """
+    shown = transport.url.shown_of(name)
+    while have < size:
+        before = have
+        chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
+        try:
+            for content in transport.stream(name, have, size, chunk_bytes):
+                have += len(content)
+                yield content
+            problem = f"the body ended after {have} of {size} bytes"
+        except RefusedError as error:
+            raise _refused(shown, error) from None
+        except DifferentFileError:
+            raise
+        except Exception as error:
+            problem = transport.reason(error)
+        if have < size:
+            patience.after(problem, shown, progress=have > before)
 
 
 def _refused(shown: str, error: RefusedError) -> DataError:

@@ -8,7 +8,6 @@ import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -38,26 +37,23 @@ class HttpStatusError(OSError):
     """An answer that may differ at the next attempt."""
 
 
-@dataclass(frozen=True, slots=True)
 class FolderUrl:
     """The URL of a remote folder. Only ``shown`` and what ``hide`` returns may go into messages."""
 
-    url: str
-
-    @property
-    def protocol(self) -> str:
-        """Such as ``https``."""
-        return self._parts()[0]
-
-    @property
-    def shown(self) -> str:
-        """The URL as the user wrote it, with ``***`` in place of user, password and query."""
-        return self.hide(self.url)
+    def __init__(self, url: str) -> None:
+        match = _URL.fullmatch(url)
+        assert match is not None
+        self.url, self.protocol = url, match["protocol"].lower()  # such as https
+        self._user = f"{match['user']}@" if match["user"] else ""  # user:password@ or nothing
+        self._path, self._query = match["rest"], ""  # host and path; ?query or nothing
+        if self.protocol in _HTTP:
+            self._path, mark, query = self._path.partition("#")[0].partition("?")
+            self._query = mark + query
+        self.shown = self.hide(url)  # as the user wrote it, with *** in place of user, password and query
 
     def of(self, name: str) -> str:
         """The URL of a file of the folder, credentials included."""
-        protocol, user, path, query = self._parts()
-        return f"{protocol}://{user}{path.rstrip('/')}/{name}{query}"
+        return f"{self.protocol}://{self._user}{self._path.rstrip('/')}/{name}{self._query}"
 
     def shown_of(self, name: str) -> str:
         """The URL of a file of the folder, for messages."""
@@ -66,8 +62,8 @@ class FolderUrl:
     def hide(self, text: str) -> str:
         """``text`` without this URL's secrets, and without users and queries of any other URL in it."""
         text = _ANY_QUERY.sub(r"\1?***", _ANY_USER.sub("://***@", text))
-        _, user, _, query = self._parts()
-        for secret in (user[:-1], user[:-1].partition(":")[2], query[1:]):
+        user = self._user[:-1]
+        for secret in (user, user.partition(":")[2], self._query[1:]):
             for form in {secret, unquote(secret)}:
                 if len(form) > 2:
                     text = text.replace(form, "***")
@@ -101,16 +97,6 @@ class FolderUrl:
                 f"{self.shown}: fsspec asks for more than a URL to read {protocol}:// ({', '.join(required)}); "
                 "good ones are https:// and s3://"
             )
-
-    def _parts(self) -> tuple[str, str, str, str]:
-        """Protocol, ``user:password@`` or nothing, host and path, ``?query`` or nothing."""
-        match = _URL.fullmatch(self.url)
-        assert match is not None
-        rest, query = match["rest"], ""
-        if match["protocol"].lower() in _HTTP:
-            rest, mark, query = rest.partition("#")[0].partition("?")
-            query = mark + query
-        return match["protocol"].lower(), f"{match['user']}@" if match["user"] else "", rest, query
 
 
 def mend_after_fork() -> None:
@@ -154,8 +140,7 @@ class Transport:
             listed = self._filesystem.find(url, detail=True)
         root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
         names = {path.removeprefix(root): details for path, details in listed.items() if path.endswith(suffix)}
-        hidden = [name for name in names if name.startswith(".") or "/." in name]
-        return {name: names[name].get("size") for name in sorted(names) if name not in hidden}
+        return {name: names[name].get("size") for name in sorted(names) if "/." not in f"/{name}"}  # no hidden ones
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None where the server does not tell. One attempt, which raises as ``whole`` does."""
