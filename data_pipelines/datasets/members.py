@@ -27,6 +27,7 @@ else:
     _LZMA_DAMAGE = (LZMAError,)
 # What the standard library raises for a damaged archive. RuntimeError: the archive asks for a password.
 _DAMAGE: tuple[type[Exception], ...] = (
+    OSError,
     zipfile.BadZipFile,
     tarfile.TarError,
     zlib.error,
@@ -151,7 +152,7 @@ def _archive_errors(shown: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, *_DAMAGE) as error:
+    except _DAMAGE as error:
         if isinstance(error, OSError) and error.errno is not None:  # one without a number is gzip's
             raise DataError(f"{shown}: cannot be read ({error.strerror})") from error
         words = " ".join(str(error).split()) or type(error).__name__
