@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -69,11 +68,9 @@ def test_pattern_of_the_tour_computes_its_mask(monkeypatch: pytest.MonkeyPatch) 
         out = sparse_attention(q, k, v, pattern, backend=backend)
         results[backend] = (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
     for expected, computed in zip(*results.values(), strict=True):
-        torch.testing.assert_close(computed, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_pages_need_no_second_look_at_the_module_path() -> None:
-    """Modules are named as they are imported: by longstride."""
+def test_pages_import_by_one_name() -> None:
     bare = re.compile(r"(?:from|import) (?:launcher|kernels|sparse_model|data_pipelines)\b")
     assert not [page.name for page in PAGES if bare.search(page.read_text())]
-    assert "longstride" in sys.modules

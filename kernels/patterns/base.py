@@ -83,8 +83,8 @@ class NaturalOrder:
         return None
 
 
-class UsualPattern:
-    """What most patterns have in common: heads are alike, there is one factor, and the stride divides the context."""
+class PatternDefaults:
+    """What most patterns have in common: heads are alike, there is one factor, and any context will do."""
 
     def for_head(self, head: int) -> Pattern:
         """All heads are alike."""
@@ -95,11 +95,10 @@ class UsualPattern:
         return (self,)  # type: ignore[return-value]
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride, where the pattern has one, divides the context."""
-        require_divides("stride", getattr(self, "stride", 1), context)
+        """Raise ConfigError where a model of this context cannot use the pattern evenly: never."""
 
 
-class SinglePart(NaturalOrder, UsualPattern):
+class SinglePart(NaturalOrder, PatternDefaults):
     """A pattern that is its own only part: one interval a query is enough."""
 
     def parts(self) -> tuple[PatternPart, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longstride.kernels.forms import Bound, Bounds, constant, whole
-from longstride.kernels.patterns.base import SinglePart, require_positive
+from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,7 @@ class Block(SinglePart):
         if context % stride:
             return None  # the last block is short
         return Bounds(context, stride, Bound(stride, 0, 0, stride), constant(stride, stride))
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)

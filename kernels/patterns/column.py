@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
-from longstride.kernels.patterns.base import SinglePart, require_positive
+from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
 
 
 def column_order(context: int, stride: int) -> Order:
@@ -66,3 +66,7 @@ class Column(InColumns, SinglePart):
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)

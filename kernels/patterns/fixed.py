@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from longstride.kernels.patterns.base import Pattern, PatternPart, UsualPattern
+from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, require_divides
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.summary import Summary, SummaryKeys
 
 
 @dataclass(frozen=True)
-class Fixed(UsualPattern):
+class Fixed(PatternDefaults):
     """The query's block joined with every block's last positions (Child et al. 2019, section 4.3).
 
     ``num_summaries`` and ``index`` are those of Summary: heads take distinct summary sub-blocks in turn.
@@ -45,3 +45,7 @@ class Fixed(UsualPattern):
         """The own block, and the summary keys of the blocks before it."""
         block, summary = self.factors()
         return block, SummaryKeys(summary, earlier_blocks=True)
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import PatternPart, UsualPattern, require_positive
+from longstride.kernels.patterns.base import PatternDefaults, PatternPart, require_divides, require_positive
 from longstride.kernels.patterns.column import Column, InColumns
 from longstride.kernels.patterns.local import Local
 
@@ -22,7 +22,7 @@ class DistantColumn(InColumns):
 
 
 @dataclass(frozen=True)
-class Strided(UsualPattern):
+class Strided(PatternDefaults):
     """A window of ``stride`` joined with every ``stride``-th position (Child et al. 2019, section 4.3).
 
     ``span`` chooses the window: "released" counts ``stride`` positions, self included, as the authors' code does;
@@ -51,3 +51,7 @@ class Strided(UsualPattern):
         local, _ = self.factors()
         skip = -(-local.window // self.stride)  # the window holds the offsets 0, stride, … below its width
         return local, DistantColumn(self.stride, skip)
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)

@@ -8,11 +8,18 @@ from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, intervals_of, ramp, whole
-from longstride.kernels.patterns.base import NaturalOrder, Pattern, PatternPart, UsualPattern, require_positive
+from longstride.kernels.patterns.base import (
+    NaturalOrder,
+    Pattern,
+    PatternDefaults,
+    PatternPart,
+    require_divides,
+    require_positive,
+)
 
 
 @dataclass(frozen=True)
-class Summary(UsualPattern):
+class Summary(PatternDefaults):
     """The summary positions up to the query (Child et al. 2019, section 4.3, second fixed factor).
 
     Of each block of ``stride`` positions, the head's summary sub-block are the positions
@@ -68,6 +75,10 @@ class Summary(UsualPattern):
             return (keys,)
         elsewhere = ((0, self.first()), (self.first() + self.summary, self.stride))
         return (keys, *(SelfBetween(self.stride, first, last) for first, last in elsewhere if first < last))
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class DataConfig(StrictModel):
             return
         options = [f"--{name} {value}" for name in ("modality", "extension") if (value := getattr(self, name))]
         command = " ".join(["longstride data index", self.path, "--output DIR", *options])
-        rule = f"is no more: run `{command}`, set data.path to DIR, leave out order, modality and extension"
+        rule = f"is read no longer: run `{command}`, set data.path to DIR, leave out order, modality and extension"
         raise ConfigError.at("data.order", self.order, f"{rule}; such as exact, in a new run")
 
 

@@ -155,7 +155,7 @@ def test_paths_and_plain_urls_are_taken(path: Path, location: str) -> None:
 def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Path) -> None:
     (line,) = refused(path, "data.order=streaming", "data.path=shards", "data.modality=audio", "data.extension=wav")
     assert line == (
-        'data.order="streaming": is no more: run `longstride data index shards --output DIR --modality audio '
+        'data.order="streaming": is read no longer: run `longstride data index shards --output DIR --modality audio '
         "--extension wav`, set data.path to DIR, leave out order, modality and extension; such as exact, in a new run"
     )
     (line,) = refused(path, "data.modality=text")
