@@ -1,7 +1,8 @@
 """Attention on the CPU: each part of a pattern as batches of equal chunks, by batched matrix products.
 
 Letters: G batch entries times heads of one pattern, N positions, M keys of a part, D and E widths of keys and values,
-b chunks in work at once, R rows and W columns of a chunk. Everything is computed in fp32 (fp64 for fp64).
+b chunks in work at once, R rows and W columns of a chunk. Softmax and sums are in fp32 (fp64 for fp64), products too,
+but for bf16 where the processor multiplies it faster: see ``Numbers``.
 """
 
 from __future__ import annotations
@@ -33,14 +34,50 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
 
 
+class Numbers(NamedTuple):
+    """The arithmetic for one dtype of q, k and v."""
+
+    narrow: torch.dtype  # of the operands and results of products
+    wide: torch.dtype  # of everything else
+    binary: bool  # exponents are of 2, not of e: quicker, in other bits
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Numbers:
+        """That of a dtype on this machine."""
+        if dtype == torch.bfloat16 and has_bf16_products():
+            return cls(dtype, torch.float32, binary=True)
+        wide = accumulator_dtype(dtype)
+        return cls(wide, wide, binary=False)
+
+    def power_(self, exponents: Tensor) -> Tensor:
+        """Replace exponents by powers."""
+        return exponents.exp2_() if self.binary else exponents.exp_()
+
+    def log(self, powers: Tensor) -> Tensor:
+        """Exponents of powers."""
+        return powers.log2() if self.binary else powers.log()
+
+    @property
+    def nats(self) -> float:
+        """Of a unit of the exponents."""
+        return math.log(2) if self.binary else 1.0
+
+
+def has_bf16_products() -> bool:
+    """Whether torch finds instructions that multiply bf16 faster than fp32; without them bf16 is imitated, slowly."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.10
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    wide = accumulator_dtype(q.dtype)
+    numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v)
-    lse = torch.empty(q.shape[:3], dtype=wide)
+    lse = torch.empty(q.shape[:3], dtype=numbers.wide)
     for pattern, heads in _heads(patterns, q, v):
-        q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
-        merged = reduce(_merge, (_part_forward(q_rows, k_rows, v_rows, part, scale) for part in pattern.parts()))
+        q_rows, k_rows, v_rows = (_rows(x, heads, numbers.narrow) for x in (q, k, v))
+        by_part = (_part_forward(q_rows, k_rows, v_rows, part, scale, numbers) for part in pattern.parts())
+        merged = reduce(_merge, by_part)
         for whole, piece in zip((out, lse), merged, strict=True):
             whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
     return out, lse
@@ -58,21 +95,22 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
-    wide = accumulator_dtype(q.dtype)
+    numbers = Numbers.of(q.dtype)
+    wide = numbers.wide
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
     for pattern, heads in _heads(patterns, q, v):
-        q_rows, k_rows, v_rows, grad_rows = (_rows(x, heads, wide) for x in (q, k, v, grad_out))
+        q_rows, k_rows, v_rows, grad_rows = (_rows(x, heads, numbers.narrow) for x in (q, k, v, grad_out))
         lse_rows = _rows(lse[..., None], heads, wide)
         # d loss / d score = weight x (grad_out . v - delta), and a gradient of the logsumexp adds weight x grad_lse.
-        minus_delta = -(grad_rows * _rows(out, heads, wide)).sum(-1, keepdim=True)
+        minus_delta = -(grad_rows.to(wide) * _rows(out, heads, wide)).sum(-1, keepdim=True)
         if grad_lse is not None:
             minus_delta += _rows(grad_lse[..., None], heads, wide)
         # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
         blind = lse_rows == -math.inf
-        minus_lse = (-lse_rows).masked_fill_(blind, -math.inf)
+        minus_lse = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
         minus_delta.masked_fill_(blind, 0.0)
         by_part = (
-            _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
+            _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale, numbers)
             for part in pattern.parts()
         )
         totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
@@ -105,13 +143,15 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
 
 
-def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float) -> tuple[Tensor, Tensor]:
+def _part_forward(
+    q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float, numbers: Numbers
+) -> tuple[Tensor, Tensor]:
     """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
     chunks = chunked(part, q.shape[1])
-    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
+    out, lse = (torch.empty(*q.shape[:2], width, dtype=numbers.wide) for width in (v.shape[2], 1))
 
     def work(groups: range) -> None:
-        scratch = Scratch(q)
+        scratch = Scratch(numbers)
         for piece in _pieces(groups, q, v):
             rows = scratch.ordered("q", q[piece], chunks.query_order)
             keys = scratch.ordered("k", k[piece], chunks.key_order)
@@ -122,31 +162,31 @@ def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: flo
                 ordered_out.zero_()
                 ordered_lse.fill_(-math.inf)
             for slab in _slabs(chunks, len(rows)):
-                _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale)
+                _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale / numbers.nats)
             _put_rows(out[piece], ordered_out, chunks)
             _put_rows(lse[piece], ordered_lse, chunks)
 
     _shared(work, len(q))
-    return out, lse
+    return out, lse.mul_(numbers.nats) if numbers.binary else lse
 
 
 def _slab_forward(
     slab: Slab, scratch: Scratch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> None:
     """The softmax of a slab's scores times its values; all tensors in the part's orders."""
-    batch = slab.batch
-    scores = scratch.take("scores", slab.num_chunks(), batch.rows, batch.width)
-    _scores(scores, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
+    batch, numbers = slab.batch, scratch.numbers
+    scores = _scores(scratch, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
     peak = scores.amax(-1, keepdim=True)
     if batch.has_blind_rows:
         peak.masked_fill_(peak == -math.inf, 0.0)
-    weights = scores.sub_(peak).exp_()
+    weights = numbers.power_(scores.sub_(peak))
     total = weights.sum(-1, keepdim=True)
-    slab.write_rows(lse, peak.add_(total.log()))  # log 0 is the -inf of a row without keys
+    slab.write_rows(lse, peak.add_(numbers.log(total)))  # log 0 is the -inf of a row without keys
     if batch.has_blind_rows:
         total.masked_fill_(total == 0, 1.0)
-    products = torch.bmm(weights, slab.keys_of(v), out=scratch.take("slab", len(weights), batch.rows, v.shape[2]))
-    slab.write_rows(out, products.div_(total))
+    products = scratch.take("slab", len(weights), batch.rows, v.shape[2], dtype=numbers.narrow)
+    torch.bmm(scratch.narrow("weights", weights), slab.keys_of(v), out=products)
+    slab.write_rows(out, scratch.wide("wide slab", products).div_(total))
 
 
 def _part_backward(
@@ -158,13 +198,14 @@ def _part_backward(
     minus_delta: Tensor,
     part: PatternPart,
     scale: float,
+    numbers: Numbers,
 ) -> tuple[Tensor, ...]:
     """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
     chunks = chunked(part, q.shape[1])
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = tuple(torch.empty_like(x, dtype=numbers.wide) for x in (q, k, v))
 
     def work(groups: range) -> None:
-        scratch = Scratch(q)
+        scratch = Scratch(numbers)
         for piece in _pieces(groups, q, v):
             by_row = [
                 scratch.ordered(name, x[piece], chunks.query_order)
@@ -201,18 +242,22 @@ def _slab_backward(
     """Put a slab's gradients of q, and add those of k and v; all tensors in the part's orders."""
     q, grad_out, minus_lse, minus_delta = (slab.rows_of(x) for x in by_row)
     k, v = (slab.keys_of(x) for x in by_key)
-    batch, b = slab.batch, slab.num_chunks()
-    shape = (b, batch.rows, batch.width)
-    weights = scratch.take("scores", *shape)
-    _scores(weights, q, k, batch, scale, minus_lse)
-    weights.exp_()
-    grad_v = torch.bmm(weights.transpose(1, 2), grad_out, out=scratch.take("slab", b, batch.width, v.shape[2]))
-    slab.add_keys(grads[2], grad_v, chunks.has_all_keys_once)
-    grad_scores = scratch.take("grad_scores", *shape).copy_(minus_delta.expand(shape))
-    grad_scores.baddbmm_(grad_out, v.transpose(1, 2)).mul_(weights)
-    grad_q = scratch.take("slab", b, batch.rows, q.shape[2])
+    batch, b, numbers = slab.batch, slab.num_chunks(), scratch.numbers
+    weights = numbers.power_(_scores(scratch, q, k, batch, scale / numbers.nats, minus_lse))
+    narrow_weights = scratch.narrow("weights", weights)
+    grad_v = scratch.take("slab", b, batch.width, v.shape[2], dtype=numbers.narrow)
+    slab.add_keys(grads[2], torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v), chunks.has_all_keys_once)
+    # Rounded after the subtraction, so that in a row of one key, say, no more is left than the little that rounds.
+    rounded = minus_delta.to(numbers.narrow)
+    products = scratch.take("grad_products", *weights.shape, dtype=numbers.narrow).copy_(rounded.expand(weights.shape))
+    products.baddbmm_(grad_out, v.transpose(1, 2))
+    grad_scores = scratch.wide("grad_scores", products)
+    if numbers.narrow != numbers.wide:
+        grad_scores.add_(minus_delta - rounded)
+    grad_scores = scratch.narrow("grad_products", grad_scores.mul_(weights))
+    grad_q = scratch.take("slab", b, batch.rows, q.shape[2], dtype=numbers.narrow)
     slab.write_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
-    grad_k = scratch.take("slab", b, batch.width, q.shape[2])
+    grad_k = scratch.take("slab", b, batch.width, q.shape[2], dtype=numbers.narrow)
     grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
     slab.add_keys(grads[1], grad_k, chunks.has_all_keys_once)
 
@@ -231,45 +276,61 @@ def _put_keys(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
         whole.zero_().index_copy_(1, chunks.key_order, ordered)
 
 
-def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> None:
-    """Fill (b, R, W) with q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1)."""
-    edges = batch.edges
+def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> Tensor:
+    """q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1): (b, R, W)."""
+    edges, narrow = batch.edges, scratch.numbers.narrow
+    scores = scratch.take("products", len(q), batch.rows, batch.width, dtype=narrow)
+    late = shift if narrow != scratch.numbers.wide else None  # a product would round it
+    early = shift if late is None else None
     # What is added first costs nothing more: the product accumulates onto it.
     whole = len(edges) == 1 and edges[0].last - edges[0].first == batch.width
-    if whole and shift is not None:
-        torch.add(edges[0].bias, shift, out=scores)
+    if whole and early is not None:
+        torch.add(edges[0].bias, early, out=scores)
     elif whole:
         scores.copy_(edges[0].bias)
-    elif shift is not None:
-        scores.copy_(shift.expand_as(scores))
-    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or shift is not None else 0, alpha=scale)
+    elif early is not None:
+        scores.copy_(early.expand_as(scores))
+    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or early is not None else 0, alpha=scale)
+    scores = scratch.wide("scores", scores)
     for edge in () if whole else edges:
         scores[..., edge.first : edge.last].add_(edge.bias)
+    return scores if late is None else scores.add_(late)
 
 
 class Scratch:
     """Buffers that slabs reuse, so that they stay in the cache and are allocated once."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
         self.buffers: dict[str, Tensor] = {}
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised tensor of this shape, in the memory of the last one of that name."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor of this shape, in the memory of the last one of that name, whose dtype it has."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = self.like.new_empty(size)
+            self.buffers[name] = torch.empty(size, dtype=dtype)
         return self.buffers[name][:size].view(shape)
+
+    def wide(self, name: str, x: Tensor) -> Tensor:
+        """A product for softmax and sums: ``x`` itself, or a copy of it in a buffer where it is narrow."""
+        return self._cast(name, x, self.numbers.wide)
+
+    def narrow(self, name: str, x: Tensor) -> Tensor:
+        """An operand of a product, likewise."""
+        return self._cast(name, x, self.numbers.narrow)
+
+    def _cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x if x.dtype == dtype else self.take(name, *x.shape, dtype=dtype).copy_(x)
 
     def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
         """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
         if order is None:
             return x
-        return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2]))
+        return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2], dtype=x.dtype))
 
     def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
         """Where results in this order are computed before they go to ``x``: ``x`` itself for the natural order."""
-        return x if order is None else self.take(name, len(x), rows, x.shape[2])
+        return x if order is None else self.take(name, len(x), rows, x.shape[2], dtype=x.dtype)
 
 
 class Slab(NamedTuple):
@@ -307,7 +368,7 @@ class Slab(NamedTuple):
             self._view(x, self.batch.key, step, width).copy_(parts)
             return
         if step == 0:  # all chunks read the same keys
-            parts, step = parts.sum(1, keepdim=True), width
+            parts, step = parts.sum(1, keepdim=True, dtype=x.dtype), width
         # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
         for column in range(0, width, step if parts.shape[1] > 1 else width):
             piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
