@@ -48,8 +48,8 @@ def test_cpu_is_right_in_slabs_of_any_size(pattern: Pattern, slab: int, monkeypa
 @pytest.mark.parametrize("patterns", [[Strided(8)] * 3, *MIXES], ids=str)
 def test_cpu_heads_that_take_turns_give_the_same(patterns: list[Pattern], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for limit in (cpu.VALUES_IN_COPIES, 1):
-        monkeypatch.setattr(cpu, "VALUES_IN_COPIES", limit)
+    for limit in (cpu.VALUES_IN_WORK, 1):
+        monkeypatch.setattr(cpu, "VALUES_IN_WORK", limit)
         inputs = make_inputs(Shape(1, 3, 72, 16, 16), torch.float32)
         q, k, v = (x.requires_grad_() for x in inputs[:3])
         out, lse = _attend(q, k, v, patterns)

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from longstride.kernels.patterns import Pattern, PatternPart
 
 SCORES_IN_WORK = 1 << 19  # scores of a slab: enough to amortise a call, few enough to stay in the cache
 VALUES_IN_WORK = 1 << 20  # of q (or v) in work at once, likewise
-VALUES_IN_COPIES = 1 << 25  # of q (or v) of all heads copied to fp32; above that, heads take turns
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -58,6 +57,11 @@ class Numbers(NamedTuple):
         return powers.log2() if self.binary else powers.log()
 
     @property
+    def alignment(self) -> int:
+        """Of the width of chunks: narrow products of other widths are slower, and the search for their peaks."""
+        return 16 if self.narrow != self.wide else 1
+
+    @property
     def nats(self) -> float:
         """Of a unit of the exponents."""
         return math.log(2) if self.binary else 1.0
@@ -74,12 +78,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v)
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
-    for pattern, heads in _heads(patterns, q, v):
-        q_rows, k_rows, v_rows = (_rows(x, heads, numbers.narrow) for x in (q, k, v))
-        by_part = (_part_forward(q_rows, k_rows, v_rows, part, scale, numbers) for part in pattern.parts())
-        merged = reduce(_merge, by_part)
-        for whole, piece in zip((out, lse), merged, strict=True):
-            whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
+
+    def work(pattern: Pattern, pieces: list[Piece]) -> None:
+        scratch = Scratch(numbers)
+        for piece in pieces:
+            by_name = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in (("q", q), ("k", k), ("v", v))}
+            by_part = (
+                _part_forward(scratch, i, **by_name, part=part, scale=scale) for i, part in enumerate(pattern.parts())
+            )
+            merged = reduce(_merge, by_part)
+            _put(out, piece, merged[0])
+            _put(lse, piece, merged[1].squeeze(-1))
+
+    _shared(work, patterns, q, v)
     return out, lse
 
 
@@ -96,44 +107,70 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
     numbers = Numbers.of(q.dtype)
-    wide = numbers.wide
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
-    for pattern, heads in _heads(patterns, q, v):
-        q_rows, k_rows, v_rows, grad_rows = (_rows(x, heads, numbers.narrow) for x in (q, k, v, grad_out))
-        lse_rows = _rows(lse[..., None], heads, wide)
-        # d loss / d score = weight x (grad_out . v - delta), and a gradient of the logsumexp adds weight x grad_lse.
-        minus_delta = -(grad_rows.to(wide) * _rows(out, heads, wide)).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            minus_delta += _rows(grad_lse[..., None], heads, wide)
-        # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
-        blind = lse_rows == -math.inf
-        minus_lse = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
-        minus_delta.masked_fill_(blind, 0.0)
-        by_part = (
-            _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale, numbers)
-            for part in pattern.parts()
-        )
-        totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
-        for whole, piece in zip(grads, totals, strict=True):
-            whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
+
+    def work(pattern: Pattern, pieces: list[Piece]) -> None:
+        scratch = Scratch(numbers)
+        for piece in pieces:
+            inputs = (("q", q), ("k", k), ("v", v), ("grad_out", grad_out))
+            rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in inputs}
+            lse_rows = lse[piece].reshape(-1, q.shape[2], 1)
+            # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
+            products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)
+            minus_delta = -products.contiguous().sum(-1)  # whose bits would depend on the order in memory
+            if grad_lse is not None:
+                minus_delta += grad_lse[piece]
+            # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
+            blind = lse_rows == -math.inf
+            rows["minus_lse"] = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
+            rows["minus_delta"] = minus_delta.reshape(blind.shape).masked_fill_(blind, 0.0)
+            if numbers.narrow != numbers.wide:
+                rows["minus_delta"] = _terms(rows["minus_delta"], numbers.narrow)
+            by_part = (_part_backward(scratch, i, rows, part, scale) for i, part in enumerate(pattern.parts()))
+            totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
+            for whole, total in zip(grads, totals, strict=True):
+                _put(whole, piece, total)
+
+    _shared(work, patterns, q, v)
     return grads[0], grads[1], grads[2]
 
 
-def _heads(patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> Iterator[tuple[Pattern, slice | list[int]]]:
-    """Each distinct pattern with its heads, in groups small enough to copy, yet with work for every thread."""
-    values_a_head = q.shape[0] * q.shape[2] * max(q.shape[3], v.shape[3], 1)
-    at_once = max(1, -(-torch.get_num_threads() // max(1, q.shape[0])), VALUES_IN_COPIES // max(1, values_a_head))
-    for pattern in dict.fromkeys(patterns):
-        heads = [head for head, other in enumerate(patterns) if other == pattern]
-        for first in range(0, len(heads), at_once):
-            group = heads[first : first + at_once]
+def _terms(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(G, N, 1) as four narrow numbers (G, N, 4) whose sum it is: bf16 has 8 bits where fp32 has 24."""
+    terms = x.new_empty(*x.shape[:2], 4, dtype=dtype)  # a product takes its terms in pairs, hence four
+    for term in terms.split(1, -1):
+        term.copy_(x)
+        x = x - term
+    return terms
+
+
+Piece = tuple[slice, slice | list[int]]  # entries of the batch, and heads of one pattern
+
+
+def _pieces(pattern: Pattern, patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> list[Piece]:
+    """All of (B, H, N, ·) that has this pattern: pieces of about VALUES_IN_WORK values, yet one for each thread."""
+    heads = [head for head, other in enumerate(patterns) if other == pattern]
+    size = min(
+        VALUES_IN_WORK // (q.shape[2] * max(q.shape[3], v.shape[3])), len(q) * len(heads) // torch.get_num_threads()
+    )
+    pieces: list[Piece] = []
+    entries = max(1, size // len(heads))
+    for entry in range(0, len(q), entries):
+        for first in range(0, len(heads), max(1, size)):
+            group = heads[first : first + max(1, size)]
             neighbours = group[-1] - group[0] == len(group) - 1  # a slice is quicker than a list
-            yield pattern, slice(group[0], group[-1] + 1) if neighbours else group
+            pieces.append((slice(entry, entry + entries), slice(group[0], group[-1] + 1) if neighbours else group))
+    return pieces
 
 
-def _rows(x: Tensor, heads: slice | list[int], dtype: torch.dtype) -> Tensor:
-    """The chosen heads of (B, H, N, D) as (G, N, D), contiguous."""
-    return x[:, heads].to(dtype).reshape(-1, *x.shape[2:]).contiguous()
+def _put(whole: Tensor, piece: Piece, rows: Tensor) -> None:
+    """Write (G, N, ·) where the piece lies in (B, H, N, ·), in that tensor's dtype."""
+    target = whole[piece]  # a copy where heads are a list
+    values = rows.view(target.shape)
+    if isinstance(piece[1], slice):
+        target.copy_(values)
+    else:
+        whole[piece] = values.to(whole.dtype)
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -144,29 +181,24 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
 
 
 def _part_forward(
-    q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float, numbers: Numbers
+    scratch: Scratch, number: int, q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
-    chunks = chunked(part, q.shape[1])
-    out, lse = (torch.empty(*q.shape[:2], width, dtype=numbers.wide) for width in (v.shape[2], 1))
-
-    def work(groups: range) -> None:
-        scratch = Scratch(numbers)
-        for piece in _pieces(groups, q, v):
-            rows = scratch.ordered("q", q[piece], chunks.query_order)
-            keys = scratch.ordered("k", k[piece], chunks.key_order)
-            values = scratch.ordered("v", v[piece], chunks.key_order)
-            ordered_out = scratch.target("out", out[piece], out.shape[1], chunks.query_order)
-            ordered_lse = scratch.target("lse", lse[piece], lse.shape[1], chunks.query_order)
-            if not chunks.has_all_rows:
-                ordered_out.zero_()
-                ordered_lse.fill_(-math.inf)
-            for slab in _slabs(chunks, len(rows)):
-                _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale / numbers.nats)
-            _put_rows(out[piece], ordered_out, chunks)
-            _put_rows(lse[piece], ordered_lse, chunks)
-
-    _shared(work, len(q))
+    numbers = scratch.numbers
+    chunks = chunked(part, q.shape[1], numbers.alignment)
+    out = scratch.take(f"out {number}", *v.shape, dtype=numbers.wide)
+    lse = torch.empty(*v.shape[:2], 1, dtype=numbers.wide)
+    rows = scratch.ordered("q", q, chunks.query_order)
+    keys, values = (scratch.ordered(name, x, chunks.key_order) for name, x in (("k", k), ("v", v)))
+    ordered_out = scratch.target("out", out, out.shape[1], chunks.query_order)
+    ordered_lse = scratch.target("lse", lse, lse.shape[1], chunks.query_order)
+    if not chunks.has_all_rows:
+        ordered_out.zero_()
+        ordered_lse.fill_(-math.inf)
+    for slab in _slabs(chunks, len(rows)):
+        _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale / numbers.nats)
+    _put_rows(out, ordered_out, chunks)
+    _put_rows(lse, ordered_lse, chunks)
     return out, lse.mul_(numbers.nats) if numbers.binary else lse
 
 
@@ -185,48 +217,31 @@ def _slab_forward(
     if batch.has_blind_rows:
         total.masked_fill_(total == 0, 1.0)
     products = scratch.take("slab", len(weights), batch.rows, v.shape[2], dtype=numbers.narrow)
-    torch.bmm(scratch.narrow("weights", weights), slab.keys_of(v), out=products)
-    slab.write_rows(out, scratch.wide("wide slab", products).div_(total))
+    slab.write_rows(out, torch.bmm(scratch.narrow("weights", weights), slab.keys_of(v), out=products), total)
 
 
 def _part_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    part: PatternPart,
-    scale: float,
-    numbers: Numbers,
+    scratch: Scratch, number: int, rows: dict[str, Tensor], part: PatternPart, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
-    chunks = chunked(part, q.shape[1])
-    grads = tuple(torch.empty_like(x, dtype=numbers.wide) for x in (q, k, v))
-
-    def work(groups: range) -> None:
-        scratch = Scratch(numbers)
-        for piece in _pieces(groups, q, v):
-            by_row = [
-                scratch.ordered(name, x[piece], chunks.query_order)
-                for name, x in (("q", q), ("grad_out", grad_out), ("lse", minus_lse), ("delta", minus_delta))
-            ]
-            by_key = [scratch.ordered(name, x[piece], chunks.key_order) for name, x in (("k", k), ("v", v))]
-            grad_q = scratch.target("grad_q", grads[0][piece], q.shape[1], chunks.query_order)
-            grad_k = scratch.target("grad_k", grads[1][piece], chunks.num_keys, chunks.key_order)
-            grad_v = scratch.target("grad_v", grads[2][piece], chunks.num_keys, chunks.key_order)
-            if not chunks.has_all_rows:
-                grad_q.zero_()
-            if not chunks.has_all_keys_once:
-                grad_k.zero_()
-                grad_v.zero_()
-            for slab in _slabs(chunks, len(by_row[0])):
-                _slab_backward(slab, scratch, by_row, by_key, (grad_q, grad_k, grad_v), chunks, scale)
-            _put_rows(grads[0][piece], grad_q, chunks)
-            for whole, x in zip(grads[1:], (grad_k, grad_v), strict=True):
-                _put_keys(whole[piece], x, chunks)
-
-    _shared(work, len(q))
+    chunks = chunked(part, rows["q"].shape[1], scratch.numbers.alignment)
+    names = ("q", "k", "v")
+    grads = tuple(scratch.take(f"grad_{x} {number}", *rows[x].shape, dtype=scratch.numbers.wide) for x in names)
+    by_row = [scratch.ordered(x, rows[x], chunks.query_order) for x in ("q", "grad_out", "minus_lse", "minus_delta")]
+    by_key = [scratch.ordered(x, rows[x], chunks.key_order) for x in ("k", "v")]
+    grad_q = scratch.target("grad_q", grads[0], grads[0].shape[1], chunks.query_order)
+    grad_k = scratch.target("grad_k", grads[1], chunks.num_keys, chunks.key_order)
+    grad_v = scratch.target("grad_v", grads[2], chunks.num_keys, chunks.key_order)
+    if not chunks.has_all_rows:
+        grad_q.zero_()
+    if not chunks.has_all_keys_once:
+        grad_k.zero_()
+        grad_v.zero_()
+    for slab in _slabs(chunks, len(by_row[0])):
+        _slab_backward(slab, scratch, by_row, by_key, (grad_q, grad_k, grad_v), chunks, scale)
+    _put_rows(grads[0], grad_q, chunks)
+    _put_keys(grads[1], grad_k, chunks)
+    _put_keys(grads[2], grad_v, chunks)
     return grads
 
 
@@ -246,20 +261,25 @@ def _slab_backward(
     weights = numbers.power_(_scores(scratch, q, k, batch, scale / numbers.nats, minus_lse))
     narrow_weights = scratch.narrow("weights", weights)
     grad_v = scratch.take("slab", b, batch.width, v.shape[2], dtype=numbers.narrow)
-    slab.add_keys(grads[2], torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v), chunks.has_all_keys_once)
-    # Rounded after the subtraction, so that in a row of one key, say, no more is left than the little that rounds.
-    rounded = minus_delta.to(numbers.narrow)
-    products = scratch.take("grad_products", *weights.shape, dtype=numbers.narrow).copy_(rounded.expand(weights.shape))
-    products.baddbmm_(grad_out, v.transpose(1, 2))
-    grad_scores = scratch.wide("grad_scores", products)
-    if numbers.narrow != numbers.wide:
-        grad_scores.add_(minus_delta - rounded)
-    grad_scores = scratch.narrow("grad_products", grad_scores.mul_(weights))
+    torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v)
+    slab.add_keys(grads[2], scratch.wide("wide slab", grad_v), chunks.has_all_keys_once)
+    if numbers.narrow == numbers.wide:
+        grad_scores = scratch.take("grad_scores", *weights.shape, dtype=numbers.wide).copy_(
+            minus_delta.expand(weights.shape)
+        )
+        grad_scores.baddbmm_(grad_out, v.transpose(1, 2))
+    else:
+        # Delta goes into the product, which rounds what is left after it: in a row of one key, say, next to nothing.
+        ones = v.new_ones(1, 1, minus_delta.shape[2]).expand(b, batch.width, -1)
+        products = scratch.take("products", *weights.shape, dtype=numbers.narrow)
+        torch.bmm(torch.cat([grad_out, minus_delta], -1), torch.cat([v, ones], -1).transpose(1, 2), out=products)
+        grad_scores = scratch.wide("grad_scores", products)
+    grad_scores = scratch.narrow("products", grad_scores.mul_(weights))
     grad_q = scratch.take("slab", b, batch.rows, q.shape[2], dtype=numbers.narrow)
     slab.write_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
     grad_k = scratch.take("slab", b, batch.width, q.shape[2], dtype=numbers.narrow)
     grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
-    slab.add_keys(grads[1], grad_k, chunks.has_all_keys_once)
+    slab.add_keys(grads[1], scratch.wide("wide slab", grad_k), chunks.has_all_keys_once)
 
 
 def _put_rows(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
@@ -322,6 +342,13 @@ class Scratch:
     def _cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x if x.dtype == dtype else self.take(name, *x.shape, dtype=dtype).copy_(x)
 
+    def rows(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, H, N, D) as (G, N, D) in this dtype, its channels adjacent: a copy in a buffer, or ``x`` itself."""
+        regular = x.is_contiguous() or (dtype == torch.bfloat16 and 1 in x.shape[:2] and x.stride(3) == 1)
+        if x.dtype != dtype or not regular:
+            x = self.take(f"{name} rows", *x.shape, dtype=dtype).copy_(x)
+        return x.flatten(0, 1)
+
     def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
         """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
         if order is None:
@@ -349,16 +376,18 @@ class Slab(NamedTuple):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """The queries' rows of (G, N, D): (b, R, D), a view where they lie regularly."""
-        return self._view(x, self.batch.row, self.batch.row_step, self.batch.rows).flatten(0, 1)
+        return _joined(self._view(x, self.batch.row, self.batch.row_step, self.batch.rows))
 
     def keys_of(self, x: Tensor) -> Tensor:
         """The keys' rows of (G, M, D): (b, W, D), a view where they lie regularly."""
-        return self._view(x, self.batch.key, self.batch.key_step, self.batch.width).flatten(0, 1)
+        return _joined(self._view(x, self.batch.key, self.batch.key_step, self.batch.width))
 
-    def write_rows(self, x: Tensor, rows: Tensor) -> None:
-        """Put (b, R, D) into the queries' rows of (G, N, D)."""
+    def write_rows(self, x: Tensor, rows: Tensor, divisor: Tensor | None = None) -> None:
+        """Put (b, R, D) into the queries' rows of (G, N, D), divided by (b, R, 1)."""
         target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
         target.copy_(rows.view(target.shape))
+        if divisor is not None:
+            target.div_(divisor.view(*target.shape[:3], 1))
 
     def add_keys(self, x: Tensor, rows: Tensor, once: bool) -> None:
         """Add (b, W, D) to the keys' rows of (G, M, D); copy it there where every key comes once."""
@@ -367,8 +396,8 @@ class Slab(NamedTuple):
         if once:
             self._view(x, self.batch.key, step, width).copy_(parts)
             return
-        if step == 0:  # all chunks read the same keys
-            parts, step = parts.sum(1, keepdim=True, dtype=x.dtype), width
+        if step == 0 and self.chunks > 1:  # all chunks read the same keys
+            parts = parts.sum(1, keepdim=True)
         # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
         for column in range(0, width, step if parts.shape[1] > 1 else width):
             piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
@@ -377,21 +406,21 @@ class Slab(NamedTuple):
 
     def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
         """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
-        _, rows, width = x.shape
+        between_groups, between_rows, _ = x.stride()
         spacing = 1  # positions from one row of a chunk to the next
         first += self.first_chunk * step
         if self.columns is not None:
             first, step, spacing = self.columns(first), step // self.columns.period, self.columns.stride
-        offset = self.first_group * rows + first
-        strides = (rows * width, step * width, spacing * width, 1)
-        return x.as_strided((self.groups, self.chunks, length, width), strides, x.storage_offset() + offset * width)
+        strides = (between_groups, step * between_rows, spacing * between_rows, 1)
+        offset = self.first_group * between_groups + first * between_rows
+        return x.as_strided((self.groups, self.chunks, length, x.shape[2]), strides, x.storage_offset() + offset)
 
 
-def _pieces(groups: range, q: Tensor, v: Tensor) -> Iterator[slice]:
-    """The groups in slices of about VALUES_IN_WORK values, so that what is brought into order is used while cached."""
-    size = max(1, VALUES_IN_WORK // (q.shape[1] * max(q.shape[2], v.shape[2])))
-    for start in range(groups.start, groups.stop, size):
-        yield slice(start, min(start + size, groups.stop))
+def _joined(chunks: Tensor) -> Tensor:
+    """(groups, chunks, L, D) as (b, L, D)."""
+    joined = chunks.flatten(0, 1)
+    # Of chunks that overlap, a narrow product would make its own copies, and slowly.
+    return joined.contiguous() if joined.dtype == torch.bfloat16 else joined
 
 
 def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
@@ -406,21 +435,29 @@ def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
                 yield Slab(batch, chunks.columns, group, here[0], chunk, here[1])
 
 
-def _shared(work: Callable[[range], None], groups: int) -> None:
-    """Do the work of all groups: on as many threads as torch has, where there is a group for each.
+def _shared(work: Callable[[Pattern, list[Piece]], None], patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> None:
+    """Do the work of all pieces: on as many threads as torch has, where a pattern has a piece for each.
 
     A slab is many short operations. Torch's own threads wait for each other after each of them, which doubles the cost;
     the threads started here wait for each other once.
     """
     threads = torch.get_num_threads()
-    if groups < threads or threads == 1:
-        work(range(groups))
-        return
-    bounds = [groups * i // threads for i in range(threads + 1)]
+    for pattern in dict.fromkeys(patterns):
+        pieces = _pieces(pattern, patterns, q, v)
+        if len(pieces) < threads or threads == 1:
+            work(pattern, pieces)
+        else:
+            bounds = [len(pieces) * i // threads for i in range(threads + 1)]
+            _at_once([partial(work, pattern, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)])
+
+
+def _at_once(tasks: list[Callable[[], None]]) -> None:
+    """Do each task in a thread of its own, as many as torch has."""
+    threads = len(tasks)
     started = threading.Barrier(threads + 1)
     inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it, and its writes need it
 
-    def alone(groups: range) -> None:
+    def alone(task: Callable[[], None]) -> None:
         try:
             torch.set_num_threads(1)  # of this thread
         except BaseException:
@@ -428,11 +465,11 @@ def _shared(work: Callable[[range], None], groups: int) -> None:
             raise
         started.wait()
         with torch.inference_mode(inference), torch.no_grad():
-            work(groups)
+            task()
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            jobs = [pool.submit(alone, range(*ends)) for ends in itertools.pairwise(bounds)]
+            jobs = [pool.submit(alone, task) for task in tasks]
             with contextlib.suppress(threading.BrokenBarrierError):  # the thread that broke it says why
                 started.wait()
         except BaseException:
