@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from typing import NamedTuple
@@ -69,7 +69,7 @@ class Numbers(NamedTuple):
 
 def has_bf16_products() -> bool:
     """Whether torch finds instructions that multiply bf16 faster than fp32; without them bf16 is imitated, slowly."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.10
+    found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 does not have it
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
