@@ -1,4 +1,4 @@
-"""`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [--replay STEP] [path.to.key=value …]`.
+"""`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [--profile N] [path.to.key=value …]`.
 
 `longstride train` starts the same. Every mistake of the user is found before a process group or a file is made.
 """
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="feed the batch of a step of the run again, print what it gives, and write nothing",
     )
     parser.add_argument(
+        "--profile",
+        default=None,
+        metavar="N",
+        help="record N steps: a table, and in the run folder a trace (profile/trace.json) and the seconds of each part",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
     )
 
@@ -99,7 +105,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         stop.add_source(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
 
     # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
-    from longstride.launcher.data import Run, RunData, check_output, check_replay, resolve_steps
+    from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
     from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
     from longstride.launcher.ranks import Ranks
     from longstride.launcher.training import choose_start, replay_step
@@ -113,6 +119,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         check_output(config.train.output, options.resume)
     else:
         check_replay(config, options.resume, options.replay)
+    profiled = profile_steps(options.profile, options.replay)
     data = RunData(config, ranks)
     run = Run(
         config=resolve_steps(config, data, ranks),
@@ -122,11 +129,12 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         resume=options.resume,
         epochs=config.train.epochs,
         trusted=options.trust_checkpoint,
+        profile_steps=profiled,
     )
     if options.replay is not None:
         return replay_step(run, int(options.replay))
     choose_start(run)
-    compile_kernels(config.model, config.train.micro_batch, config.precision, ranks.device)
+    compile_kernels(config.model, config.train.micro_batch, config.precision, ranks.device, train=config.train)
     stop.listen()
     return _train(run, stop, launcher_gone)
 

@@ -70,6 +70,8 @@ def launcher_command(
     command += [TRUST_OPTION] if arguments.trust_checkpoint else []
     if arguments.replay is not None:
         command += ["--replay", arguments.replay]
+    if arguments.profile is not None:
+        command += ["--profile", arguments.profile]
     return command + arguments.overrides
 
 

@@ -16,7 +16,7 @@ from longstride.launcher.cluster.placement import HostRanks, LocalRanks
 from longstride.launcher.cluster.restarts import is_done, run_with_restarts
 from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
-from longstride.launcher.data import check_data, check_output, check_replay
+from longstride.launcher.data import check_data, check_output, check_replay, profile_steps
 from longstride.launcher.output import lasting_output
 from longstride.launcher.ranks import check_unlocked
 
@@ -71,6 +71,7 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
         check_replay(config, arguments.resume, arguments.replay)
         if arguments.max_restarts:
             raise ConfigError(f"--max-restarts={arguments.max_restarts}: a replay is not started again; leave it out")
+    profile_steps(arguments.profile, arguments.replay)
     if arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     hosts = find_hosts(arguments)

@@ -1,5 +1,13 @@
 """What is asked of a run, its batches from its data folder, and the verbs `data build`, `index` and `verify`."""
 
 from longstride.launcher.data.folders import check_location
-from longstride.launcher.data.run import Run, check_data, check_output, check_replay, resolve_steps, steps_of
+from longstride.launcher.data.run import (
+    Run,
+    check_data,
+    check_output,
+    check_replay,
+    profile_steps,
+    resolve_steps,
+    steps_of,
+)
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together

@@ -29,6 +29,7 @@ class Run:
     stop: StopFlag | None = None  # None: nothing asks for one
     resume: str = "never"  # auto, never or a step
     epochs: float | None = None  # where the steps were given so
+    profile_steps: int = 0  # that are recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
 
     @property
@@ -118,6 +119,21 @@ def check_replay(config: RunConfig, resume: str, replay: str) -> None:
     if not (Path(config.train.output) / file_names.CONFIG).is_file():
         rule = "holds no run to replay a step of; name one that does"
         raise ConfigError.at("train.output", config.train.output, rule)
+
+
+def profile_steps(profile: str | None, replay: str | None) -> int:
+    """How many steps --profile asks to record; 0 where it is not given.
+
+    Raises:
+        ConfigError: it is no number of steps, or a step is to be replayed.
+    """
+    if profile is None:
+        return 0
+    if not (profile.isascii() and profile.isdecimal() and int(profile) > 0):
+        raise ConfigError(f"--profile={profile}: must be a number of steps, from 1 on; such as 10")
+    if replay is not None:
+        raise ConfigError(f"--profile={profile}: a replay writes nothing; leave it out")
+    return int(profile)
 
 
 def check_data(config: RunConfig, *, elsewhere: bool = False) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,24 @@ from torch import Tensor
 from longstride.launcher.engine.device import random_states, set_random_states
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class StepPart(enum.Enum):
+    """What a step does, by the names that its parts have in a trace of torch's profiler."""
+
+    STEP = "longstride: step"  # the whole, around the others
+    DATA = "longstride: data"
+    FORWARD = "longstride: forward"
+    BACKWARD = "longstride: backward"
+    OPTIMIZER = "longstride: optimizer"
+
+    @contextmanager
+    def marked(self, device: torch.device) -> Iterator[None]:
+        """Marks the block. While the profiler records, it ends once the device has done what the block began."""
+        with torch.profiler.record_function(self.value):
+            yield
+            if device.type != "cpu" and torch.autograd.profiler._is_profiler_enabled:
+                torch.accelerator.synchronize(device)
 
 
 class Overflow(enum.Enum):
@@ -68,7 +88,12 @@ class EngineStep:
             # A step that overflows at the lowest loss scale is left to the guards: DeepSpeed would raise under ZeRO 1
             # to 3. Set at every step, as a loaded checkpoint brings a scaler of its own.
             self._scaler.raise_error_at_min_scale = False
-        norm = None
+        with StepPart.OPTIMIZER.marked(engine.device):
+            return self._optimize()
+
+    def _optimize(self) -> float | None:
+        """DeepSpeed's step with the gathered gradients; see ``take``."""
+        engine, norm = self._engine, None
         if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
             gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -126,4 +151,5 @@ class EngineStep:
 
         Its unfused fp16 optimiser divides the gradients by the scale, but nothing multiplies the loss by it.
         """
-        self._engine.backward(loss * self.loss_scale if self._is_unfused else loss)
+        with StepPart.BACKWARD.marked(self._engine.device):
+            self._engine.backward(loss * self.loss_scale if self._is_unfused else loss)

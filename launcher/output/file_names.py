@@ -4,6 +4,7 @@ CONFIG = "config.json"  # in a run, in each of its checkpoints and in an exporte
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 GUARDS = "guards"  # a file for each step that a guard rejected
+PROFILE = "profile"  # of some steps
 STACKS = "stacks"  # of ranks whose collective timed out
 LOCK = ".lock"  # held by the run that writes to the folder
 WEIGHTS = "model.safetensors"

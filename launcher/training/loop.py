@@ -17,12 +17,13 @@ from torch import Tensor
 from longstride.data_pipelines.order import Batch, StreamState
 from longstride.launcher.checkpoints import NotSavedError, Saver
 from longstride.launcher.data import GlobalBatch, Run
-from longstride.launcher.engine import EngineStep, weights_are_finite
+from longstride.launcher.engine import EngineStep, StepPart, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, metrics_file
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopAskedError
 from longstride.launcher.training.guards import Guards, GuardStopError, as_number
+from longstride.launcher.training.profile import StepProfiler
 from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
 
@@ -58,12 +59,16 @@ class Trainer:
             f"{'es' if world_size > 1 else ''} on {engine.device.type}, ZeRO {config.zero_stage}, {config.precision}"
         )
         self._response = GuardResponse(run, engine, self._guards, self._recorder, self._state)
+        steps_left = config.train.last_step - engine.global_steps
+        profiler = StepProfiler(run, steps_left, engine.device, self._recorder.say)
         engine.train()
         try:
             if evaluation_is_missing:
                 self._evaluate()
             while engine.global_steps < run.config.train.last_step:
+                profiler.before_step()
                 self._step()
+            profiler.close()
             self._watchdog.at("the end")
             run.ranks.barrier()  # a rank that leaves while another still collects can abort it
             self._saver.finish()
@@ -75,6 +80,7 @@ class Trainer:
                 raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
             raise
         finally:
+            profiler.close()
             self._recorder.close()
 
     def _step(self) -> None:
@@ -82,11 +88,13 @@ class Trainer:
         settings, engine = self._run.config.train, self._engine
         start = time.perf_counter()
         self._watchdog.at(f"step {engine.global_steps + 1}")
-        batch = next(self._batches)
-        line = train_step(engine, batch, settings.micro_batch, self._run.ranks, self._guards)
-        line["seconds"] = device_seconds(engine.device) - start
-        line["tokens_per_second"] = batch.num_bytes / line["seconds"]
-        self._report(line, batch)
+        with StepPart.STEP.marked(engine.device):
+            with StepPart.DATA.marked(engine.device):
+                batch = next(self._batches)
+            line = train_step(engine, batch, settings.micro_batch, self._run.ranks, self._guards)
+            line["seconds"] = device_seconds(engine.device) - start
+            line["tokens_per_second"] = batch.num_bytes / line["seconds"]
+            self._report(line, batch)
         rewound = False
         if verdict := self._guards.verdict:
             self._saver.finish()  # a rewind looks for the newest checkpoint
@@ -169,7 +177,8 @@ def train_step(
     factor = len(part.tokens) // micro_batch * ranks.world_size / batch.num_bytes
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
     for first in range(0, len(part.tokens), micro_batch):
-        total = sum_nats(engine, part, slice(first, first + micro_batch), context_nats)
+        with StepPart.FORWARD.marked(engine.device):
+            total = sum_nats(engine, part, slice(first, first + micro_batch), context_nats)
         nats += total.detach().double()
         if first + micro_batch < len(part.tokens):
             step.accumulate(total * factor)

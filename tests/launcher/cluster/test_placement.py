@@ -20,7 +20,7 @@ from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig, load_config
 
 OPTIONS = argparse.Namespace(
-    config="X.json", resume="never", overrides=[], master_port=None, trust_checkpoint=False, replay=None
+    config="X.json", resume="never", overrides=[], master_port=None, trust_checkpoint=False, replay=None, profile=None
 )
 
 
