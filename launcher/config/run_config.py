@@ -156,6 +156,7 @@ class TrainConfig(StrictModel):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
     activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
+    compile: bool = Field(default=False, description="the residual blocks by torch.compile, for training steps alone")
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
     evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
     evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
@@ -173,6 +174,8 @@ class TrainConfig(StrictModel):
     )
     max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
     guards: GuardsConfig = GuardsConfig()
+
+    left_out_at_default = ("compile",)
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
+from longstride.launcher.engine.compiled import check_compiler, compile_blocks
 from longstride.launcher.engine.optimizer import AVERAGE, make_optimizer, make_schedule, rate_factor
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
@@ -51,6 +52,8 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     model = SparseTransformer(config.model)
     optimizer = make_optimizer(dict(model.named_parameters()), config.train)
     section = engine_section(config, ranks.world_size)
+    if config.train.compile:  # or ZeRO 3 would gather the parameters of each layer inside of what is compiled
+        deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
     # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
     with contextlib.redirect_stdout(sys.stdout if "log_level" in section else io.StringIO()):
         engine, *_ = deepspeed.initialize(
@@ -62,6 +65,8 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
+    if config.train.compile:
+        compile_blocks(model)
     if config.train.activation_checkpointing:
         checkpoint_activations(model, section)
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
@@ -123,6 +128,8 @@ def check_engine(config: RunConfig, ranks: Ranks) -> None:
             run on a CPU, or an attention backend that cannot train on this rank's device.
     """
     check_section(config, ranks.world_size, on_cpu=ranks.device.type == "cpu")
+    if config.train.compile:
+        check_compiler()
     model = config.model
     try:
         check_backend(

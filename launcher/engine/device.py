@@ -21,7 +21,8 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 
-from longstride.launcher.config import RunConfig
+from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.engine.compiled import run_blocks
 from longstride.launcher.models import DTYPES
 from longstride.sparse_model import Attention, ModelConfig
 
@@ -78,20 +79,26 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 def compile_kernels(
-    model: ModelConfig, batch: int, precision: str, device: torch.device, *, training: bool = True
+    model: ModelConfig, batch: int, precision: str, device: torch.device, *, train: TrainConfig | None = None
 ) -> None:
-    """Compiles what batches of so many contexts will launch on a GPU; on a CPU there is nothing to compile.
+    """Compiles what batches of so many contexts will launch on a GPU, and what ``train.compile`` asks for anywhere.
 
     Called before the processes meet, so that none waits in a collective for another one's compiler. Kernels are
     compiled for what they meet: tiles and slices follow from the context and the number of programs, and sizes and
     strides that are 1 or multiples of 16 are compiled in. So the model's own attention is run once at the run's own
-    sizes. Of the processes of a host one compiles; the others find the result in Triton's cache folder.
+    sizes. Of the processes of a host one compiles; the others find the result in Triton's or torch's cache folder.
+    ``train`` is None where no backward pass follows.
     """
-    if device.type == "cpu":
+    blocks = train is not None and train.compile
+    if device.type == "cpu" and not blocks:
         return
     with _one_at_a_time():
-        run_attention(model, batch, DTYPES[precision], device, training=training)
-        torch.accelerator.synchronize(device)
+        if device.type != "cpu":
+            run_attention(model, batch, DTYPES[precision], device, training=train is not None)
+        if train is not None and blocks:
+            run_blocks(model, batch, DTYPES[precision], device, recomputed=train.activation_checkpointing)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or checkpoint.manifest.precision
-    compile_kernels(config.model, batch_size, precision, ranks.device, training=False)
+    compile_kernels(config.model, batch_size, precision, ranks.device)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
         checkpoint = checkpoint.agreed(ranks)

@@ -1,0 +1,36 @@
+"""The benchmark of compiled blocks: what the docs say of it is what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training import compiled
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.campaign
+def test_small_model_is_measured(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    compiled.main(["--context", "128", "--batch", "1", "--width", "32", "--repeats", "2", "--output", str(output)])
+    rows = json.loads(output.read_text())["steps"]
+    assert [row["dtype"] for row in rows] == list(compiled.DTYPES)
+    assert all(0 < row["warm_seconds"] < row["cold_seconds"] and row["ratio"] > 0 for row in rows)
+
+
+def test_the_docs_say_what_was_measured() -> None:
+    (path,) = (ROOT / "benchmarks/results").glob("compiled-*.json")
+    said = (ROOT / "docs/training.md").read_text()
+    for row in json.loads(path.read_text())["steps"]:
+        numbers = [f"{1e3 * row[name]:.0f} ms" for name in ("seconds", "compiled_seconds")]
+        cells = [
+            row["dtype"],
+            *numbers,
+            f"{row['ratio']:.2f}",
+            f"{row['cold_seconds']:.0f} s",
+            f"{row['warm_seconds']:.0f} s",
+        ]
+        assert f"| {' | '.join(cells)} |" in said

@@ -1,0 +1,37 @@
+"""Compiled residual blocks in training: the same run but for rounding, resumed bit for bit, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runs import metrics
+
+Resumed = Callable[..., tuple[Path, Path]]
+COMPILED = ("train.compile=true", "model.backend=auto")
+RUNS = {f"zero{stage}_{precision}": () for stage in range(4) for precision in ("fp32", "bf16", "fp16")}
+RUNS |= {f"zero{stage}_bf16-recomputed": ("train.activation_checkpointing=true",) for stage in range(4)}
+IN_SHORT = ("zero3_bf16-recomputed",)  # the stage that gathers parameters block by block, forward and backward
+NAMES = [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.campaign) for name in RUNS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_run_is_the_uncompiled_one_but_for_rounding(name: str, resumed: Resumed, trained: Callable) -> None:
+    """Dropout's masks included. Tolerance: eight roundings of the loss, as many as there are steps."""
+    section = f"deepspeed={name.partition('-')[0]}"
+    plain = metrics(trained(f"{name}-plain", 2, section, *RUNS[name], "model.backend=auto"))
+    whole, again = (metrics(run) for run in resumed(f"{name}-compiled", 2, section, *RUNS[name], *COMPILED))
+    assert again == whole  # bit for bit after a resume
+    rounding = 2**-21 if "fp32" in name else 2**-8
+    for one, other in zip(plain, whole, strict=True):
+        assert other["loss_nats"] == pytest.approx(one["loss_nats"], rel=8 * rounding)
+
+
+def test_a_missing_compiler_is_refused_in_one_line(
+    refused: Callable[..., list[str]], config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    line = "needs a C++ compiler, and there is no no-such-compiler; install it, name another by CXX, or give false"
+    assert refused("--config", str(config_file), "train.compile=true") == [f"train.compile=true: {line}"]
