@@ -25,7 +25,6 @@ from longstride.launcher.checkpoints.saved_state import MASTER
 from longstride.launcher.checkpoints.universal import Universal, ready_universal
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import apply_settings, states
-from longstride.launcher.engine.states import Vector
 from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
 
@@ -119,7 +118,7 @@ def _fill(engine: DeepSpeedEngine, form: Universal) -> None:
             parameters[vector.own[0].name].copy_(master)
 
 
-def goes_on(form: Universal, vectors: Sequence[Vector]) -> bool:
+def goes_on(form: Universal, vectors: Sequence[states.Vector]) -> bool:
     """Whether a form has what the optimiser of these vectors keeps, or nothing yet. The same on every rank."""
     each = (
         (one.name, kind) for vector in vectors for share in vector.slices for one in share for kind in vector.moments
@@ -127,7 +126,7 @@ def goes_on(form: Universal, vectors: Sequence[Vector]) -> bool:
     return form.manifest.adam_step is None or all(form.has(name, kind) for name, kind in each)
 
 
-def _states(form: Universal, vectors: Sequence[Vector]) -> dict[int, dict[str, Tensor]]:
+def _states(form: Universal, vectors: Sequence[states.Vector]) -> dict[int, dict[str, Tensor]]:
     """The optimiser's state and the average for each vector; none before its first step.
 
     Of another optimiser's checkpoint the average is taken, and all moments begin anew: moments of some weights alone,
@@ -147,7 +146,7 @@ def _states(form: Universal, vectors: Sequence[Vector]) -> dict[int, dict[str, T
     return filled
 
 
-def _filled(form: Universal, kind: str, vector: Vector, *, empty: bool = False) -> Tensor:
+def _filled(form: Universal, kind: str, vector: states.Vector, *, empty: bool = False) -> Tensor:
     """This rank's vector of a kind; what no parameter fills is padding, and zero."""
     whole = torch.zeros(states.shape_of(kind, vector.master.shape))
     flat = whole.view(-1)

@@ -108,18 +108,19 @@ class Muon(torch.optim.Optimizer):
                 state, plan = self.state[parameter], self._plans[parameter]
                 if MOMENTUM not in state:
                     state[MOMENTUM] = torch.zeros_like(parameter)
-                momentum = state[MOMENTUM].lerp_(parameter.grad, 1 - group["momentum"])
+                update = state[MOMENTUM].lerp_(parameter.grad, 1 - group["momentum"])
                 if group["nesterov"]:
-                    momentum = torch.lerp(parameter.grad, momentum, group["momentum"])
-                update = momentum.flatten().to(self._device, self._dtype)
+                    update = torch.lerp(parameter.grad, update, group["momentum"])
+                update = update.flatten().to(self._device, self._dtype)
                 work.append((group, parameter, plan, plan.gather(update)))
+                del update  # a share of all matrices, which the plan may have no use for any more
         flat = [(group["steps"], matrix) for group, _, _, matrices in work for matrix in matrices]
         updates = iter(_in_batches(flat))
         for group, parameter, plan, matrices in work:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             weights = parameter.view(-1)
             for at, scale, part in plan.scatter([next(updates) for _ in matrices]):
-                weights[at : at + len(part)].add_(part.to(weights), alpha=-group["lr"] * scale)
+                weights[at : at + len(part)].add_(part.to(weights.device), alpha=-group["lr"] * scale)
 
 
 def _in_batches(matrices: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
