@@ -20,6 +20,7 @@ class Attention(nn.Module):
         self.heads, self.backend, self.patterns = config.heads, config.backend, patterns
         self.widths = (config.query_key_width, config.query_key_width, config.width)
         self.equal_widths = len(set(self.widths)) == 1
+        self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
         self.query_key_value = nn.Linear(config.width, sum(self.widths))
         self.projection = nn.Linear(config.width, config.width)
 

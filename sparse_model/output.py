@@ -17,6 +17,8 @@ CHUNK_ROWS = 1 << 14  # rows of logits in memory at once
 class Logits(nn.Linear):
     """The projection to logits (section 5.2); given the targets, their cross-entropy instead."""
 
+    part = "output"
+
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, N, C) to (B, N, V); with ``targets`` (B, N) int64 to nats (B, N) in fp32 (fp64 for fp64)."""
         if targets is None:

@@ -82,8 +82,9 @@ class Parameters:
 def parameters_of(model: ModelConfig) -> Parameters:
     """Every parameter by name, without making one."""
     with FakeTensorMode():
-        named = dict(SparseTransformer(model).named_parameters())
-    groups = tuple(tuple(names) for names in parameter_groups(named) if names)
+        network = SparseTransformer(model)
+    named = dict(network.named_parameters())
+    groups = tuple(tuple(group.names) for group in parameter_groups(network, None) if group.names)
     return Parameters({name: each.numel() for name, each in named.items()}, groups)
 
 
@@ -100,6 +101,9 @@ class Run:
             if zero.get(name, plain) != plain:
                 path = f"deepspeed.zero_optimization.{name}"
                 raise ConfigError.at(path, zero[name], f"its communication is not modelled; {plain}")
+        if config.train.optimizer is not None:
+            path, kind = "train.optimizer.type", config.train.optimizer.type
+            raise ConfigError.at(path, kind, "its communication is not modelled; leave train.optimizer out")
         self.config = config
         self.parameters = parameters_of(config.model)
         self._trace: Trace | None = None

@@ -10,12 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
+from longstride.launcher.config.optimization import AdafactorConfig, OptimizerConfig, ScheduleConfig
 from longstride.sparse_model import ModelConfig, StrictModel
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -143,9 +149,10 @@ class TrainConfig(StrictModel):
     global_batch: int = Field(gt=0, description="contexts a step, over all processes")
     micro_batch: int = Field(gt=0, description="contexts a process runs at once")
     learning_rate: float = Field(gt=0, description="at the end of the warm-up")
+    optimizer: OptimizerConfig | None = Field(default=None, description="null: AdamW, with one rate for all parts")
     warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
-    schedule: Literal["cosine", "constant"] = "cosine"
-    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step of a cosine schedule")
+    schedule: ScheduleConfig = "cosine"
+    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step, where the schedule decays")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.999), strict=False
@@ -175,7 +182,7 @@ class TrainConfig(StrictModel):
     max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
     guards: GuardsConfig = GuardsConfig()
 
-    left_out_at_default = ("compile",)
+    left_out_at_default = ("optimizer", "compile")
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:
@@ -198,6 +205,11 @@ class TrainConfig(StrictModel):
         if problems:
             raise ConfigError(*problems)
         return self
+
+    def rate_of(self, part: str | None) -> float:
+        """The learning rate of a part of the network, one of the fields of ``RatesConfig``; None: of all of it."""
+        rate: float | None = getattr(self.optimizer.rates, part) if self.optimizer and part else None
+        return self.learning_rate if rate is None else rate
 
     @property
     def last_step(self) -> int:
@@ -228,6 +240,13 @@ class RunConfig(StrictModel):
         if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
             rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
             raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
+        if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:
+            rule = (
+                f"takes means over rows and columns of whole matrices, which ZeRO {self.zero_stage} cuts; take muon or "
+            )
+            raise ConfigError.at(
+                "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
+            )
         return self
 
     @property

@@ -23,7 +23,7 @@ from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData
 from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, check_number, draw_around, grid_of
-from longstride.launcher.engine import TRAINED
+from longstride.launcher.models import TRAINED
 from longstride.launcher.pictures import plt
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import Attention, SparseTransformer

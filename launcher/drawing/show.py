@@ -11,7 +11,7 @@ import numpy as np
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
-from longstride.launcher.engine import AVERAGE, TRAINED
+from longstride.launcher.models import AVERAGE, TRAINED
 from longstride.launcher.output import file_names
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run

@@ -94,7 +94,8 @@ class EngineStep:
     def _optimize(self) -> float | None:
         """DeepSpeed's step with the gathered gradients; see ``take``."""
         engine, norm = self._engine, None
-        if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
+        # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm.
+        if isinstance(engine.optimizer, torch.optim.Optimizer):
             gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):  # DeepSpeed would give this optimiser any gradient

@@ -31,9 +31,9 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import add_trust_argument
 from longstride.launcher.data import Run, RunData, together
-from longstride.launcher.engine import add_weights_argument, compile_kernels, prepare_accelerator
+from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.models import DTYPES
+from longstride.launcher.models import DTYPES, add_weights_argument
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag

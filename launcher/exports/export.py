@@ -32,14 +32,16 @@ from longstride.launcher.checkpoints import (
     write_text,
 )
 from longstride.launcher.config import add_trust_argument
-from longstride.launcher.engine import AVERAGE, TRAINED, add_weights_argument
 from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_card, refresh_stub
 from longstride.launcher.exports.weight_files import parse_size, write_weights
 from longstride.launcher.models import (
+    AVERAGE,
     DTYPES,
+    TRAINED,
     Exported,
     Fingerprint,
     ModelData,
+    add_weights_argument,
     empty_model,
     streamed_model,
     usable_device,

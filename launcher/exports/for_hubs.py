@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
-from longstride.launcher.engine import AVERAGE
-from longstride.launcher.models import Exported, empty_model
+from longstride.launcher.models import AVERAGE, Exported, empty_model
 from longstride.launcher.output import file_names, metrics_file
 from longstride.sparse_model import ModelConfig
 

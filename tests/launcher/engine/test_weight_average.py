@@ -8,7 +8,8 @@ import torch
 
 from longstride.launcher.config.run_config import TrainConfig
 from longstride.launcher.engine.build import apply_settings
-from longstride.launcher.engine.optimizer import AVERAGE, keep_average, make_schedule
+from longstride.launcher.engine.optimizer import keep_average, make_schedule
+from longstride.launcher.models import AVERAGE
 
 
 def test_average_begins_at_the_first_weights_and_follows_each_step() -> None:

@@ -21,10 +21,10 @@ from longstride.launcher.checkpoints import saved_state
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config, read_manifest, write_manifest
 from longstride.launcher.checkpoints.saved_state import SavedState
-from longstride.launcher.engine.optimizer import AVERAGE
 from longstride.launcher.exports import export as export_module
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.exports.weight_files import parse_size
+from longstride.launcher.models import AVERAGE
 from longstride.launcher.models import exported as exported_module
 from longstride.launcher.models.exported import Exported, load_model, streamed_model
 from longstride.launcher.models.tensors import DTYPES
