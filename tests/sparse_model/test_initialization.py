@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.transformer import Embedding, initialize
+from longstride.sparse_model.embedding import Embedding
+from longstride.sparse_model.transformer import initialize
 from tests.harness.configs import small
 
 READINGS: dict[str, Callable[[float], float]] = {

@@ -1,0 +1,48 @@
+"""From tokens to the rows that enter the residual blocks. Letters: B batch, N positions, C width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from longstride.sparse_model.config import ModelConfig
+
+Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
+
+
+class Embedding(nn.Module):
+    """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.sizes = config.embedding.table_sizes(config.context)
+        self.positions = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
+        self.start = nn.Parameter(torch.empty(config.width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i."""
+        batch, length = tokens.shape
+        start = self.start.expand(batch, 1, -1)
+        h = torch.cat([start, self.tokens(tokens[:, :-1])], dim=1)
+        for table, index in self._places(torch.arange(length, device=tokens.device)):
+            h = h + table(index)
+        return h
+
+    def row(self, token: Tensor | None, position: int, batch: int) -> Tensor:
+        """Row ``position`` of ``forward``, (B, 1, C), from the token before it (B,) int64; None before the first."""
+        h = self.start.expand(batch, -1) if token is None else self.tokens(token)
+        for table, index in self._places(position):
+            h = h + table.weight[index]
+        return h.unsqueeze(1)
+
+    def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
+        """Each position table, with the index of the positions in it."""
+        # Mixed radix, last table fastest: row-major (row, column[, channel]).
+        for size, table in reversed(list(zip(self.sizes, self.positions, strict=True))):
+            assert isinstance(table, nn.Embedding)
+            yield table, index % size
+            index = index // size
