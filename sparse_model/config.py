@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, WithJsonSchema, model_serializer, model_validator
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem
@@ -18,6 +18,7 @@ from longstride.sparse_model.strict import StrictModel
 POSITIVE = Field(gt=0)
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
+MOST_ROWS = 1 << 31  # of an order: the hash takes that many bits
 WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
 
 
@@ -43,6 +44,25 @@ class ImageEmbedding(StrictModel):
     def table_sizes(self, context: int) -> tuple[int, ...]:
         """Rows, columns and channels."""
         return (self.height, self.width, self.channels)
+
+
+class NgramTables(StrictModel):
+    """Hash n-gram embeddings: for each order n, a table with a row for the last n tokens, as the hash finds it.
+
+    ``longstride.sparse_model.ngrams`` has the hash, and the sources.
+    """
+
+    orders: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(2, 3, 4, 5, 6), min_length=1, strict=False)
+    rows: Annotated[int, Field(gt=0, le=MOST_ROWS)]  # of each order
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if list(self.orders) != sorted(set(self.orders)):
+            raise ConfigError.at("orders", list(self.orders), f"must ascend; such as {sorted(set(self.orders))}")
+        return self
+
+
+_NEWER: dict[str, Any] = {"ngrams": None}  # keys of `model` that are written only where they are not this
 
 
 def _attention_schema() -> dict[str, Any]:
@@ -85,6 +105,7 @@ class ModelConfig(StrictModel):
     width: Annotated[int, POSITIVE]  # the paper's d
     attention: Annotated[Any, WithJsonSchema(_attention_schema())]
     embedding: FoldedEmbedding | ImageEmbedding = Field(discriminator="type")
+    ngrams: NgramTables | None = None  # added to the token embedding
     vocabulary: Annotated[int, POSITIVE] = 256
     feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
     query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
@@ -102,6 +123,9 @@ class ModelConfig(StrictModel):
         elif self.embedding.row_width > self.context:
             rule = f"must not exceed context {self.context}"
             problems.append(Problem("embedding.row_width", rule, self.embedding.row_width))
+        if self.ngrams is not None and self.ngrams.orders[-1] >= self.context:
+            rule = f"the longest must be below context {self.context}, as no position has more tokens before it"
+            problems.append(Problem("ngrams.orders", rule, list(self.ngrams.orders)))
         try:
             self.layer_patterns()
         except ConfigError as error:
@@ -109,6 +133,12 @@ class ModelConfig(StrictModel):
         if problems:
             raise ConfigError(*problems)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_newer_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out keys that came later, at their default: fingerprints and files made before stay what they were."""
+        content: dict[str, Any] = handler(self)
+        return {key: value for key, value in content.items() if key not in _NEWER or value != _NEWER[key]}
 
     def _width_problems(self) -> Iterator[Problem]:
         """Ratios that give no whole number of channels, and channels that do not divide into the heads."""

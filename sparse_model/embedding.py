@@ -7,14 +7,20 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.ngrams import Ngrams
 
+NO_TOKEN = -1
 Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
 
 
 class Embedding(nn.Module):
-    """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code)."""
+    """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code).
+
+    With ``ngrams``, tables of the last tokens are added as well.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -22,22 +28,33 @@ class Embedding(nn.Module):
         self.sizes = config.embedding.table_sizes(config.context)
         self.positions = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
         self.start = nn.Parameter(torch.empty(config.width))
+        self.ngrams: Ngrams | None = None
+        if config.ngrams is not None:
+            self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
+        self.reach = 1 if config.ngrams is None else config.ngrams.orders[-1]  # tokens before a row that it holds
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i."""
         batch, length = tokens.shape
         start = self.start.expand(batch, 1, -1)
         h = torch.cat([start, self.tokens(tokens[:, :-1])], dim=1)
+        if self.ngrams is not None:
+            h = self.ngrams(h, F.pad(tokens[:, :-1], (self.reach, 0), value=NO_TOKEN))
         for table, index in self._places(torch.arange(length, device=tokens.device)):
             h = h + table(index)
         return h
 
-    def row(self, token: Tensor | None, position: int, batch: int) -> Tensor:
-        """Row ``position`` of ``forward``, (B, 1, C), from the token before it (B,) int64; None before the first."""
-        h = self.start.expand(batch, -1) if token is None else self.tokens(token)
+    def row(self, before: Tensor, position: int) -> Tensor:
+        """Row ``position`` of ``forward``, (B, 1, C), from the ``reach`` tokens before it.
+
+        ``before``: (B, reach) int64, the newest last; ``NO_TOKEN`` where the context has not begun.
+        """
+        h = self.tokens(before[:, -1:]) if position else self.start.expand(len(before), 1, -1)
+        if self.ngrams is not None:
+            h = self.ngrams(h, before)
         for table, index in self._places(position):
             h = h + table.weight[index]
-        return h.unsqueeze(1)
+        return h
 
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
         """Each position table, with the index of the positions in it."""

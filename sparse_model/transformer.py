@@ -105,13 +105,15 @@ class ResidualBlock(nn.Module):
 def initialize(model: nn.Module, config: ModelConfig) -> None:
     """Set every parameter of a SparseTransformer from torch's global generator (section 5.2; the released code).
 
-    Linear weights and embeddings are normal, biases and output logits 0, norms 1 and 0. The two projections that write
+    Linear weights and embeddings are normal, biases, output logits and n-gram tables 0, norms 1 and 0. The two projections that write
     into the residual stream are scaled by 1/√(2·layers), so that the stream keeps its size with depth.
     """
     residual = 1 / math.sqrt(2 * config.layers)
     tables = len(config.embedding.table_sizes(config.context))
     for name, parameter in model.named_parameters():
         owner = name.rsplit(".", 2)[-2]
+        if owner == "ngrams":
+            continue  # zeros already, which take no memory as long as nothing writes them
         if name == "logits.weight" or name.endswith(".bias"):
             nn.init.zeros_(parameter)
         elif owner.endswith("norm"):
