@@ -143,7 +143,7 @@ class Session:
         self._logits = None if self._logits is None else self._logits[order]
 
     def _add(self, tokens: Tensor) -> None:
-        """Go on behind tokens (B, n). Those that the next row embeds are copied: the caller may overwrite its tensor."""
+        """Go on behind tokens (B, n), and keep a copy of those that the next row embeds."""
         reach = self._before.shape[1]
         self._before = torch.cat([self._before, tokens[:, -reach:].long()], 1)[:, -reach:]
         self.position, self._logits = self.position + tokens.shape[1], None

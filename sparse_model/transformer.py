@@ -105,8 +105,9 @@ class ResidualBlock(nn.Module):
 def initialize(model: nn.Module, config: ModelConfig) -> None:
     """Set every parameter of a SparseTransformer from torch's global generator (section 5.2; the released code).
 
-    Linear weights and embeddings are normal, biases, output logits and n-gram tables 0, norms 1 and 0. The two projections that write
-    into the residual stream are scaled by 1/√(2·layers), so that the stream keeps its size with depth.
+    Linear weights and embeddings are normal, biases, output logits and n-gram tables 0, norms 1 and 0. The two
+    projections that write into the residual stream are scaled by 1/√(2·layers), so that the stream keeps its size with
+    depth.
     """
     residual = 1 / math.sqrt(2 * config.layers)
     tables = len(config.embedding.table_sizes(config.context))
