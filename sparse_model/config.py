@@ -18,7 +18,7 @@ from longstride.sparse_model.strict import StrictModel
 POSITIVE = Field(gt=0)
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
-MOST_ROWS = 1 << 31  # of an order: the hash takes that many bits
+MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
 
 
@@ -53,12 +53,17 @@ class NgramTables(StrictModel):
     """
 
     orders: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(2, 3, 4, 5, 6), min_length=1, strict=False)
-    rows: Annotated[int, Field(gt=0, le=MOST_ROWS)]  # of each order
+    rows: Annotated[int, POSITIVE]  # of each order
 
     @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        if list(self.orders) != sorted(set(self.orders)):
-            raise ConfigError.at("orders", list(self.orders), f"must ascend; such as {sorted(set(self.orders))}")
+    def _consistent(self) -> Self:
+        orders, most = list(self.orders), MOST_ROWS // len(self.orders)
+        if orders != sorted(set(orders)):
+            raise ConfigError.at("orders", orders, f"must ascend; such as {sorted(set(orders))}")
+        if self.rows > most:
+            raise ConfigError.at(
+                "rows", self.rows, f"of {len(orders)} orders must be below 2**31 in all; at most {most}"
+            )
         return self
 
 

@@ -6,6 +6,8 @@ Letters: B batch, N positions, C width, V vocabulary, L longest order, O orders,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,6 +38,8 @@ class Ngrams(nn.Module):
         self.base = vocabulary + 1 + vocabulary % 2  # odd: else the keys of long orders would lose their oldest tokens
         # Zeros, which no memory is taken for until they change. They need no noise to differ: their gradients do.
         self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
+        # Where set, called as (h, ids (B, n, O)) in place of ``add_rows``: the rows lie elsewhere than here.
+        self.adder: Callable[[Tensor, Tensor], Tensor] | None = None
         self._numbers: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def forward(self, h: Tensor, before: Tensor) -> Tensor:
@@ -48,11 +52,8 @@ class Ngrams(nn.Module):
         Returns:
             (B, n, C), in the type of h.
         """
-        return self.add(h, self.ids(before))
-
-    def add(self, h: Tensor, ids: Tensor) -> Tensor:
-        """Adds the rows of ids (B, n, O) to h (B, n, C). Replaced where the rows lie elsewhere than in a parameter."""
-        return h + row_sums(self.rows, ids, h)
+        ids = self.ids(before)
+        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids)
 
     def ids(self, before: Tensor) -> Tensor:
         """The row of each order at each position, (B, n, O) int64; ``before`` as for ``forward``."""
@@ -80,9 +81,9 @@ class Ngrams(nn.Module):
         return self._numbers[device]
 
 
-def row_sums(rows: Tensor, ids: Tensor, like: Tensor) -> Tensor:
-    """The sum of the rows (·, C) of ids (B, n, O): (B, n, C) in the type of ``like``, summed in fp32 or wider."""
-    return F.embedding_bag(ids.flatten(0, 1), rows, mode="sum").view(*ids.shape[:-1], -1).to(like.dtype)
+def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """h (B, n, C) plus the sum of the rows (·, C) of ids (B, n, O), which is rounded once to the type of h."""
+    return h + F.embedding_bag(ids.flatten(0, 1), rows, mode="sum").view(h.shape).to(h.dtype)
 
 
 def _signed(number: int) -> int:

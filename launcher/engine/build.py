@@ -22,6 +22,7 @@ from torch import Tensor
 from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
 from longstride.launcher.engine.optimizer import AVERAGE, make_optimizer, make_schedule, rate_factor
+from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
@@ -49,6 +50,9 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     """
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
+    tables = None
+    if model.embedding.ngrams is not None:
+        tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)
     optimizer = make_optimizer(dict(model.named_parameters()), config.train)
     section = engine_section(config, ranks.world_size)
     # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
@@ -59,6 +63,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
             lr_scheduler=functools.partial(make_schedule, train=config.train),
             config=section,
         )
+    engine.tables = tables  # beside what DeepSpeed knows of; None: the model has none
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
@@ -112,6 +117,8 @@ def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:
     """Whether every weight of every rank is a finite number. All ranks must call."""
     # Under ZeRO 3 a parameter at rest is empty, and ds_tensor this rank's part of it.
     shards = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    if engine.tables is not None:
+        shards.append(engine.tables.rows)
     return all(ranks.gather_objects(all(bool(torch.isfinite(shard).all()) for shard in shards)))
 
 
