@@ -19,7 +19,7 @@ from torch import Tensor
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import CheckpointManifest
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import AVERAGE, Tables, followed
+from longstride.launcher.engine import AVERAGE, Tables
 
 
 def tables_name(rank: int) -> str:
@@ -50,7 +50,7 @@ class SavedTables:
             rows = saved["fp32"]
             if kind == AVERAGE:
                 assert self._decay is not None
-                rows = followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
+                rows = Tables.followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
             whole[first :: self._ranks] = rows
         return whole
 

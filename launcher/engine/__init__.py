@@ -7,4 +7,4 @@ from longstride.launcher.engine.build import apply_settings, build_engine, check
 from longstride.launcher.engine.device import compile_kernels, prepare_accelerator, random_states, set_random_states
 from longstride.launcher.engine.optimizer import AVERAGE, TRAINED, add_weights_argument, parameter_groups
 from longstride.launcher.engine.step import EngineStep, Overflow
-from longstride.launcher.engine.tables import TABLES, Tables, followed
+from longstride.launcher.engine.tables import Tables

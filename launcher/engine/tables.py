@@ -7,7 +7,7 @@ step, for some ten thousand rows. So they are taken out of the model before the 
 W has row r, and each rank asks the owners for the rows that its batch needs. **Backward**: all rows of a position get
 the gradient of its embedding, so a rank keeps that and the numbers of the rows. **Step**: the ranks exchange what they
 kept, in the model's precision; each sums the gradients of the rows that it holds, in fp32 and in the order of the
-ranks, and changes those. So replicas stay equal to the bit, and so do ZeRO 0 and 3.
+ranks, and changes those. So replicas stay equal to the bit.
 
 Letters: W ranks, P positions of a step, O orders, C width, U rows touched.
 """
@@ -26,7 +26,6 @@ from longstride.launcher.engine.optimizer import AVERAGE, rate_factor
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import Ngrams, add_rows
 
-TABLES = "embedding.ngrams.rows"  # their name as a parameter of the model
 DECAY = 0.95  # of the second moment, at each touch
 _TINY = 1e-12  # beside the root of the second moment, of gradients that no batch makes so small
 
@@ -42,6 +41,8 @@ class Tables:
     There is no decay of weights, which would take a pass over all rows, and no clipping of gradients: the length of g
     takes no part in the length of the step, and the norm would be known after one more exchange alone.
     """
+
+    NAME = "embedding.ngrams.rows"  # as a parameter of the model
 
     def __init__(self, ngrams: Ngrams, train: TrainConfig, ranks: Ranks, *, sharded: bool) -> None:
         """Takes the rows out of a model, which from then on asks for them here. The process group must stand."""
@@ -93,7 +94,7 @@ class Tables:
             self._move(touched, sums, rate)
         else:  # brought to the last step first: until then the rows have stood still
             lag = self.steps - self._average_step[touched]
-            average = followed(self._average[touched], self.rows[touched], decay, lag)
+            average = self.followed(self._average[touched], self.rows[touched], decay, lag)
             self._move(touched, sums, rate)
             self._average[touched] = average.lerp_(self.rows[touched], 1 - decay)
             self._average_step[touched] = self.steps + 1.0
@@ -159,7 +160,9 @@ class Tables:
         rows, average_step = saved["fp32"], torch.full_like(saved["exp_avg_sq"], float(self.steps))
         if decay != self._train.ema_decay:
             average = (
-                rows if decay is None else followed(saved[AVERAGE], rows, decay, self.steps - saved[f"{AVERAGE}_step"])
+                rows
+                if decay is None
+                else self.followed(saved[AVERAGE], rows, decay, self.steps - saved[f"{AVERAGE}_step"])
             )
             saved = {**saved, AVERAGE: average, f"{AVERAGE}_step": average_step}
         ids = torch.arange(first, self.shape[0], stride)
@@ -168,10 +171,10 @@ class Tables:
         for name, tensor in self._tensors().items():
             tensor.index_copy_(0, places, saved[name][mine].to(tensor.device))
 
-
-def followed(average: Tensor, rows: Tensor, decay: float, lag: Tensor) -> Tensor:
-    """The moving average (·, C) of rows that have stood still for so many steps (·,)."""
-    return torch.lerp(rows, average, (decay**lag)[:, None])
+    @staticmethod
+    def followed(average: Tensor, rows: Tensor, decay: float, lag: Tensor) -> Tensor:
+        """The moving average (·, C) of rows (·, C) that have stood still for so many steps (·,)."""
+        return torch.lerp(rows, average, (decay**lag)[:, None])
 
 
 class _Added(torch.autograd.Function):
