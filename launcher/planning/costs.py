@@ -37,26 +37,29 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
 
-PARTS = ("embedding", "attention", "feed-forward", "norms", "output")
+TABLES = "n-gram tables"
+PARTS = ("embedding", TABLES, "attention", "feed-forward", "norms", "output")
 REHEARSED_LAYERS = (2, 3)
 STAGES = (0, 1, 2, 3)
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part of the model, without allocating it. Layers are alike, so two tell about all."""
+    """Parameters by the parts that the model has, without allocating it. Layers are alike, so two tell about all."""
     first, second = Counter[str](), Counter[str]()
     for layers, parts in ((1, first), (2, second)):
         with torch.device("meta"):
             model = SparseTransformer(config.model_copy(update={"layers": layers}))
         for name, parameter in model.named_parameters():
             parts[_part_of(name)] += parameter.numel()
-    return {part: first[part] + (config.layers - 1) * (second[part] - first[part]) for part in PARTS}
+    return {part: first[part] + (config.layers - 1) * (second[part] - first[part]) for part in PARTS if part in first}
 
 
 def _part_of(name: str) -> str:
     if "norm." in name:
         return "norms"
+    if name.startswith("embedding.ngrams."):
+        return TABLES
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("logits."):
@@ -131,21 +134,23 @@ class States:
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
     at_step: int  # fp32 gradients, which exist only in the optimiser's step
+    tables: int = 0  # n-gram tables, what their optimiser keeps, and the gradients of a step's positions
+    tables_at_step: int = 0  # what the processes exchange of them, and sums for the rows
 
     def resident(self) -> int:
         """All but what exists only in the optimiser's step."""
-        return self.weights + self.gradients + self.masters + self.adam + self.average + self.buffers
+        return self.weights + self.gradients + self.masters + self.adam + self.average + self.buffers + self.tables
 
     def peak(self, activations: Activations) -> int:
         """At the worst moment of a step: in the backward pass, or at its end in the optimiser."""
-        return self.resident() + max(activations.peak, self.at_step)
+        return self.resident() + max(activations.peak, self.at_step, self.tables_at_step)
 
 
 def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -> States:
     """What weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
-    Stage 1 shards masters, moments and average, stage 2 gradients too, stage 3 weights too. What is offloaded to the
-    CPU is counted all the same.
+    ``num_parameters``: without n-gram tables, which stage 3 alone shards. Stage 1 shards masters, moments and average,
+    stage 2 gradients too, stage 3 weights too. What is offloaded to the CPU is counted all the same.
     """
     half = config.precision != "fp32"
     copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
@@ -155,6 +160,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
     def share(numel: int, from_stage: int) -> int:
         return -(-numel // processes) if stage >= from_stage else numel
 
+    tables = table_step(config)
     return States(
         weights=(2 if half else 4) * share(num_parameters, 3),
         gradients=gradient_bytes * share(num_parameters, 2),
@@ -163,6 +169,35 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
         buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes),
         at_step=4 * share(num_parameters, 1) if copied else 0,
+        tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
+        tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TableStep:
+    """What n-gram tables take. A step touches and exchanges at most so much: positions may share rows."""
+
+    rows: int
+    row_bytes: int  # of one with its second moment, its number of steps, and the moving average
+    touched_rows: int  # by a step of all processes
+    sum_bytes: int  # for the gradient of a touched row
+    sent_bytes: int  # by all processes to every other: gradients of their positions, and numbers of rows
+
+
+def table_step(config: RunConfig) -> TableStep:
+    """Of a step of the optimiser; all 0 where the model has no n-gram tables."""
+    model, tables = config.model, config.model.ngrams
+    if tables is None:
+        return TableStep(0, 0, 0, 0, 0)
+    orders, positions = len(tables.orders), config.train.global_batch * model.context
+    weights = 2 if config.train.ema_decay is not None else 1
+    return TableStep(
+        rows=orders * tables.rows,
+        row_bytes=4 * (weights * model.width + 3),
+        touched_rows=orders * min(positions, tables.rows),
+        sum_bytes=4 * model.width,
+        sent_bytes=positions * (DTYPES[config.precision].itemsize * model.width + 4 * orders),
     )
 
 
@@ -197,6 +232,8 @@ def rehearse(
         model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(dtype)
+        if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
+            model.embedding.ngrams.rows.requires_grad_(False)
         tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
         if on_gpu:
             modes.enter_context(_FusedDropout())
@@ -215,7 +252,8 @@ def count(model: SparseTransformer, tokens: Tensor) -> Activations:
     def drop_gradient(parameter: Tensor) -> None:
         parameter.grad = None
 
-    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in model.parameters()]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
         with LiveBytes([*model.parameters(), tokens]) as live:
             loss = model(tokens, return_nats=True).sum()
