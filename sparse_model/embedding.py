@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.part import draw
 
 Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
 
@@ -16,12 +17,23 @@ Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
 class Embedding(nn.Module):
     """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code)."""
 
+    part = "embedding"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.sizes = config.embedding.table_sizes(config.context)
         self.positions = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
         self.start = nn.Parameter(torch.empty(config.width))
+
+    def initialize(self) -> None:
+        """Set its tables. What is added up to one row of the stream shares its size."""
+        draw(self.start, self.config, self.config.width)
+        draw(self.tokens.weight, self.config, self.config.width)
+        for table in self.positions:
+            assert isinstance(table, nn.Embedding)
+            draw(table.weight, self.config, self.config.width * len(self.positions))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i."""
