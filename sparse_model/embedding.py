@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.ngrams import Ngrams
+from longstride.sparse_model.part import draw
 
 NO_TOKEN = -1
 Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
@@ -22,8 +23,11 @@ class Embedding(nn.Module):
     With ``ngrams``, tables of the last tokens are added as well.
     """
 
+    part = "embedding"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.sizes = config.embedding.table_sizes(config.context)
         self.positions = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
@@ -32,6 +36,14 @@ class Embedding(nn.Module):
         if config.ngrams is not None:
             self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
         self.reach = 1 if config.ngrams is None else config.ngrams.orders[-1]  # tokens before a row that it holds
+
+    def initialize(self) -> None:
+        """Set its tables. What is added up to one row of the stream shares its size; n-gram tables begin at 0."""
+        draw(self.start, self.config, self.config.width)
+        draw(self.tokens.weight, self.config, self.config.width)
+        for table in self.positions:
+            assert isinstance(table, nn.Embedding)
+            draw(table.weight, self.config, self.config.width * len(self.positions))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i."""

@@ -32,6 +32,8 @@ class Ngrams(nn.Module):
     with m = (2n + 1) · 0x9E3779B97F4A7C15, an odd number of its own for each order. Order number o begins at row o · R.
     """
 
+    part = "n-gram tables"
+
     def __init__(self, config: NgramTables, vocabulary: int, width: int) -> None:
         super().__init__()
         self.orders, self.num_rows = config.orders, config.rows

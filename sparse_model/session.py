@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
 
-from longstride.kernels import ConfigError, empty_cache
-from longstride.sparse_model.cache import KeyValues
+from longstride.kernels import ConfigError
 from longstride.sparse_model.config import ModelConfig
 from longstride.sparse_model.embedding import NO_TOKEN
 from longstride.sparse_model.transformer import SparseTransformer
@@ -23,7 +22,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Session:
-    """A model's keys and values for a batch of contexts of one length, and the logits of their next position.
+    """What a model keeps of a batch of contexts of one length, and the logits of their next position.
 
     ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
     the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
@@ -55,7 +54,7 @@ class Session:
         self.position = 0  # of the next token
         start = model.embedding.start
         with torch.inference_mode():
-            self.caches = allocate(model.config, batch, self.length, start.device, start.dtype)
+            self.states = model.new_states(batch, self.length, start.device, start.dtype)
         # The last tokens before `position`, (B, reach).
         self._before = torch.full((batch, model.embedding.reach), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
@@ -71,7 +70,7 @@ class Session:
             self._require_room(1)
             with torch.inference_mode():
                 h = self._bare.embedding.row(self._before, self.position)
-                h = self._bare.through(h, self.caches, self.position)
+                h = self._bare.through(h, self.states, self.position)
                 logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
                 self._logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return self._logits
@@ -109,7 +108,7 @@ class Session:
             return
         tokens = tokens.long()
         with torch.inference_mode():
-            self._bare.through(self._bare.embedding(tokens), self.caches, 0)
+            self._bare.through(self._bare.embedding(tokens), self.states, 0)
         self._add(tokens)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,8 +136,8 @@ class Session:
         if order.shape != (self.batch,):
             raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
         with torch.inference_mode():
-            for cache in self.caches:
-                cache.rearrange(order, self.position + 1)
+            for state in self.states:
+                state.rearrange(order, self.position + 1)
         self._before = self._before[order]
         self._logits = None if self._logits is None else self._logits[order]
 
@@ -151,22 +150,6 @@ class Session:
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:
             raise ValueError(f"{self.position + rows} tokens: the session has room for {self.length}")
-
-
-def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
-    """An empty cache of ``length`` positions for each layer; a CPU takes memory only as it is written.
-
-    Raises:
-        ConfigError: the model's backend cannot run here.
-    """
-    widths = (config.query_key_width // config.heads, config.width // config.heads)
-    caches = []
-    for patterns in config.layer_patterns():
-        keys, values = (
-            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
-        )
-        caches.append(KeyValues(keys, values, patterns, config.backend))
-    return caches
 
 
 def even_length(config: ModelConfig, least: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem, join_paths, nearest
@@ -21,6 +21,16 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    # Fields that came later: without them at their default, what is saved stays what it was, byte for byte.
+    left_out_at_default: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, serialize: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
+        content = serialize(self)
+        fields = type(self).model_fields
+        left_out = [name for name in self.left_out_at_default if getattr(self, name) == fields[name].default]
+        return {name: value for name, value in content.items() if name not in left_out}
 
     @classmethod
     def model_validate(cls, obj: Any) -> Self:  # type: ignore[override]

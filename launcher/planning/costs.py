@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -35,57 +36,33 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
+from longstride.sparse_model import ModelConfig, SparseTransformer, Work
 
-TABLES = "n-gram tables"
-PARTS = ("embedding", TABLES, "attention", "feed-forward", "norms", "output")
 REHEARSED_LAYERS = (2, 3)
 STAGES = (0, 1, 2, 3)
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by the parts that the model has, without allocating it. Layers are alike, so two tell about all."""
-    first, second = Counter[str](), Counter[str]()
-    for layers, parts in ((1, first), (2, second)):
-        with torch.device("meta"):
-            model = SparseTransformer(config.model_copy(update={"layers": layers}))
-        for name, parameter in model.named_parameters():
-            parts[_part_of(name)] += parameter.numel()
-    return {part: first[part] + (config.layers - 1) * (second[part] - first[part]) for part in PARTS if part in first}
+    """Parameters by part of the model, without allocating it. Layers are alike, so one tells about all."""
+    model = _one_layer(config)
+    parts, block = _parts_of(model), _parts_of(model.blocks)
+    return {part: count + (config.layers - 1) * block[part] for part, count in parts.items()}
 
 
-def _part_of(name: str) -> str:
-    if "norm." in name:
-        return "norms"
-    if name.startswith("embedding.ngrams."):
-        return TABLES
-    if name.startswith("embedding."):
-        return "embedding"
-    if name.startswith("logits."):
-        return "output"
-    return "attention" if ".attention." in name else "feed-forward"
+def _one_layer(config: ModelConfig) -> SparseTransformer:
+    """The model with the first of its blocks alone, without memory."""
+    with torch.device("meta"):
+        return SparseTransformer(config.model_copy(update={"layers": 1}))
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Operations of one pass over one context."""
-
-    linear: int
-    scores: int  # of attention: queries times keys
-    values: int  # of attention: weights times values
-    blocks: int  # of all three, what the residual blocks compute, which activation checkpointing recomputes
-    again: int  # of ``linear``, what the backward pass computes again in any case
-
-    @property
-    def forward(self) -> int:
-        """The forward pass."""
-        return self.linear + self.scores + self.values
-
-    @property
-    def backward(self) -> int:
-        """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
-        return 2 * self.forward + self.scores + self.again
+def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
+    """Parameters by the parts that own them: the nearest module around them that says which."""
+    part = getattr(module, "part", part)
+    counts = Counter({part: sum(parameter.numel() for parameter in module.parameters(recurse=False))})
+    for child in module.children():
+        counts.update(_parts_of(child, part))
+    return +counts  # none that has no parameters
 
 
 def layer_pairs(config: ModelConfig) -> list[int]:
@@ -101,18 +78,25 @@ def dense_pairs(config: ModelConfig) -> int:
     return config.heads * config.context * (config.context + 1) // 2
 
 
-def work(config: ModelConfig, pairs: int, micro_batch: int = 1) -> Work:
-    """Operations over one context of a micro-batch, with so many pairs in all layers together."""
-    width = config.width
-    per_block = width * (2 * config.query_key_width + width) + width * width + 2 * width * config.feed_forward_width
-    blocks = 2 * config.context * config.layers * per_block
-    logits = 2 * config.context * width * config.vocabulary
-    expand = 2 * config.context * config.layers * width * config.feed_forward_width
-    long = micro_batch * config.context > feed_forward.LONG_ROWS
-    scores = 2 * pairs * (config.query_key_width // config.heads)
-    values = 2 * pairs * (width // config.heads)
-    again = logits + (expand if long else 0)
-    return Work(blocks + logits, scores, values, blocks + scores + values, again)
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """Operations of one pass of a model over one context."""
+
+    blocks: Work  # which activation checkpointing recomputes
+    rest: Work
+
+    @property
+    def whole(self) -> Work:
+        """Of all."""
+        return self.blocks + self.rest
+
+
+def work(config: ModelConfig, pairs: Sequence[int], micro_batch: int = 1) -> ModelWork:
+    """Operations over one context of a micro-batch, with so many pairs in each layer, as the model's parts count."""
+    model = _one_layer(config)
+    block: Any = model.blocks[0]
+    blocks = (block.work(config.context, count, micro_batch) for count in pairs)
+    return ModelWork(sum(blocks, Work()), model.logits.work(config.context, 0, micro_batch))
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,15 +76,16 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         DataError: the data is here, and does not fit the run.
     """
     from longstride.launcher.planning import costs
+    from longstride.sparse_model import Ngrams
 
     length = run_length(config, contexts)
     model, train = config.model, config.train
     parts = costs.parameter_parts(model)
     total = sum(parts.values())
-    others = total - parts.get(costs.TABLES, 0)
+    others = total - parts.get(Ngrams.part, 0)
     pairs, dense = costs.layer_pairs(model), costs.dense_pairs(model)
-    step = step_flops(costs.work(model, sum(pairs), train.micro_batch), config)
-    as_dense = step_flops(costs.work(model, dense * model.layers, train.micro_batch), config)
+    step = step_flops(costs.work(model, pairs, train.micro_batch), config)
+    as_dense = step_flops(costs.work(model, [dense] * model.layers, train.micro_batch), config)
     kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
@@ -177,9 +178,9 @@ def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
     """Operations of one optimiser step, over all processes."""
     contexts = config.train.global_batch
     return {
-        "forward_flops": contexts * work.forward,
-        "backward_flops": contexts * work.backward,
-        "recompute_flops": contexts * work.blocks if config.train.activation_checkpointing else 0,
+        "forward_flops": contexts * work.whole.forward,
+        "backward_flops": contexts * work.whole.backward,
+        "recompute_flops": contexts * work.blocks.forward if config.train.activation_checkpointing else 0,
     }
 
 
