@@ -51,6 +51,7 @@ class Attention(nn.Module):
         self.convolution = CausalConvolution(config.convolution, config.width) if config.convolution else None
         self.query_key_value = nn.Linear(config.width, sum(self.widths), bias=config.bias)
         self.projection = nn.Linear(config.width, config.width, bias=config.bias)
+        self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
 
     def initialize(self) -> None:
         """Set its linear layers."""

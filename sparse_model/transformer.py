@@ -6,6 +6,7 @@ Letters: B batch, N positions, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,13 @@ from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.rotary import Rotary
+
+
+class Role(NamedTuple):
+    """What an optimiser has to know of a parameter."""
+
+    part: str  # of the network: matrices, embeddings, vectors or output
+    rows: tuple[int, ...] = ()  # of the matrices that lie below each other in it; none: it is one
 
 
 class SparseTransformer(nn.Module):
@@ -43,6 +51,26 @@ class SparseTransformer(nn.Module):
         """Parameters of the model of a configuration, without allocating it."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in SparseTransformer(config).parameters())
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The role of each parameter by name, in the order of ``named_parameters``.
+
+        A module whose parameters are of another part than their kind says has an attribute ``part``; one with matrices
+        stacked in a linear layer, their rows by the layer's name as ``stacked_rows``.
+        """
+        modules, roles = dict(self.named_modules()), {}
+        for name, parameter in self.named_parameters():
+            path, _, kind = name.rpartition(".")
+            above, _, layer = path.rpartition(".")
+            owner = modules[path]
+            # Under ZeRO 3 a parameter at rest is empty; ds_shape is what it was.
+            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
+                part = "vectors"
+            else:
+                part = getattr(owner, "part", "embeddings" if isinstance(owner, nn.Embedding) else "matrices")
+            stacked = getattr(modules[above], "stacked_rows", {}) if kind == "weight" else {}
+            roles[name] = Role(part, tuple(stacked.get(layer, ())))
+        return roles
 
     def forward(self, tokens: Tensor, return_nats: bool = False) -> Tensor:
         """Row i predicts tokens[:, i] from tokens[:, :i].

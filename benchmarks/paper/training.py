@@ -25,7 +25,7 @@ from benchmarks.paper.cases import Case
 from benchmarks.training.training_step import attention_replaced
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.stream import Batch
-from longstride.launcher.engine.optimizer import make_optimizer, make_schedule
+from longstride.launcher.engine.optimizer import make_optimizer, make_schedule, parameter_groups
 from longstride.sparse_model import SparseTransformer
 
 CLIPPING = 1.0
@@ -50,7 +50,9 @@ class Learner:
             self.model.to(dtype)
         names = [name for name, _ in model.named_parameters()]
         train = case.train_config()
-        self._optimizer = make_optimizer(dict(zip(names, self._masters, strict=True)), train)
+        self._optimizer = make_optimizer(
+            dict(zip(names, self._masters, strict=True)), parameter_groups(model, train.optimizer), train
+        )
         self._schedule = make_schedule(self._optimizer, train)
         self._nats: list[Tensor] = []  # of each step, where it was computed: reading one would wait for the device
         self._seconds: list[float] = []

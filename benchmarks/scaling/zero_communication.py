@@ -82,8 +82,9 @@ class Parameters:
 def parameters_of(model: ModelConfig) -> Parameters:
     """Every parameter by name, without making one."""
     with FakeTensorMode():
-        named = dict(SparseTransformer(model).named_parameters())
-    groups = tuple(tuple(names) for names in parameter_groups(named) if names)
+        network = SparseTransformer(model)
+    named = dict(network.named_parameters())
+    groups = tuple(tuple(group.names) for group in parameter_groups(network, None) if group.names)
     return Parameters({name: each.numel() for name, each in named.items()}, groups)
 
 

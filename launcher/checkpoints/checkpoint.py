@@ -306,13 +306,14 @@ def _manifest_sha256(folder: Path) -> str | None:
 def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     """What else decides where a weight lies in DeepSpeed's files, and under which of its optimisers."""
     section, stage = config.deepspeed, config.zero_stage
+    optimizer = config.train.optimizer and config.train.optimizer.type
     zero = section.get("zero_optimization", {})
     if stage == 3:
-        return (zero.get("sub_group_size"),)
+        return (optimizer, zero.get("sub_group_size"))
     if stage == 0:
-        return ()
+        return (optimizer,)
     keys = ("round_robin_gradients", "parameter_alignment")
-    return (section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))
+    return (optimizer, section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))
 
 
 def _processes(count: int) -> str:

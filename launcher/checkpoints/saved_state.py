@@ -20,11 +20,11 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.pickles import read_pickle
 from longstride.launcher.checkpoints.saved_tables import SavedTables
-from longstride.launcher.engine import AVERAGE, TRAINED, Tables
+from longstride.launcher.engine import AVERAGE, TRAINED, Tables, states
 from longstride.launcher.models import MAPPED_BYTES
 
 MASTER = "fp32"
-KINDS = (MASTER, "exp_avg", "exp_avg_sq", AVERAGE)  # as DeepSpeed's universal form and the optimiser's state name them
+KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # as the optimiser's state names them
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # the state of a dynamic loss scale
@@ -63,8 +63,13 @@ class SavedState:
         self._map()
         if missing := sorted(set(self._names) - self.shapes.keys()):
             raise self._broken(f"without the weights {', '.join(missing)}")
-        self.kinds = tuple(kind for kind in KINDS if self._has(kind))
-        steps = {float(state["step"]) for states in self._states for state in states.values() if "step" in state}
+        self._held = {name: self._kinds_of(name) for name in self.shapes}
+        self.kinds = tuple(kind for kind in KINDS if any(kind in held for held in self._held.values()))
+        averaged = {AVERAGE in held for held in self._held.values()}
+        moments = {tuple(kind for kind in held if kind not in (MASTER, AVERAGE)) for held in self._held.values()}
+        if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
+            raise self._broken("the optimiser's state or the average is there for a part of the parameters alone")
+        steps = {float(state["step"]) for each in self._states for state in each.values() if "step" in state}
         if len(steps) > 1:
             raise self._broken(f"Adam's steps differ: {sorted(steps)}")
         self.adam_step = steps.pop() if steps else None  # how many it has taken; None before the first
@@ -100,6 +105,11 @@ class SavedState:
         """The model's tensors that are no parameters."""
         return {name: self._model["module"][name] for name in self._model["buffer_names"]}
 
+    def shapes_of(self, kind: str) -> dict[str, torch.Size]:
+        """The shapes of a kind's tensors by parameter, of those that have it."""
+        having = (name for name, held in self._held.items() if kind in held)
+        return {name: states.shape_of(kind, self.shapes[name]) for name in having}
+
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
         if name == Tables.NAME and self._tables is not None:
@@ -111,7 +121,7 @@ class SavedState:
             held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
             parts.append(held.flatten()[start:stop].float())
         whole = torch.cat(parts)  # a copy: the file can be closed
-        shape = self.shapes[name]
+        shape = states.shape_of(kind, self.shapes[name])
         self._taken += whole.nbytes
         return whole[: shape.numel()].reshape(shape)
 
@@ -122,15 +132,13 @@ class SavedState:
             raise self._broken("it holds no moving average, which train.ema_decay keeps; take --weights trained")
         return kind
 
-    def _has(self, kind: str) -> bool:
-        """Whether every parameter has it; ConfigError if only some have."""
-        if kind == MASTER:
-            return True
-        used = {(piece.rank, piece.vector) for pieces in self._pieces.values() for piece in pieces}
-        having = {(rank, vector) for rank, vector in used if kind in self._states[rank].get(vector, {})}
-        if having and having != used:
-            raise self._broken(f"{kind} is there for a part of the parameters alone")
-        return bool(having)
+    def _kinds_of(self, name: str) -> tuple[str, ...]:
+        """What there is of a parameter; ConfigError where some ranks alone have a kind."""
+        each = [self._states[piece.rank].get(piece.vector, {}) for piece in self._pieces[name]]
+        for kind in KINDS:
+            if 0 < sum(kind in state for state in each) < len(each):
+                raise self._broken(f"{kind} is there for a part of {name} alone")
+        return tuple(kind for kind in KINDS if kind == MASTER or kind in each[0])
 
     def _read_whole(self) -> None:
         """ZeRO 0: one file. In half precision its master weights have no names, and the order of the groups."""

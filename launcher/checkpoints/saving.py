@@ -147,7 +147,7 @@ class _Save:
             "precision": config.precision,
             "stream": stream.to_json(),
             "guards": guards,
-            "parameter_groups": parameter_groups(dict(engine.module.named_parameters())),
+            "parameter_groups": [group.names for group in parameter_groups(engine.module, config.train.optimizer)],
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
         }
 

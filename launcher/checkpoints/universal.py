@@ -4,8 +4,11 @@ Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` fo
 
     manifest.json           this, with a SHA-256 over its own content and that of the checkpoint's manifest
     fp32.safetensors        the master weights
-    exp_avg.safetensors     Adam's moments; neither is there before Adam's first step
+    exp_avg.safetensors     Adam's moments; no moments are there before the first step
     exp_avg_sq.safetensors
+    momentum_buffer.safetensors         of Muon
+    row_var.safetensors                 of Adafactor, for matrices; beside it col_var
+    variance.safetensors                of Adafactor, for vectors
     ema.safetensors         the moving average of the weights, where one is kept
 """
 
@@ -16,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +73,18 @@ class Universal:
         """The kinds of tensors that it has, some of ``KINDS``."""
         return tuple(kind for kind in KINDS if _file_name(kind) in self.manifest.files)
 
+    def has(self, name: str, kind: str) -> bool:
+        """Whether there is a tensor of a kind for a parameter."""
+        return kind in self.kinds and name in self._file(kind).keys()  # noqa: SIM118, no mapping
+
     def flat(self, name: str, kind: str) -> Tensor:
         """One parameter's elements as a flat tensor; they stay on the disk until they are used."""
+        return self._file(kind).get_tensor(name).flatten()
+
+    def _file(self, kind: str) -> Any:
         if kind not in self._open:
             self._open[kind] = safe_open(self.folder / _file_name(kind), "pt")
-        return self._open[kind].get_tensor(name).flatten()
+        return self._open[kind]
 
 
 def universal_folder(checkpoint: Path) -> Path:
@@ -137,14 +147,14 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
     for left in (*folder.parent.glob(".step-*.universal.partial"), folder):  # of killed processes; of an old checkpoint
         shutil.rmtree(left, ignore_errors=True)
     state = SavedState(checkpoint)
-    needed = 4 * len(state.kinds) * sum(shape.numel() for shape in state.shapes.values())
+    needed = 4 * sum(shape.numel() for kind in state.kinds for shape in state.shapes_of(kind).values())
     check_space(folder.parent, needed, str(folder.parent), "converting takes")
     unfinished.mkdir()
     try:
         tensors, files = _all_tensors(state, checkpoint), {}
         for kind in state.kinds:
-            of_kind = islice(tensors, len(state.shapes))
-            size, sha256 = write_tensors(unfinished / _file_name(kind), state.shapes, of_kind)
+            shapes = state.shapes_of(kind)
+            size, sha256 = write_tensors(unfinished / _file_name(kind), shapes, islice(tensors, len(shapes)))
             files[_file_name(kind)] = FileRecord(bytes=size, sha256=sha256)
         manifest = UniversalManifest(
             format_version=UNIVERSAL_VERSION,
@@ -167,11 +177,11 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
 
 def _all_tensors(state: SavedState, checkpoint: Checkpoint) -> Iterator[Tensor]:
     """All tensors, kind after kind, with a line now and then that says how many have been taken."""
-    total, reported = len(state.kinds) * len(state.shapes), time.monotonic()
-    for done, (kind, name) in enumerate(product(state.kinds, state.shapes)):
+    every, reported = [(kind, name) for kind in state.kinds for name in state.shapes_of(kind)], time.monotonic()
+    for done, (kind, name) in enumerate(every):
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
-            say(f"converting {checkpoint.folder}: {100 * done // total} %")
+            say(f"converting {checkpoint.folder}: {100 * done // len(every)} %")
         yield state.tensor(name, kind)
 
 

@@ -5,6 +5,7 @@ Imports neither torch nor deepspeed.
 
 from longstride.launcher.config.deepspeed_keys import part_errors
 from longstride.launcher.config.json_file import flattened, load_json_object
+from longstride.launcher.config.optimization import AdafactorConfig, MuonConfig, OptimizerConfig
 from longstride.launcher.config.run_config import (
     DATA_PATHS,
     TRUST_OPTION,

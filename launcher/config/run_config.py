@@ -10,12 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
+from longstride.launcher.config.optimization import AdafactorConfig, OptimizerConfig, WsdConfig
 from longstride.sparse_model import ModelConfig, StrictModel
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -134,6 +142,9 @@ class GuardsConfig(StrictModel):
     max_rewinds: int = Field(default=3, gt=0, description="that do not get beyond the place; the next stops")
 
 
+_NEWER: dict[str, Any] = {"optimizer": None}  # keys of `train` that are written only where they are not this
+
+
 class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
@@ -143,9 +154,10 @@ class TrainConfig(StrictModel):
     global_batch: int = Field(gt=0, description="contexts a step, over all processes")
     micro_batch: int = Field(gt=0, description="contexts a process runs at once")
     learning_rate: float = Field(gt=0, description="at the end of the warm-up")
+    optimizer: OptimizerConfig | None = Field(default=None, description="null: AdamW, with one rate for all parts")
     warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
-    schedule: Literal["cosine", "constant"] = "cosine"
-    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step of a cosine schedule")
+    schedule: Literal["cosine", "constant"] | WsdConfig = "cosine"
+    final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step, where the schedule decays")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.999), strict=False
@@ -196,6 +208,17 @@ class TrainConfig(StrictModel):
             raise ConfigError(*problems)
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_newer_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves keys that came later out at their default: what is written says no more than what was asked."""
+        content: dict[str, Any] = handler(self)
+        return {key: value for key, value in content.items() if key not in _NEWER or value != _NEWER[key]}
+
+    def rate_of(self, part: str | None) -> float:
+        """The learning rate of a part of the network, one of the fields of ``RatesConfig``; None: of all of it."""
+        rate: float | None = getattr(self.optimizer.rates, part) if self.optimizer and part else None
+        return self.learning_rate if rate is None else rate
+
     @property
     def last_step(self) -> int:
         """Optimiser steps of the run, which must be known: see the data room's ``resolve_steps``."""
@@ -225,6 +248,13 @@ class RunConfig(StrictModel):
         if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
             rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
             raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
+        if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:
+            rule = (
+                f"takes means over rows and columns of whole matrices, which ZeRO {self.zero_stage} cuts; take muon or "
+            )
+            raise ConfigError.at(
+                "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
+            )
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""From a RunConfig to a DeepSpeed engine: model, AdamW, schedule, precision, activation checkpointing."""
+"""From a RunConfig to a DeepSpeed engine: model, optimiser, schedule, precision, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,23 @@ from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, 
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import BaseModel
 from torch import Tensor
 
 from longstride.kernels import ConfigError, check_backend
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
-from longstride.launcher.engine.optimizer import AVERAGE, make_optimizer, make_schedule, rate_factor
+from longstride.launcher.engine import states
+from longstride.launcher.engine.muon import Muon, matrices_in
+from longstride.launcher.engine.optimizer import (
+    AVERAGE,
+    MATRICES,
+    apply_to_groups,
+    make_optimizer,
+    make_schedule,
+    parameter_groups,
+    rate_factor,
+)
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
@@ -53,7 +64,14 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     tables = None
     if model.embedding.ngrams is not None:
         tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)
-    optimizer = make_optimizer(dict(model.named_parameters()), config.train)
+    parameters, groups = dict(model.named_parameters()), parameter_groups(model, config.train.optimizer)
+    optimizer = make_optimizer(parameters, groups, config.train, half=config.precision != "fp32")
+    if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:  # else DeepSpeed wants a key that allows it, and warns of it
+        ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))
+    roles = model.parameter_roles()
+    matrices = {
+        name: matrices_in(parameters[name].shape, each.rows) for name, each in roles.items() if each.part == MATRICES
+    }
     section = engine_section(config, ranks.world_size)
     # One of DeepSpeed's optimisers prints its memory at every stage of its making, whatever the level of the log.
     with contextlib.redirect_stdout(sys.stdout if "log_level" in section else io.StringIO()):
@@ -67,6 +85,8 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
+    if isinstance(optimizer, Muon):
+        optimizer.lay_out(states.vectors(engine), matrices, engine.device)
     if config.train.activation_checkpointing:
         checkpoint_activations(model, section)
     torch.manual_seed(config.train.seed + 1 + ranks.rank)
@@ -87,14 +107,10 @@ def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) ->
 def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> None:
     """Brings the optimiser and schedule of a loaded checkpoint to the run's own settings, should they have changed.
 
-    A checkpoint holds the rate, decay and betas that it was trained with, and loading restores them in silence.
+    A checkpoint holds the rates, decay and betas that it was trained with, and loading restores them in silence.
     """
     schedule, optimizer = engine.lr_scheduler, engine.basic_optimizer
-    for group in optimizer.param_groups:
-        group["weight_decay"] = train.weight_decay if group["weight_decay"] else 0.0
-        group["betas"], group["eps"], group["initial_lr"] = train.betas, train.eps, train.learning_rate
-        group["lr"] = train.learning_rate * rate_factor(train, schedule.last_epoch)
-    schedule.base_lrs = [train.learning_rate] * len(optimizer.param_groups)
+    schedule.base_lrs = apply_to_groups(optimizer, train, rate_factor(train, schedule.last_epoch))
     if train.ema_decay is None:  # an average that is no longer updated would be saved as if it were
         for state in optimizer.state.values():
             state.pop(AVERAGE, None)

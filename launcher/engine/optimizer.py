@@ -1,7 +1,7 @@
-"""AdamW, the schedule of its rate and a moving average of the weights, as a run's `train` object asks for them.
+"""The optimiser, the schedule of its rates and a moving average of the weights, as a run's `train` object asks.
 
-The average is kept beside Adam's moments in the optimiser's own state. So it is sharded as they are under every ZeRO
-stage, offloaded where they are, and saved and loaded with them. Imports no deepspeed.
+The average is kept beside the moments in the optimiser's own state. So it is sharded as they are under every ZeRO
+stage, offloaded where they are, and saved and loaded with them.
 """
 
 from __future__ import annotations
@@ -9,57 +9,117 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from longstride.launcher.config import TrainConfig
+from longstride.launcher.config import AdafactorConfig, MuonConfig, OptimizerConfig, TrainConfig
+from longstride.launcher.engine.muon import Muon
+from longstride.launcher.engine.states import AVERAGE
+from longstride.sparse_model import SparseTransformer
 
-AVERAGE = "ema"  # its key in the optimiser's state, and what it is called on a command line
 TRAINED = "trained"
+MATRICES, VECTORS = "matrices", "vectors"
+PARTS = (MATRICES, "embeddings", "output", VECTORS)  # of the network, in the order of their groups
 
 
-def parameter_groups(parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of the parameters with weight decay (two or more dimensions), and of those without."""
-    # Under ZeRO 3 a parameter at rest is empty; ds_shape is what it was.
-    dimensions = {name: len(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
+class Group(NamedTuple):
+    """Parameters that the optimiser treats alike."""
+
+    names: list[str]
+    decays: bool
+    part: str | None  # of the network; None: all parameters that decay, or all that do not
+
+
+def parameter_groups(model: SparseTransformer, asked: OptimizerConfig | None) -> list[Group]:
+    """The optimiser's groups in their order: by part of the network where `train.optimizer` is given.
+
+    Otherwise they are the parameters with weight decay (two or more dimensions), and those without (section 6).
+    """
+    roles = model.parameter_roles()
+    by_part = {part: [name for name, role in roles.items() if role.part == part] for part in PARTS}
+    if asked is not None:
+        return [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]
     return [
-        [name for name, count in dimensions.items() if count >= 2],
-        [name for name, count in dimensions.items() if count < 2],
+        Group([name for name in roles if name not in by_part[VECTORS]], True, None),
+        Group(by_part[VECTORS], False, None),
     ]
 
 
-def make_optimizer(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decoupled weight decay on tensors of two or more dimensions (section 6)."""
-    groups = [
-        {"params": [parameters[name] for name in names], "weight_decay": decay}
-        for names, decay in zip(parameter_groups(parameters), (train.weight_decay, 0.0), strict=True)
+def make_optimizer(
+    parameters: Mapping[str, Tensor], groups: Iterable[Group], train: TrainConfig, *, half: bool = False
+) -> torch.optim.Optimizer:
+    """The optimiser that `train.optimizer` asks for, of parameters by name, with decoupled weight decay.
+
+    ``half``: the run computes in half precision.
+    """
+    settings: list[dict[str, Any]] = [
+        {"params": [parameters[name] for name in names], "weight_decay": train.weight_decay if decays else 0.0}
+        | ({"part": part} if part else {})
+        | _settings(train, part)
+        for names, decays, part in groups
     ]
     # The rate stays 0 until the schedule is made: DeepSpeed's fp16 optimiser takes a step in its constructor.
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps, fused=True)
+    optimizer: torch.optim.Optimizer
+    if isinstance(train.optimizer, MuonConfig):
+        # Half precision is Muon's own choice. A run in fp32 is to be the same to its own rounding in every layout.
+        optimizer = Muon(settings, torch.bfloat16 if half else torch.float32)
+    elif isinstance(train.optimizer, AdafactorConfig):
+        optimizer = torch.optim.Adafactor(settings, lr=0.0)
+    else:
+        optimizer = torch.optim.AdamW(settings, lr=0.0, fused=True)
     if train.ema_decay is not None:
         keep_average(optimizer, train.ema_decay)
     return optimizer
 
 
+def _settings(train: TrainConfig, part: str | None) -> dict[str, Any]:
+    """What the optimiser's algorithm takes for a part, rate and weight decay apart."""
+    asked = train.optimizer
+    if isinstance(asked, MuonConfig) and part == MATRICES:
+        return {"momentum": asked.momentum, "nesterov": asked.nesterov, "steps": asked.steps}
+    if isinstance(asked, AdafactorConfig):
+        return {"beta2_decay": asked.beta2_decay, "eps": (None, asked.smallest_scale), "d": asked.clip}
+    return {"betas": train.betas, "eps": train.eps}
+
+
+def apply_to_groups(optimizer: torch.optim.Optimizer, train: TrainConfig, factor: float) -> list[float]:
+    """Brings the settings of a loaded optimiser to the run's own; returns the rate of each group.
+
+    ``factor``: the share of the rates that the schedule is at.
+    """
+    rates = []
+    for group in optimizer.param_groups:
+        part = group.get("part")
+        rates.append(train.rate_of(part))
+        group["weight_decay"] = train.weight_decay if group["weight_decay"] else 0.0
+        group.update(_settings(train, part), initial_lr=rates[-1], lr=rates[-1] * factor)
+    return rates
+
+
 def make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
     """The rate of each step of the optimiser, from the first on."""
     for group in optimizer.param_groups:
-        group["lr"] = train.learning_rate
+        group["lr"] = train.rate_of(group.get("part"))
     return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(rate_factor, train))
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """The share of the learning rate at a step counted from 0: linear warm-up, then cosine or constant."""
+    """The share of the learning rate at a step counted from 0: linear warm-up, then as `train.schedule` says."""
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
-    if train.schedule == "constant":
-        return 1.0
+    schedule, last = train.schedule, train.last_step - 1
     floor = train.final_learning_rate / train.learning_rate
-    done = (step - train.warmup_steps) / max(1, train.last_step - 1 - train.warmup_steps)  # 1 at the last step
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    if schedule == "constant":
+        return 1.0
+    if schedule == "cosine":
+        done = (step - train.warmup_steps) / max(1, last - train.warmup_steps)  # 1 at the last step
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    falling = min(round(schedule.decay_fraction * train.last_step), train.last_step - train.warmup_steps)
+    done = (step - last + falling) / max(1, falling)
+    return 1 - (1 - floor) * min(1.0, max(0.0, done))
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:

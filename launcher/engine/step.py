@@ -70,7 +70,9 @@ class EngineStep:
             # to 3. Set at every step, as a loaded checkpoint brings a scaler of its own.
             self._scaler.raise_error_at_min_scale = False
         norm = None
-        if isinstance(engine.optimizer, torch.optim.AdamW):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
+        if isinstance(
+            engine.optimizer, torch.optim.Optimizer
+        ):  # ZeRO 0 in fp32, where DeepSpeed clips but keeps no norm
             gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):  # DeepSpeed would give this optimiser any gradient

@@ -88,7 +88,7 @@ class Tables:
         gradients = gathered[:, :width].contiguous().view(gradients.dtype).float()
         ids = gathered[:, width:].contiguous().view(torch.int32)
         touched, sums = self._summed(ids, gradients.div_(scale * self._ranks.world_size))
-        rate = self._train.learning_rate * rate_factor(self._train, number)
+        rate = self._train.rate_of("tables") * rate_factor(self._train, number)
         decay = self._train.ema_decay
         if self._average is None or decay is None:
             self._move(touched, sums, rate)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ from longstride.sparse_model import ModelConfig, SparseTransformer, Work
 
 REHEARSED_LAYERS = (2, 3)
 STAGES = (0, 1, 2, 3)
+MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
 
 
@@ -114,16 +115,17 @@ class States:
     weights: int
     gradients: int
     masters: int  # fp32 copies of the weights
-    adam: int  # two fp32 moments
+    moments: int  # of the optimiser, in fp32
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
-    at_step: int  # fp32 gradients, which exist only in the optimiser's step
+    at_step: int  # fp32 gradients and Muon's whole matrices, which exist only in the optimiser's step
     tables: int = 0  # n-gram tables, what their optimiser keeps, and the gradients of a step's positions
     tables_at_step: int = 0  # what the processes exchange of them, and sums for the rows
 
     def resident(self) -> int:
         """All but what exists only in the optimiser's step."""
-        return self.weights + self.gradients + self.masters + self.adam + self.average + self.buffers + self.tables
+        kept = self.weights + self.gradients + self.masters + self.moments + self.average
+        return kept + self.buffers + self.tables
 
     def peak(self, activations: Activations) -> int:
         """At the worst moment of a step: in the backward pass, or at its end in the optimiser."""
@@ -145,14 +147,19 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
         return -(-numel // processes) if stage >= from_stage else numel
 
     tables = table_step(config)
+    whole = 0
+    if config.train.optimizer and config.train.optimizer.type == "muon":
+        matrices = share(matrix_weights(config.model), 1)
+        # Sent and received, or being computed some at a time; beside that what came and what has been computed.
+        whole = (2 if half else 4) * (2 * matrices + max(2 * matrices, 4 * min(matrices, MUON_BATCH)))
     return States(
         weights=(2 if half else 4) * share(num_parameters, 3),
         gradients=gradient_bytes * share(num_parameters, 2),
         masters=4 * share(num_parameters, 1) if copied else 0,
-        adam=8 * share(num_parameters, 1),
+        moments=4 * share(moment_elements(config, num_parameters), 1),
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
         buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes),
-        at_step=4 * share(num_parameters, 1) if copied else 0,
+        at_step=(4 * share(num_parameters, 1) if copied else 0) + whole,
         tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
         tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
     )
@@ -183,6 +190,40 @@ def table_step(config: RunConfig) -> TableStep:
         sum_bytes=4 * model.width,
         sent_bytes=positions * (DTYPES[config.precision].itemsize * model.width + 4 * orders),
     )
+
+
+def moment_elements(config: RunConfig, num_parameters: int) -> int:
+    """What the optimiser keeps of all parameters together, in numbers: Adam two a weight, Muon one a matrix's weight.
+
+    Adafactor keeps one a row and one a column of a matrix, and one a weight of a vector.
+    """
+    kind = config.train.optimizer and config.train.optimizer.type
+    if kind == "muon":
+        return 2 * num_parameters - matrix_weights(config.model)
+    if kind == "adafactor":
+        return _summed_over_layers(
+            config.model,
+            lambda _, shape: (
+                shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel()
+            ),
+        )
+    return 2 * num_parameters
+
+
+def matrix_weights(config: ModelConfig) -> int:
+    """Weights of the matrices in the residual blocks, which are Muon's."""
+    return _summed_over_layers(config, lambda part, shape: shape.numel() if part == "matrices" else 0)
+
+
+def _summed_over_layers(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
+    """A measure of a parameter's part and shape, summed over all. Layers are alike, so two tell about all."""
+    sums = []
+    for layers in (1, 2):
+        with torch.device("meta"):
+            model = SparseTransformer(config.model_copy(update={"layers": layers}))
+        roles = model.parameter_roles()
+        sums.append(sum(measure(roles[name].part, each.shape) for name, each in model.named_parameters()))
+    return sums[0] + (config.layers - 1) * (sums[1] - sums[0])
 
 
 def activations(config: RunConfig, checkpointing: bool) -> Activations:

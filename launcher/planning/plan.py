@@ -199,13 +199,21 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         f"memory of a process, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
         f"  activations of all blocks kept {kept['kept'] / _GIB:.2f}, at most {kept['peak'] / _GIB:.2f}; "
         f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}",
-        "  processes  ZeRO  weights  gradients  masters   Adam  average  buffers"
+        "  processes  ZeRO  weights  gradients  masters moments  average  buffers"
         f"{'  tables' if (tables := plan['tables'])['rows'] else ''} | peak: kept  recomputed",
     ]
-    names = ["weights", "gradients", "masters", "adam", "average", "buffers", *(["tables"] if tables["rows"] else [])]
+    names = [
+        "weights",
+        "gradients",
+        "masters",
+        "moments",
+        "average",
+        "buffers",
+        *(["tables"] if tables["rows"] else []),
+    ]
     for row in plan["memory"]:
         columns = (row[name] / _GIB for name in names)
-        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 7, 9, 9, 8), strict=False))
+        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 8, 9, 9, 8), strict=False))
         peaks = [f"{row[name] / _GIB:.2f}" for name in ("peak_kept", "peak_recomputed")]
         if row["stage"] == plan["zero_stage"]:
             peaks[plan["activation_checkpointing"]] += "*"

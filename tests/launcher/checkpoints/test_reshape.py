@@ -17,14 +17,14 @@ import torch
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest
 from longstride.launcher.checkpoints.restoring import load_universal, seed_generators
-from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
+from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.engine.optimizer import AVERAGE
+from longstride.launcher.engine import AVERAGE, states
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import Run, configuration, files_under, metrics, spawn, spawn_series
-from tests.launcher.training.test_training import MONITORED
+from tests.launcher.training.test_training import ADAFACTOR, MONITORED, MUON
 
 Trained = Callable[..., Path]
 FIRST_LOSS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative, after a change
@@ -58,13 +58,18 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
                 assert (ours - theirs).norm() <= 2 ** (-3 if half else -10) * theirs.norm(), (kind, name)
 
 
-def test_run_goes_on_with_other_processes_and_stage(trained: Trained, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [(), (MUON,)])
+def test_run_goes_on_with_other_processes_and_stage(
+    optimizer: tuple[str, ...], trained: Trained, tmp_path: Path
+) -> None:
     """ZeRO 0 alone, and from step 4 on ZeRO 3 with two processes: losses, state and data are the undisturbed run's.
 
     Tolerances: the first loss is of the same weights. Later ones have gradients summed in another order, 2^-23 a term,
     where Adam's first steps divide by their own size.
     """
-    whole = trained("no-dropout", 1, *MONITORED)
+    whole = (
+        trained("no-dropout-muon", 1, "model.dropout=0", MUON) if optimizer else trained("no-dropout", 1, *MONITORED)
+    )
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     config = json.loads((whole / "config.json").read_text())
     config["deepspeed"] = "zero3_fp32"
@@ -80,7 +85,7 @@ def test_run_goes_on_with_other_processes_and_stage(trained: Trained, tmp_path: 
         tolerance = 0 if one["step"] <= 4 else FIRST_LOSS["fp32"] if one["step"] == 5 else 2**-15
         assert one["loss_nats"] == pytest.approx(other["loss_nats"], rel=tolerance)
     saved, undisturbed = (SavedState(open_checkpoint(folder, 8)) for folder in (run, whole))
-    assert saved.kinds == KINDS
+    assert saved.kinds == (MASTER, *states.MOMENTS[0], *(states.MOMENTS[1] if optimizer else ()), AVERAGE)
     assert_states_close(saved, undisturbed, half=False)
     assert not (run / "checkpoints/.step-00000008.universal").exists()
 
@@ -113,6 +118,8 @@ GRID["layouts"] = [
     Leg(2, 2, "bf16", ("deepspeed.zero_optimization.offload_optimizer.device=cpu", *ALIGNED)),
     Leg(3, 3, "fp32", SMALL_GROUPS),
 ]
+GRID |= {f"muon-{name}": [leg._replace(others=(*leg.others, MUON)) for leg in legs] for name, legs in GRID.items()}
+GRID["adafactor"] = [Leg(*where, (ADAFACTOR,)) for where in ((2, 0, "fp32"), (1, 0, "bf16"), (3, 0, "fp16"))]
 
 
 @pytest.mark.campaign
@@ -132,7 +139,9 @@ def test_chain_of_changes_loses_nothing(name: str, data: Path, tmp_path: Path) -
         overrides = [f"deepspeed=zero{leg.stage}_{leg.precision}", *leg.others, *CHAINED]
         last = f"train.steps={2 * number + 3}"
         starts.append(Run(["--config", str(config_file), "--resume", resume, *overrides, last], leg.processes))
-    starts.append(Run(["--config", str(config_file), *CHAINED, last, f"train.output={tmp_path / 'alone'}"], 1))
+    optimizer = [each for each in legs[0].others if each in (MUON, ADAFACTOR)]
+    alone = [*CHAINED, *optimizer, last, f"train.output={tmp_path / 'alone'}"]
+    starts.append(Run(["--config", str(config_file), *alone], 1))
     for start, ended in zip(starts, spawn_series(starts), strict=True):
         assert ended.codes == [0] * start.world_size, ended.stderr
     after, undisturbed = by_step(run / "metrics.jsonl"), by_step(tmp_path / "alone/metrics.jsonl")
@@ -277,3 +286,20 @@ def test_state_before_adams_first_step_has_weights_alone(trained: Trained, tmp_p
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.flatten(), form.flat(name, MASTER))
     assert optimizer.state_dict()["state"] == {} and engine.global_steps == 4
+
+
+def test_another_optimisers_moments_begin_anew_and_the_average_goes_on(trained: Trained, tmp_path: Path) -> None:
+    """From Adam to Muon: no momentum of the matrices is there. The other way round no moments of theirs are."""
+    whole = trained("no-dropout", 1, *MONITORED)
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    arguments = ["--config", str(whole / "config.json"), f"train.output={run}", "model.dropout=0"]
+    for start, optimizer, saved in ((4, MUON, states.MOMENTS[1]), (6, "train.optimizer=null", ())):
+        ended = spawn([*arguments, optimizer, "--resume", str(start), f"train.steps={start + 2}"], 1)
+        assert ended.codes == [0], ended.stderr
+        assert "; the optimiser's moments begin anew\n" in ended.stderr[0]
+        state = SavedState(open_checkpoint(run, start + 2))
+        assert state.kinds == (MASTER, *states.MOMENTS[0], *saved, AVERAGE)
+        assert state.adam_step == 2
+    assert by_step(run / "metrics.jsonl")[8]["loss_nats"] == pytest.approx(
+        by_step(whole / "metrics.jsonl")[8]["loss_nats"], rel=0.05
+    )

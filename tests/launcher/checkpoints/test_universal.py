@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -19,13 +20,14 @@ from safetensors.torch import load_file
 from longstride.launcher.checkpoints import universal
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from longstride.launcher.checkpoints.manifest import find_damage
-from longstride.launcher.checkpoints.saved_state import KINDS, SavedState
+from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
 from longstride.launcher.checkpoints.universal import open_universal, ready_universal, universal_folder
+from longstride.launcher.engine import AVERAGE, states
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import ROOT, configuration, files_under, metrics, plain_environment
-from tests.launcher.training.test_training import EVERY_RUN, OTHER_RUNS, RUNS
+from tests.launcher.training.test_training import EVERY_RUN, MUON, OTHER_RUNS, RUNS
 
 Trained = Callable[..., Path]
 ALONE = Ranks()
@@ -43,6 +45,18 @@ def checkpoint(trained: Trained, tmp_path: Path) -> Checkpoint:
     return copy_of(trained("alone", 1), tmp_path)
 
 
+def kept_by(run: Path, shape: torch.Size | None = None, name: str = "") -> set[str]:
+    """What a run's optimiser keeps: of a parameter, or of any and the average."""
+    optimizer = json.loads((run / "config.json").read_text())["train"].get("optimizer", {"type": "adamw"})["type"]
+    adam, muon, matrices, vectors = map(set, states.MOMENTS)
+    if shape is None:
+        return {"adamw": adam, "muon": adam | muon, "adafactor": matrices | vectors}[optimizer] | {AVERAGE}
+    in_block = name.startswith("blocks.") and len(shape) == 2
+    return {"adamw": adam, "muon": muon if in_block else adam, "adafactor": matrices if len(shape) == 2 else vectors}[
+        optimizer
+    ]
+
+
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)])
 def test_form_holds_every_tensor_and_number(name: str, trained: Trained, tmp_path: Path) -> None:
     run = trained(name, 2, *EVERY_RUN[name])
@@ -51,7 +65,8 @@ def test_form_holds_every_tensor_and_number(name: str, trained: Trained, tmp_pat
     lines = {line["step"]: line for line in metrics(run) if line["split"] == "train"}
     skipped = lines[4]["skipped_steps"]
     assert form.manifest.adam_step == (4 - skipped or None)
-    assert form.kinds == (KINDS if skipped < 4 else KINDS[:1])
+    begun = [kind for kind in KINDS if kind in kept_by(run)] if skipped < 4 else []
+    assert form.kinds == (MASTER, *begun)
     assert form.manifest.numbers == {"global_steps": 4, "global_samples": 32, "skipped_steps": skipped}
     assert form.manifest.schedule["last_epoch"] == 4 - skipped
     if "fp16" in name:
@@ -62,14 +77,19 @@ def test_form_holds_every_tensor_and_number(name: str, trained: Trained, tmp_pat
     shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
     for kind in form.kinds:
         held = load_file(form.folder / f"{kind}.safetensors")
-        assert {key: tensor.shape for key, tensor in held.items()} == shapes
+        keeping = [key for key in shapes if kind in (MASTER, AVERAGE) or kind in kept_by(run, shapes[key], key)]
+        assert {key: tensor.shape for key, tensor in held.items()} == {
+            key: states.shape_of(kind, shapes[key]) for key in keeping
+        }
         for key, tensor in held.items():
             assert torch.equal(tensor, state.tensor(key, kind))
             assert torch.equal(tensor.flatten(), form.flat(key, kind))
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", [name for name in EVERY_RUN if "zero0" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, settings in EVERY_RUN.items() if "zero0" not in name and MUON not in settings]
+)
 def test_form_is_what_deepspeeds_own_tool_makes(name: str, trained: Trained, tmp_path: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 
@@ -173,5 +193,5 @@ def test_conversion_killed_anywhere_is_made_by_the_next_process(checkpoint: Chec
     ]
     ended = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
-    tensors = len(SavedState(checkpoint).shapes) * len(KINDS)
-    assert int(ended.stdout) >= tensors + len(KINDS)
+    state = SavedState(checkpoint)
+    assert int(ended.stdout) >= (len(state.shapes) + 1) * len(state.kinds)

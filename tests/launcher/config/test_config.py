@@ -37,7 +37,7 @@ def refused(path: Path, *overrides: str) -> list[str]:
         ("train.learning_rate=-1", "train.learning_rate=-1: must be greater than 0"),
         ("train.betas=[0.9]", "train.betas[1]: required, and missing"),
         ("train.betas=[0.9, 1.0]", "train.betas[1]=1.0: must be less than 1"),
-        ("train.schedule=linear", "train.schedule=\"linear\": must be 'cosine' or 'constant'"),
+        ("train.schedule=linear", "train.schedule=\"linear\": must be 'cosine' or 'constant' or must be an object"),
         ("train.warmup_steps=9", "train.warmup_steps=9: must be at most steps 8"),
         ("train.final_learning_rate=1", "train.final_learning_rate=1.0: must be at most learning_rate 0.003"),
         (

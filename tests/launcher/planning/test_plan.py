@@ -65,7 +65,7 @@ def test_json_adds_up(plan: Plan) -> None:
     assert length["tokens"] == 36_000 * length["tokens_per_step"] == 12 * 48_000 * 3_072
     assert step["dense_flops"] > 2 * flops
     for row in found["memory"]:
-        states = sum(row[name] for name in ("weights", "gradients", "masters", "adam", "average", "buffers"))
+        states = sum(row[name] for name in ("weights", "gradients", "masters", "moments", "average", "buffers"))
         for name, each in found["activations"].items():
             assert row[f"peak_{name}"] == states + max(each["peak"], row["at_step"])
     assert {row["processes"] for row in found["memory"]} == {8}

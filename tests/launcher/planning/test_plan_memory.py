@@ -171,7 +171,7 @@ def test_planned_optimiser_is_what_deepspeed_writes(name: str, trained: Callable
         (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         content = torch.load(path, weights_only=False)["optimizer_state_dict"]
         found = sum(_bytes(content[key]) for key in ("single_partition_of_fp32_groups", "base_optimizer_state"))
-        assert found == pytest.approx(planned.masters + planned.adam + planned.average, rel=0.01)
+        assert found == pytest.approx(planned.masters + planned.moments + planned.average, rel=0.01)
 
 
 def _bytes(content: Any) -> int:

@@ -18,9 +18,11 @@ from longstride.launcher.output import exit_codes
 from longstride.launcher.training.guards import read_incidents
 from tests.harness.runs import Ended, Run, configuration, metrics, spawn_series
 from tests.launcher.conftest import Make
+from tests.launcher.training.test_training import MUON
 
 PRECISIONS = ("fp32", "fp16", "bf16")
-EVERY = [f"zero{stage}-{precision}" for stage in range(4) for precision in PRECISIONS] + [
+EVERY = [
+    *(f"zero{stage}-{precision}{muon}" for stage in range(4) for precision in PRECISIONS for muon in ("", "-muon")),
     "zero2-bf16-offload",
     "zero3-bf16-offload",
 ]
@@ -52,6 +54,8 @@ class Case:
         chosen = [f"deepspeed={parts[0]}_{parts[1]}"]
         if "offload" in parts:
             chosen.append("deepspeed.zero_optimization.offload_optimizer.device=cpu")
+        if "muon" in parts:
+            chosen.append(MUON)
         every = ["--config", str(self.folder / "run.json"), *chosen, *arguments]
         return Run(every, 2, {"SPOIL": spoil} if spoil else {})
 
@@ -105,7 +109,7 @@ def kinds_of(name: str) -> list[str]:
 
 
 SKIPS = ["train.steps=6", "train.checkpoint_every=1", "train.guards.non_finite=skip", SPIKE % "skip"]
-SAMPLE = (("zero3-bf16", "spike"), ("zero0-fp32", "loss"))
+SAMPLE = (("zero3-bf16-muon", "spike"), ("zero0-fp32", "loss"))
 
 
 @pytest.fixture(scope="session")

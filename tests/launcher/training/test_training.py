@@ -17,25 +17,30 @@ from longstride.launcher.exports.export import Options, export
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import configuration, metrics
 
-# Each ZeRO stage and each precision, once with loader workers. The high scale overflows at first, so that skipped steps
-# are resumed as well.
+# Each ZeRO stage, precision and optimiser, once with loader workers. The high scale overflows at first, so that skipped
+# steps are resumed as well.
 HIGH_SCALE = "deepspeed.fp16.initial_scale_power=21"
 LOW_SCALE = "deepspeed.fp16.initial_scale_power=10"
 CSV_MONITOR = '{"enabled": true, "output_path": "{folder}", "job_name": "csv"}'
 MONITORED = ("model.dropout=0", f"deepspeed.csv_monitor={CSV_MONITOR}")
+MUON = 'train.optimizer={"type": "muon", "rates": {"matrices": 0.02}}'
+ADAFACTOR = 'train.optimizer={"type": "adafactor"}'
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
-    "zero1-bf16": ("deepspeed=zero1_bf16", "data.workers=2"),
+    "zero0-fp32-adafactor": ("deepspeed=zero0_fp32", ADAFACTOR),
+    "zero1-bf16": ("deepspeed=zero1_bf16", MUON, "data.workers=2"),
     "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE),
-    "zero3-bf16": ("deepspeed=zero3_bf16", "train.activation_checkpointing=true"),
+    "zero3-bf16": ("deepspeed=zero3_bf16", MUON, "train.activation_checkpointing=true"),
 }
 OTHER_RUNS = {
-    f"zero{stage}-{precision}": (f"deepspeed=zero{stage}_{precision}",)
+    f"zero{stage}-{precision}{name}": (f"deepspeed=zero{stage}_{precision}", *optimizer)
     for stage in range(4)
     for precision in ("fp32", "fp16", "bf16")
-    if f"zero{stage}-{precision}" not in RUNS
+    for name, optimizer in {"-adamw": (), "-muon": (MUON,)}.items()
 }
 OTHER_RUNS["zero2-offload"] = ("deepspeed=zero2_bf16", "deepspeed.zero_optimization.offload_optimizer.device=cpu")
+for stage in (2, 3):
+    OTHER_RUNS[f"zero{stage}-offload-muon"] = (f"deepspeed=zero{stage}_bf16", MUON, OTHER_RUNS["zero2-offload"][-1])
 EVERY_RUN = RUNS | OTHER_RUNS
 NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)]
 Resumed = Callable[..., tuple[Path, Path]]

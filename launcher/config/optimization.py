@@ -1,0 +1,56 @@
+"""What `train.optimizer` and `train.schedule` may be beside their names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from longstride.sparse_model import StrictModel
+
+
+class RatesConfig(StrictModel):
+    """The learning rate of each part of the network; null: ``train.learning_rate``. One schedule scales them all."""
+
+    matrices: float | None = Field(default=None, gt=0, description="linear layers of the residual blocks")
+    embeddings: float | None = Field(default=None, gt=0, description="of tokens and positions")
+    vectors: float | None = Field(default=None, gt=0, description="norms, biases, convolutions, the first position")
+    output: float | None = Field(default=None, gt=0, description="the projection to logits")
+    tables: float | None = Field(default=None, gt=0, description="n-gram tables")
+
+
+class AdamWConfig(StrictModel):
+    """AdamW (Loshchilov and Hutter 2019) with a rate for each part."""
+
+    type: Literal["adamw"]
+    rates: RatesConfig = RatesConfig()
+
+
+class MuonConfig(StrictModel):
+    """Muon on matrices (Jordan et al. 2024), AdamW on all other parts."""
+
+    type: Literal["muon"]
+    rates: RatesConfig = RatesConfig()
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    nesterov: bool = Field(default=True, description="look one step of the momentum ahead")
+    steps: int = Field(default=5, gt=0, description="of the iteration that makes an update orthogonal")
+
+
+class AdafactorConfig(StrictModel):
+    """Adafactor (Shazeer and Stern 2018): second moments by row and column, steps relative to a tensor's size."""
+
+    type: Literal["adafactor"]
+    rates: RatesConfig = RatesConfig()
+    beta2_decay: float = Field(default=-0.8, lt=0, description="at step t, 1 - t^this is the weight of the past")
+    smallest_scale: float = Field(default=1e-3, gt=0, description="of a tensor that a step is relative to")
+    clip: float = Field(default=1.0, gt=0, description="the root mean square at which a tensor's update is cut")
+
+
+class WsdConfig(StrictModel):
+    """Warm-up, a constant rate, and a linear decay to the final one."""
+
+    type: Literal["wsd"]
+    decay_fraction: float = Field(default=0.5, gt=0, le=1, description="of all steps, at the end")
+
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig | AdafactorConfig, Field(discriminator="type")]

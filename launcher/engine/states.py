@@ -1,0 +1,125 @@
+"""What the optimiser keeps of each parameter, and where DeepSpeed keeps that and the fp32 master weights.
+
+Offsets and paddings are asked of the engine, never computed from its configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch.distributed
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+
+MOMENTUM = "momentum_buffer"
+AVERAGE = "ema"  # also what it is called on a command line
+# The keys of the optimiser's state of a parameter: of Adam, Muon, and Adafactor for matrices and for vectors.
+MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("variance",))
+
+
+def shape_of(kind: str, shape: torch.Size) -> torch.Size:
+    """The shape of a state beside a parameter of this one: Adafactor's means over rows and columns are smaller."""
+    return torch.Size({"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}.get(kind, shape))
+
+
+class Slice(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, which begin at ``at`` in a rank's vector."""
+
+    name: str
+    at: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """Master weights that are stepped together: one whole parameter, or this rank's share of several, laid flat."""
+
+    master: Tensor  # one parameter to the optimiser; what no slice fills is padding, and zero
+    moments: tuple[str, ...]  # one of ``MOMENTS``
+    slices: tuple[tuple[Slice, ...], ...]  # of each rank's share; one entry where every rank has the whole
+    rank: int = 0  # whose share this is
+    group: Any = None  # the process group of the ranks that share it
+
+    @property
+    def own(self) -> tuple[Slice, ...]:
+        """The slices of this rank's share."""
+        return self.slices[self.rank]
+
+
+def vectors(engine: DeepSpeedEngine) -> list[Vector]:
+    """All of them in the order of the optimiser's state, the same on every rank but for the share."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _parameter_shards(engine)
+    if engine.zero_optimization() or isinstance(optimizer, BF16_Optimizer):
+        return _group_shards(engine)
+    # ZeRO 0: every rank has everything; in half precision DeepSpeed's optimiser keeps the master weights.
+    masters = [group["params"] for group in optimizer.param_groups]
+    parameters = optimizer.fp16_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else masters
+    whole = []
+    for settings, *group in zip(optimizer.param_groups, parameters, masters, strict=True):
+        for parameter, master in zip(*group, strict=True):
+            slices = ((Slice(engine.param_names[parameter], 0, 0, parameter.numel()),),)
+            whole.append(Vector(master, _moments(settings, master.dim()), slices))
+    return whole
+
+
+def _moments(settings: dict[str, Any], dimensions: int) -> tuple[str, ...]:
+    """What the optimiser keeps of the parameters of a group, told by the group's settings."""
+    if "momentum" in settings:
+        return MOMENTS[1]
+    return MOMENTS[2 if dimensions > 1 else 3] if "beta2_decay" in settings else MOMENTS[0]
+
+
+def _group_shards(engine: DeepSpeedEngine) -> list[Vector]:
+    """ZeRO 1 and 2: each group is one vector, parameters end to end, cut evenly over the ranks."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        masters, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+        sizes = ([parameter.numel() for parameter in group] for group in groups)
+        offsets = [list(accumulate(each, initial=0))[:-1] for each in sizes]
+    else:
+        masters, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
+        offsets = optimizer.round_robin_bit16_offsets
+    shards = []
+    for number, (master, group, begins) in enumerate(zip(masters, groups, offsets, strict=True)):
+        size, sharing = master.numel(), optimizer.real_dp_process_group[number]
+        shares = []
+        for low in range(0, size * torch.distributed.get_world_size(sharing), size):
+            slices = []
+            for parameter, offset in zip(group, begins, strict=True):
+                begin, end = max(offset, low), min(offset + parameter.numel(), low + size)
+                if begin < end:
+                    slices.append(Slice(engine.param_names[parameter], begin - low, begin - offset, end - offset))
+            shares.append(tuple(slices))
+        moments = _moments(optimizer.param_groups[number], 1)
+        shards.append(Vector(master, moments, tuple(shares), torch.distributed.get_rank(sharing), sharing))
+    return shards
+
+
+def _parameter_shards(engine: DeepSpeedEngine) -> list[Vector]:
+    """ZeRO 3: each parameter is cut evenly over the ranks, and a sub-group's pieces are laid end to end."""
+    optimizer = engine.optimizer
+    sharing = optimizer.dp_process_group
+    shards = []
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for number, (group, master) in enumerate(pairs):
+        shares = []
+        for rank in range(torch.distributed.get_world_size(sharing)):
+            slices, at = [], 0
+            for parameter in group:
+                size = parameter.ds_tensor.ds_numel
+                begin, end = rank * size, min((rank + 1) * size, parameter.ds_numel)
+                if begin < end:  # the last rank may have padding alone
+                    slices.append(Slice(engine.param_names[parameter], at, begin, end))
+                at += size
+            shares.append(tuple(slices))
+        moments = _moments(optimizer.param_groups[optimizer.sub_group_to_group_id[number]], 1)
+        shards.append(Vector(master, moments, tuple(shares), torch.distributed.get_rank(sharing), sharing))
+    return shards
