@@ -143,6 +143,8 @@ class CheckpointFiles(TorchCheckpointEngine):
             else:
                 self.records[path] = write_pickle(content, path)
         except FAILURES as error:
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(path)
             self.failure = error
 
     def load(self, path: str, map_location: Any = None) -> Any:

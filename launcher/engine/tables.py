@@ -146,7 +146,7 @@ class Tables:
         All in fp32, which counts to 16,777,216 exactly: later a bias correction is 1.
         """
         first, stride = (0, 1) if self._parts > 1 else (self._ranks.rank, self._ranks.world_size)
-        tensors = {name: tensor[first::stride].contiguous() for name, tensor in self._tensors().items()}
+        tensors = {name: tensor[first::stride].contiguous().cpu() for name, tensor in self._tensors().items()}
         return tensors | {"steps": torch.tensor([float(self.steps)])}
 
     @torch.no_grad()

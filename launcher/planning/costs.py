@@ -216,11 +216,11 @@ def matrix_weights(config: ModelConfig) -> int:
 
 
 def _summed_over_layers(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
-    """A measure of a parameter's part and shape, summed over all. Layers are alike, so two tell about all."""
+    """A measure of a parameter's part and shape, summed over all but n-gram tables. Layers are alike: two tell all."""
     sums = []
     for layers in (1, 2):
         with torch.device("meta"):
-            model = SparseTransformer(config.model_copy(update={"layers": layers}))
+            model = SparseTransformer(config.model_copy(update={"layers": layers, "ngrams": None}))
         roles = model.parameter_roles()
         sums.append(sum(measure(roles[name].part, each.shape) for name, each in model.named_parameters()))
     return sums[0] + (config.layers - 1) * (sums[1] - sums[0])
