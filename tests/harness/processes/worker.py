@@ -43,6 +43,11 @@ def dump_master_weights(path: str) -> None:
             sharded = engine.zero_optimization()
             for name, parameter in engine.module.named_parameters():
                 masters[name] = safe_get_full_fp32_param(parameter) if sharded else parameter
+        if engine.tables is not None:
+            shares = ranks.gather_objects(engine.tables.share()["fp32"])
+            rows = masters[engine.tables.NAME] = torch.empty(engine.tables.shape)
+            for first, share in enumerate(shares):
+                rows[first :: len(shares)] = share
         steps.append({name: master.detach().clone().cpu() for name, master in masters.items()})
         if ranks.is_first:
             torch.save(steps, path)

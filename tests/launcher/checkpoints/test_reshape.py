@@ -24,7 +24,7 @@ from longstride.launcher.engine import AVERAGE, states
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import Run, configuration, files_under, metrics, spawn, spawn_series
-from tests.launcher.training.test_training import ADAFACTOR, MONITORED, MUON
+from tests.launcher.training.test_training import ADAFACTOR, MONITORED, MUON, TABLES
 
 Trained = Callable[..., Path]
 FIRST_LOSS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative, after a change
@@ -107,6 +107,7 @@ CHAINED = (
     "train.evaluate_every=0",
     "train.schedule=constant",
     "train.timeout_seconds=300",
+    TABLES,
 )
 GRID["precisions"] = [Leg(2, 2, "fp32"), Leg(2, 2, "bf16"), Leg(1, 3, "fp16"), Leg(3, 1, "fp32"), Leg(2, 0, "bf16")]
 GRID["layouts"] = [
