@@ -100,7 +100,8 @@ class ShiftedSum(torch.autograd.Function):
             grad.copy_(grad_out[place])
             for j in range(min(len(weights), x.shape[1])):
                 later, earlier = grad[:, j:], rows[:, : x.shape[1] - j]
-                grad_weight[j] += torch.mul(later, earlier, out=work[:, j:]).sum((0, 1))
+                products = work.flatten()[: later.numel()].view(later.shape)
+                grad_weight[j] += torch.mul(later, earlier, out=products).sum((0, 1))
             torch.addcmul(grad, grad, weights[0], out=work)
             for j in range(1, min(len(weights), x.shape[1])):
                 work[:, :-j].addcmul_(grad[:, j:], weights[j])
