@@ -82,16 +82,9 @@ class Attention(nn.Module):
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels)."""
         if not self.as_projected:
-            queries_keys, count = 2 * self.config.query_key_width, rows.shape[1]
-            cosines, sines = (None, None) if self.rotary is None else self.rotary.tables(rows.device)
-            rows = PreparedHeads.apply(
-                rows,
-                queries_keys,
-                self.config.query_key_width // self.heads,
-                self.normed,
-                None if cosines is None else cosines[:count],
-                None if sines is None else sines[:count],
-            )
+            channels, width = 2 * self.widths[0], self.widths[0] // self.heads
+            table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
+            rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1))
         return q, k, v
 
@@ -121,9 +114,7 @@ class Attention(nn.Module):
             if self.equal_widths:
                 return row.view(len(row), 3, self.heads, -1).unbind(1)
             return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]
-        cosines, sines = (
-            (None, None) if self.rotary is None else (table[position] for table in self.rotary.tables(row.device))
-        )
+        turns = None if self.rotary is None else self.rotary.table(row.device)[position]
         both, v = row.split((2 * self.widths[0], self.widths[2]), dim=-1)
-        both = prepared_row(both.view(len(row), 2 * self.heads, -1), self.normed, cosines, sines)
+        both = prepared_row(both.view(len(row), 2 * self.heads, -1), self.normed, turns)
         return *both.split(self.heads, 1), v.view(len(row), self.heads, -1)

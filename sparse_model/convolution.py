@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longstride.sparse_model.part import Work
+from longstride.sparse_model.tiles import tiles, wide_of
 
 
 class CausalConvolution(nn.Module):
@@ -32,8 +33,8 @@ class CausalConvolution(nn.Module):
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentRows:
         """Room for the rows that a step reads."""
-        wide = torch.promote_types(dtype, torch.float32)
-        return RecentRows(torch.zeros(len(self.weight), batch, 1, self.weight.shape[1], device=device, dtype=wide))
+        rows = torch.zeros(len(self.weight), batch, 1, self.weight.shape[1], device=device, dtype=dtype)
+        return RecentRows(rows.to(wide_of(rows)))
 
     def work(self, positions: int, pairs: int, batch: int) -> Work:
         """Its products."""
@@ -80,20 +81,29 @@ class ShiftedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        wide, weight = (each.to(torch.promote_types(x.dtype, torch.float32)) for each in (x, weight))
-        out = torch.addcmul(wide, wide, weight[0])
-        for j in range(1, min(len(weight), x.shape[1])):
-            out[:, j:].addcmul_(wide[:, :-j], weight[j])
-        return out.to(x.dtype)
+        out, weights = torch.empty_like(x), weight.to(wide_of(x))
+        for place, (rows, total) in tiles(x, 0, scratch=2):
+            rows.copy_(x[place])
+            torch.addcmul(rows, rows, weights[0], out=total)
+            for j in range(1, min(len(weights), x.shape[1])):
+                total[:, j:].addcmul_(rows[:, :-j], weights[j])
+            out[place] = total
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        wide, grad, weights = (each.to(torch.promote_types(x.dtype, torch.float32)) for each in (x, grad_out, weight))
-        grad_x = torch.addcmul(grad, grad, weights[0])
+        grad_x, weights = torch.empty_like(x), weight.to(wide_of(x))
         grad_weight = torch.zeros_like(weights)
-        grad_weight[0] = (grad * wide).sum((0, 1))
-        for j in range(1, min(len(weights), x.shape[1])):
-            grad_x[:, :-j].addcmul_(grad[:, j:], weights[j])
-            grad_weight[j] = (grad[:, j:] * wide[:, :-j]).sum((0, 1))
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+        for place, (rows, grad, work) in tiles(x, 0, scratch=3):
+            rows.copy_(x[place])
+            grad.copy_(grad_out[place])
+            for j in range(min(len(weights), x.shape[1])):
+                later, earlier = grad[:, j:], rows[:, : x.shape[1] - j]
+                products = work.flatten()[: later.numel()].view(later.shape)
+                grad_weight[j] += torch.mul(later, earlier, out=products).sum((0, 1))
+            torch.addcmul(grad, grad, weights[0], out=work)
+            for j in range(1, min(len(weights), x.shape[1])):
+                work[:, :-j].addcmul_(grad[:, j:], weights[j])
+            grad_x[place] = work
+        return grad_x, grad_weight.to(weight.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.tiles import tiles, wide_of
 
 EPS = 1e-6  # added to the mean square
 
@@ -33,9 +34,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(…, C) to (…, C)."""
-        if h.shape[-2] == 1:  # a row: one call is faster than few passes
+        if h.device.type != "cpu" or h.shape[-2] == 1:  # of a single row, one call is faster than few passes
             return F.rms_norm(h, (h.shape[-1],), self.weight, EPS)
-        return RMSNormInFewPasses.apply(h, self.weight)
+        return TiledRMSNorm.apply(h.flatten(0, -2), self.weight).view(h.shape)
 
 
 def norm_of(config: ModelConfig) -> nn.Module:
@@ -43,33 +44,39 @@ def norm_of(config: ModelConfig) -> nn.Module:
     return RMSNorm(config.width) if config.norm == "rms" else LayerNorm(config.width)
 
 
-def inverse_rms(x: Tensor) -> Tensor:
-    """1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1)."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return length.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+def inverse_rms(x: Tensor, out: Tensor) -> Tensor:
+    """1 / √(mean x² + ε) over the last axis, (…, C) to (…, 1), written to ``out``."""
+    torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=out)
+    return out.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
 
 
-class RMSNormInFewPasses(torch.autograd.Function):
-    """torch's own on a CPU is composed of single operations, and takes four times as long as its layer norm there.
+class TiledRMSNorm(torch.autograd.Function):
+    """RMS norm for CPUs, where torch's own is made of single operations over all rows and takes several times as long.
 
-    It takes x (…, C) and the weight (C,), and saves both with a number a row. All that is between its input and its
+    It takes x (R, C) and the weight (C,), and saves both with a number a row. All that is between its input and its
     output is in fp32 (fp64 for fp64).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = inverse_rms(wide)
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        out, scales = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide_of(x))
+        weights = weight.to(wide_of(x))
+        for place, (rows,) in tiles(x, 0, scratch=1):
+            scale = inverse_rms(rows.copy_(x[place]), out=scales[place])
+            out[place] = rows.mul_(scale).mul_(weights)
+        ctx.save_for_backward(x, weight, scales)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, scale = ctx.saved_tensors
-        grad, wide = grad_out.to(scale.dtype), x.to(scale.dtype)
-        products = (grad * wide).flatten(0, -2)  # (R, C)
-        grad_weight = scale.flatten() @ products
-        # d (x · scale) = scale · (1 - x xᵀ scale² / C): what is along x does not change the output.
-        along = (products @ weight.to(scale.dtype)).view_as(scale).mul_(scale**3).div_(-x.shape[-1])
-        grad_x = (grad * weight).mul_(scale).addcmul_(wide, along)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+        x, weight, scales = ctx.saved_tensors
+        grad_x, weights = torch.empty_like(x), weight.to(scales.dtype)
+        grad_weight = torch.zeros_like(weights)
+        for place, (rows, grad, products) in tiles(x, 0, scratch=3):
+            rows.copy_(x[place]).mul_(scales[place])
+            torch.mul(rows, grad.copy_(grad_out[place]), out=products)
+            grad_weight += products.sum(0)
+            # What is along a row does not change its direction, which is all that the output has of it.
+            along = (products @ weights).div_(-x.shape[1])[:, None]
+            grad_x[place] = grad.mul_(weights).addcmul_(rows, along).mul_(scales[place])
+        return grad_x, grad_weight.to(weight.dtype)

@@ -20,7 +20,7 @@ BIG_ROOMS = {
 ORDER = {
     "kernels": ["errors", "forms", "patterns", "plan", "backends", "attention", "decoding"],
     "sparse_model": [
-        "strict", "config", "part", "norm", "rotary", "convolution", "cache", "ngrams", "embedding", "attention",
+        "strict", "config", "part", "tiles", "norm", "rotary", "convolution", "cache", "ngrams", "embedding", "attention",
         "feed_forward", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [

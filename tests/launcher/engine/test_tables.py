@@ -1,4 +1,4 @@
-"""N-gram tables in training, against the same rule on a parameter with a dense gradient; and their way to other ranks."""
+"""N-gram tables in training, against the same rule with dense gradients; and their way to other ranks."""
 
 from __future__ import annotations
 
