@@ -101,6 +101,9 @@ class Run:
             if zero.get(name, plain) != plain:
                 path = f"deepspeed.zero_optimization.{name}"
                 raise ConfigError.at(path, zero[name], f"its communication is not modelled; {plain}")
+        if config.train.optimizer is not None:
+            path, kind = "train.optimizer.type", config.train.optimizer.type
+            raise ConfigError.at(path, kind, "its communication is not modelled; leave train.optimizer out")
         self.config = config
         self.parameters = parameters_of(config.model)
         self._trace: Trace | None = None

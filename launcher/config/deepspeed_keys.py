@@ -17,7 +17,7 @@ OWNED = {
     "train_batch_size": "give train.global_batch instead",
     "train_micro_batch_size_per_gpu": "give train.micro_batch instead",
     "gradient_accumulation_steps": "follows from train.global_batch, train.micro_batch and the number of processes",
-    "optimizer": "give train.learning_rate, train.betas, train.eps and train.weight_decay instead",
+    "optimizer": "give train.optimizer, train.learning_rate and train.weight_decay instead",
     "scheduler": "give train.schedule, train.warmup_steps and train.final_learning_rate instead",
     "sparse_attention": "give model.attention instead; DeepSpeed has removed its own",
     "zero_force_ds_cpu_optimizer": "is always false: the optimiser is torch's, offloaded or not",

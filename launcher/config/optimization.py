@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from longstride.sparse_model import StrictModel
 
@@ -54,3 +54,7 @@ class WsdConfig(StrictModel):
 
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig | AdafactorConfig, Field(discriminator="type")]
+ScheduleConfig = Annotated[
+    Annotated[Literal["cosine", "constant"], Tag("name")] | Annotated[WsdConfig, Tag("object")],
+    Discriminator(lambda value: "name" if isinstance(value, str) else "object"),  # so that a mistake is told once
+]

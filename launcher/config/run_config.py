@@ -23,7 +23,7 @@ from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
-from longstride.launcher.config.optimization import AdafactorConfig, OptimizerConfig, WsdConfig
+from longstride.launcher.config.optimization import AdafactorConfig, OptimizerConfig, ScheduleConfig
 from longstride.sparse_model import ModelConfig, StrictModel
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -156,7 +156,7 @@ class TrainConfig(StrictModel):
     learning_rate: float = Field(gt=0, description="at the end of the warm-up")
     optimizer: OptimizerConfig | None = Field(default=None, description="null: AdamW, with one rate for all parts")
     warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")
-    schedule: Literal["cosine", "constant"] | WsdConfig = "cosine"
+    schedule: ScheduleConfig = "cosine"
     final_learning_rate: float = Field(default=0.0, ge=0, description="at the last step, where the schedule decays")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled, on tensors of two or more dimensions")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(

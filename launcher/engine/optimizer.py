@@ -91,11 +91,12 @@ def apply_to_groups(optimizer: torch.optim.Optimizer, train: TrainConfig, factor
     ``factor``: the share of the rates that the schedule is at.
     """
     rates = []
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         part = group.get("part")
         rates.append(train.rate_of(part))
-        group["weight_decay"] = train.weight_decay if group["weight_decay"] else 0.0
         group.update(_settings(train, part), initial_lr=rates[-1], lr=rates[-1] * factor)
+        decays = part != VECTORS if part else number == 0  # as ``parameter_groups`` has them
+        group["weight_decay"] = train.weight_decay if decays else 0.0
     return rates
 
 

@@ -50,7 +50,8 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
     assert (one.kinds, one.adam_step, one.numbers) == (other.kinds, other.adam_step, other.numbers)
     rate = configuration(Path(), Path())["train"]["learning_rate"]
     for kind in one.kinds:
-        for name in one.shapes:
+        assert one.shapes_of(kind) == other.shapes_of(kind)
+        for name in one.shapes_of(kind):
             ours, theirs = one.tensor(name, kind), other.tensor(name, kind)
             if half and kind in (MASTER, AVERAGE):
                 assert (ours - theirs).abs().mean() <= 0.2 * rate, (kind, name)

@@ -37,7 +37,17 @@ def refused(path: Path, *overrides: str) -> list[str]:
         ("train.learning_rate=-1", "train.learning_rate=-1: must be greater than 0"),
         ("train.betas=[0.9]", "train.betas[1]: required, and missing"),
         ("train.betas=[0.9, 1.0]", "train.betas[1]=1.0: must be less than 1"),
-        ("train.schedule=linear", "train.schedule=\"linear\": must be 'cosine' or 'constant' or must be an object"),
+        ("train.schedule=linear", "train.schedule=\"linear\": must be 'cosine' or 'constant'"),
+        (
+            'train.schedule={"type": "wsd", "decay_fraction": 2}',
+            "train.schedule.decay_fraction=2: must be less than or equal to 1",
+        ),
+        ("train.optimizer=muon", 'train.optimizer="muon": must be an object'),
+        ('train.optimizer={"type": "mun"}', 'train.optimizer.type="mun": not known; nearest muon'),
+        (
+            'train.optimizer={"type": "muon", "rates": {"matrix": 1}}',
+            "train.optimizer.rates.matrix: unknown key; nearest matrices",
+        ),
         ("train.warmup_steps=9", "train.warmup_steps=9: must be at most steps 8"),
         ("train.final_learning_rate=1", "train.final_learning_rate=1.0: must be at most learning_rate 0.003"),
         (
@@ -71,7 +81,7 @@ def test_every_wrong_field_is_told_at_once(path: Path) -> None:
         "model.layers=0: must be greater than 0",
         "data.sed: unknown key; nearest seed",
         "train.steps=-1: must be greater than 0",
-        "deepspeed.optimizer: give train.learning_rate, train.betas, train.eps and train.weight_decay instead",
+        "deepspeed.optimizer: give train.optimizer, train.learning_rate and train.weight_decay instead",
         "nots: unknown key; nearest notes",
     ]
 
@@ -160,3 +170,15 @@ def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Pat
     )
     (line,) = refused(path, "data.modality=text")
     assert line.startswith('data.modality="text": a data folder knows its own; leave it out')
+
+
+def test_adafactor_is_refused_where_zero_cuts_matrices(path: Path) -> None:
+    (line,) = refused(path, 'train.optimizer={"type": "adafactor"}', "deepspeed=zero2_bf16")
+    assert line.startswith('train.optimizer.type="adafactor": takes means over rows and columns of whole matrices, ')
+    assert line.endswith("take muon or adamw, or deepspeed zero0_bf16")
+
+
+def test_optimizer_is_saved_only_where_one_is_asked_for(path: Path) -> None:
+    assert "optimizer" not in load_config(path).to_json()["train"]
+    saved = load_config(path, ['train.optimizer={"type": "muon"}'])
+    assert RunConfig.model_validate(saved.to_json()) == saved

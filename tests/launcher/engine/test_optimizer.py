@@ -16,7 +16,14 @@ from torch import Tensor
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import muon, states
 from longstride.launcher.engine.muon import Matrix, Muon, matrices_in, orthogonal
-from longstride.launcher.engine.optimizer import PARTS, make_optimizer, make_schedule, parameter_groups, rate_factor
+from longstride.launcher.engine.optimizer import (
+    PARTS,
+    apply_to_groups,
+    make_optimizer,
+    make_schedule,
+    parameter_groups,
+    rate_factor,
+)
 from longstride.launcher.planning import costs
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import model_json
@@ -130,7 +137,7 @@ def steps_of_ranks(
 @pytest.mark.parametrize("by_parameter", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_muon_makes_whole_matrices_orthogonal_however_they_are_cut(world_size: int, by_parameter: bool) -> None:
-    """Tolerance: entries below 1 are rounded to 2^-24, and the slope at 0 lets that grow 3.4 times in each of 5 steps."""
+    """Tolerance: entries below 1 are rounded to 2^-24, which the slope at 0 lets grow 3.4 times in each of 5 steps."""
     torch.manual_seed(0)
     weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     gradients = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
@@ -161,6 +168,12 @@ def test_each_part_has_its_rate_and_one_schedule_scales_all() -> None:
     assert schedule.get_last_lr() == [0.01, 0.0015, 0.002, 0.0005]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.1, 0.0]
     assert config.train.rate_of("tables") == 0.001
+    later = run_config(optimizer={"type": "muon", "momentum": 0.5}, weight_decay=0.2, betas=[0.8, 0.9]).train
+    assert apply_to_groups(optimizer, later, 0.5) == [0.001] * 4
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0005] * 4
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.2, 0.2, 0.0]
+    assert [group.get("betas") for group in optimizer.param_groups] == [None, *[(0.8, 0.9)] * 3]
+    assert optimizer.param_groups[0]["momentum"] == 0.5
 
 
 def test_muon_has_no_moments_of_adam_and_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
