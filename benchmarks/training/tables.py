@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,6 @@ from longstride.launcher.engine.tables import Tables
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import Ngrams
 from longstride.sparse_model.config import NgramTables
-from tests.harness.runs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE_PARTS = ("hash", "lookup", "backward", "update")
@@ -115,14 +115,15 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def exchange(options: argparse.Namespace) -> dict[str, float]:
     """What two processes send for a step, and seconds by the clock."""
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_exchange, (options, free_port(), queue), nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_exchange, (options, f"file://{folder}/meeting", queue), nprocs=2)
     return queue.get()
 
 
-def _exchange(rank: int, options: argparse.Namespace, port: int, queue: Any) -> None:
+def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) -> None:
     """One of two processes; the first tells what it found."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=2)
     positions, orders = options.contexts * options.context, len(options.orders)
     sent = torch.zeros(positions, 2 * options.width + 4 * orders, dtype=torch.uint8)
     whole = torch.zeros(orders * options.rows, options.width, dtype=torch.bfloat16)
@@ -155,8 +156,7 @@ def print_found(found: dict[str, Any]) -> None:
     positions = found["contexts"] * found["context"]
     print(f"{positions:,} positions, orders {found['orders']} of {found['rows']:,} rows of {found['width']}\n")
     print("| tables | ms of one thread a step | |\n|---|---|---|")
-    for name, parts in (("rows touched", ROOT = Path(__file__).resolve().parents[2]
-SPARSE_PARTS), ("dense gradient, AdamW", dense)):
+    for name, parts in (("rows touched", SPARSE_PARTS), ("dense gradient, AdamW", dense)):
         told = ", ".join(f"{part.removeprefix('dense ')} {each[part]:.1f}" for part in parts)
         print(f"| {name} | {sum(each[part] for part in parts):.1f} | {told} |")
     print("\n| two processes | MB from each | ms |\n|---|---|---|")

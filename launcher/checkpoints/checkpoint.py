@@ -168,7 +168,7 @@ class Checkpoint:
     def load_tables(self, engine: DeepSpeedEngine) -> None:
         """Brings the n-gram tables of an engine of any layout, if it has any, to where they were."""
         if engine.tables is not None:
-            SavedTables(self.folder, self.manifest, self.config).load(engine.tables)
+            SavedTables(self.folder, self.manifest, self.config).load(engine)
 
     def load_generators(self, ranks: Ranks, device: torch.device) -> None:
         """Brings this rank's random generators to where they were."""

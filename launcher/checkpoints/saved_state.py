@@ -20,7 +20,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.pickles import read_pickle
 from longstride.launcher.checkpoints.saved_tables import SavedTables
-from longstride.launcher.engine import AVERAGE, TRAINED, Tables, states
+from longstride.launcher.engine import AVERAGE, TRAINED, states
 from longstride.launcher.models import MAPPED_BYTES
 
 MASTER = "fp32"
@@ -88,7 +88,7 @@ class SavedState:
     @property
     def model_shapes(self) -> dict[str, torch.Size]:
         """Of the whole model: ``shapes`` are of what DeepSpeed saved, which n-gram tables are no part of."""
-        return self.shapes if self._tables is None else self.shapes | {Tables.NAME: self._tables.shape}
+        return self.shapes if self._tables is None else self.shapes | {states.TABLES: self._tables.shape}
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ class SavedState:
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
-        if name == Tables.NAME and self._tables is not None:
+        if name == states.TABLES and self._tables is not None:
             return self._tables.tensor(kind)
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import CheckpointManifest
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import AVERAGE, Tables
+from longstride.launcher.engine import AVERAGE, states
 
 
 def tables_name(rank: int) -> str:
@@ -46,20 +47,20 @@ class SavedTables:
     def tensor(self, kind: str) -> Tensor:
         """All rows, (R, C) fp32, as they were trained ("fp32") or their moving average as of the checkpoint's step."""
         whole = torch.empty(self.shape)
-        for first, saved in self._files():
+        for first, saved in self.shares():
             rows = saved["fp32"]
             if kind == AVERAGE:
                 assert self._decay is not None
-                rows = Tables.followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
+                rows = states.followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
             whole[first :: self._ranks] = rows
         return whole
 
-    def load(self, tables: Tables) -> None:
-        """Brings tables in training, of any layout, to what was saved."""
-        for first, saved in self._files():
-            tables.fill(first, self._ranks, saved, self._decay)
+    def load(self, engine: DeepSpeedEngine) -> None:
+        """Brings the tables of an engine of any layout to what was saved."""
+        for first, saved in self.shares():
+            engine.tables.fill(first, self._ranks, saved, self._decay)
 
-    def _files(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    def shares(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Each file's first row, and its tensors."""
         for rank in range(self._ranks):
             path = self._folder / tables_name(rank)

@@ -9,4 +9,3 @@ from longstride.launcher.engine.device import compile_kernels, prepare_accelerat
 from longstride.launcher.engine.optimizer import TRAINED, add_weights_argument, parameter_groups
 from longstride.launcher.engine.states import AVERAGE
 from longstride.launcher.engine.step import EngineStep, Overflow
-from longstride.launcher.engine.tables import Tables

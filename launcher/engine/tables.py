@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.engine.optimizer import AVERAGE, rate_factor
+from longstride.launcher.engine.optimizer import rate_factor
+from longstride.launcher.engine.states import AVERAGE, followed
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import Ngrams, add_rows
 
@@ -41,8 +42,6 @@ class Tables:
     There is no decay of weights, which would take a pass over all rows, and no clipping of gradients: the length of g
     takes no part in the length of the step, and the norm would be known after one more exchange alone.
     """
-
-    NAME = "embedding.ngrams.rows"  # as a parameter of the model
 
     def __init__(self, ngrams: Ngrams, train: TrainConfig, ranks: Ranks, *, sharded: bool) -> None:
         """Takes the rows out of a model, which from then on asks for them here. The process group must stand."""
@@ -94,7 +93,7 @@ class Tables:
             self._move(touched, sums, rate)
         else:  # brought to the last step first: until then the rows have stood still
             lag = self.steps - self._average_step[touched]
-            average = self.followed(self._average[touched], self.rows[touched], decay, lag)
+            average = followed(self._average[touched], self.rows[touched], decay, lag)
             self._move(touched, sums, rate)
             self._average[touched] = average.lerp_(self.rows[touched], 1 - decay)
             self._average_step[touched] = self.steps + 1.0
@@ -160,9 +159,7 @@ class Tables:
         rows, average_step = saved["fp32"], torch.full_like(saved["exp_avg_sq"], float(self.steps))
         if decay != self._train.ema_decay:
             average = (
-                rows
-                if decay is None
-                else self.followed(saved[AVERAGE], rows, decay, self.steps - saved[f"{AVERAGE}_step"])
+                rows if decay is None else followed(saved[AVERAGE], rows, decay, self.steps - saved[f"{AVERAGE}_step"])
             )
             saved = {**saved, AVERAGE: average, f"{AVERAGE}_step": average_step}
         ids = torch.arange(first, self.shape[0], stride)
@@ -170,11 +167,6 @@ class Tables:
         places = (ids[mine] // self._parts).to(self.rows.device)
         for name, tensor in self._tensors().items():
             tensor.index_copy_(0, places, saved[name][mine].to(tensor.device))
-
-    @staticmethod
-    def followed(average: Tensor, rows: Tensor, decay: float, lag: Tensor) -> Tensor:
-        """The moving average (·, C) of rows (·, C) that have stood still for so many steps (·,)."""
-        return torch.lerp(rows, average, (decay**lag)[:, None])
 
 
 class _Added(torch.autograd.Function):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.config import TrainConfig
-from longstride.launcher.engine import Tables
+from longstride.launcher.engine import states
 from longstride.launcher.engine.optimizer import rate_factor
+from longstride.launcher.engine.tables import Tables
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
@@ -73,7 +74,7 @@ def loss(model: SparseTransformer, tokens: Tensor) -> Tensor:
 def dense_steps(model: SparseTransformer, rows: Tensor, train: TrainConfig, dtype: torch.dtype) -> DenseTables:
     """The steps of a run, of which the last but one is not taken, by dense gradients."""
     plain = SparseTransformer(model.config).to(dtype)
-    plain.load_state_dict(model.state_dict() | {Tables.NAME: rows})
+    plain.load_state_dict(model.state_dict() | {states.TABLES: rows})
     assert plain.embedding.ngrams is not None
     dense = DenseTables(plain.embedding.ngrams.rows, train)
     for number, parts in enumerate(batches(scale=64.0)):
@@ -102,7 +103,7 @@ def test_steps_are_those_of_dense_gradients() -> None:
     saved = tables.share()
     assert torch.equal(saved["touches"], rounded.touches) and float(saved["steps"]) == STEPS - 1
     assert bool((saved["ema_step"] < STEPS - 1).any())  # some stood still, and their average is behind
-    average = Tables.followed(saved["ema"], saved["fp32"], 0.75, saved["steps"] - saved["ema_step"])
+    average = states.followed(saved["ema"], saved["fp32"], 0.75, saved["steps"] - saved["ema_step"])
     for found, wanted, dense in ((tables.rows, exact.rows, rounded.rows), (average, exact.average, rounded.average)):
         assert (found - wanted).abs().max() <= 4 * (dense - wanted).abs().max()
 
@@ -155,5 +156,5 @@ def test_rows_come_through_any_number_of_ranks(saved_by: tuple[int, bool], read_
     fill(anew, [without.share()], None)
     assert torch.equal(anew.share()["ema"], whole["fp32"])  # begins at the weights
     fill(other, files)
-    caught_up = Tables.followed(whole["ema"], whole["fp32"], 0.75, 3 - whole["ema_step"])
+    caught_up = states.followed(whole["ema"], whole["fp32"], 0.75, 3 - whole["ema_step"])
     assert torch.equal(other.share()["ema"], caught_up) and bool((other.share()["ema_step"] == 3).all())

@@ -22,7 +22,7 @@ from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoi
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config, read_manifest, write_manifest
 from longstride.launcher.checkpoints.saved_state import SavedState
 from longstride.launcher.engine.optimizer import AVERAGE
-from longstride.launcher.engine.tables import Tables
+from longstride.launcher.engine.states import TABLES as TABLES_NAME
 from longstride.launcher.exports import export as export_module
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.exports.weight_files import parse_size
@@ -115,7 +115,7 @@ def test_shards_hold_what_one_file_holds(run: Path, tmp_path: Path) -> None:
     held: dict[str, torch.Tensor] = {}
     for file in files:
         tensors = load_file(file)
-        assert sum(tensor.nbytes for tensor in tensors.values()) <= 40_000 or tensors.keys() == {Tables.NAME}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 40_000 or tensors.keys() == {TABLES_NAME}
         assert all(index["weight_map"][name] == file.name for name in tensors)
         held |= tensors
     assert index["weight_map"].keys() == held.keys() == whole.keys()
