@@ -22,6 +22,7 @@ from torch import Tensor
 from longstride.launcher.engine.states import MOMENTUM, Vector
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration's polynomial
+SMALLEST_NORM = 1e-15  # its square is a number in fp32: of what is smaller, the norm would be 0
 BATCH_ELEMENTS = 1 << 24  # of the matrices that are computed at once
 
 
@@ -53,11 +54,11 @@ def orthogonal(matrices: Tensor, steps: int) -> Tensor:
     """Matrices (…, R, C), R ≤ C, with all singular values brought near 1, in the type they come in.
 
     A Newton-Schulz iteration whose polynomial is steep at 0 rather than exact at 1: after five steps singular values
-    lie within 0.7 and 1.2. What is zero stays zero.
+    lie within 0.7 and 1.2. What is zero, or next to it, stays so.
     """
     a, b, c = COEFFICIENTS
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = matrices / norms.clamp_min(torch.finfo(torch.float32).tiny).to(matrices.dtype)
+    x = matrices / norms.clamp_min(SMALLEST_NORM).to(matrices.dtype)
     for _ in range(steps):
         squares = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)

@@ -42,10 +42,8 @@ def parameter_groups(model: SparseTransformer, asked: OptimizerConfig | None) ->
     by_part = {part: [name for name, role in roles.items() if role.part == part] for part in PARTS}
     if asked is not None:
         return [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]
-    return [
-        Group([name for name in roles if name not in by_part[VECTORS]], True, None),
-        Group(by_part[VECTORS], False, None),
-    ]
+    decayed = [name for name, role in roles.items() if role.part in PARTS and role.part != VECTORS]
+    return [Group(decayed, True, None), Group(by_part[VECTORS], False, None)]
 
 
 def make_optimizer(
