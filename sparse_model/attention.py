@@ -2,50 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from longstride.kernels import sparse_attention
+from longstride.kernels import empty_cache, sparse_attention
 from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.cache import KeyValues
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.part import Work, draw_linear
+from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
+
+
+@dataclass(slots=True)
+class AttentionState:
+    """What one attention knows of earlier positions."""
+
+    keys_values: KeyValues
+    recent: RecentRows | None  # what its convolution reads
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        self.keys_values.rearrange(order, known)
+        if self.recent is not None:
+            self.recent.rearrange(order)
 
 
 class Attention(nn.Module):
-    """Projects to heads, attends over each head's pattern, and projects back (section 5.2)."""
+    """Projects to heads, attends over each head's pattern, and projects back (section 5.2).
 
-    def __init__(self, config: ModelConfig, patterns: tuple[Pattern, ...]) -> None:
+    As the configuration asks, a convolution over positions comes first, and queries and keys are normalised (Henry et
+    al. 2020; Dehghani et al. 2023: a root mean square of 1, without weights) and turned by their positions.
+    """
+
+    part = "attention"
+
+    def __init__(self, config: ModelConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None = None) -> None:
+        """Of one pattern a head; ``rotary`` is shared by a model's attentions, and made here where there is none."""
         super().__init__()
-        self.heads, self.backend, self.patterns = config.heads, config.backend, patterns
+        self.config, self.heads, self.backend, self.patterns = config, config.heads, config.backend, patterns
         self.widths = (config.query_key_width, config.query_key_width, config.width)
         self.equal_widths = len(set(self.widths)) == 1
+        self.rotary, self.normed = rotary or Rotary.of(config), config.query_key_norm
+        self.as_projected = self.rotary is None and not self.normed  # queries and keys
+        self.convolution = CausalConvolution(config.convolution, config.width) if config.convolution else None
+        self.query_key_value = nn.Linear(config.width, sum(self.widths), bias=config.bias)
+        self.projection = nn.Linear(config.width, config.width, bias=config.bias)
         self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
-        self.query_key_value = nn.Linear(config.width, sum(self.widths))
-        self.projection = nn.Linear(config.width, config.width)
 
-    def forward(self, h: Tensor, cache: KeyValues | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C). With a cache: one position, which attends to the cached ones too, or the first N.
+    def initialize(self) -> None:
+        """Set its linear layers."""
+        draw_linear(self.query_key_value, self.config)
+        draw_linear(self.projection, self.config, into_stream=True)
+
+    def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor:
+        """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
 
         Raises:
             ValueError: several positions that do not begin at 0.
         """
-        rows = self.query_key_value(h)
-        if cache is not None and h.shape[1] == 1:
-            q, k, v = self._heads_of_one(rows)
-            return self.projection(cache.step(q, k, v, first).view(h.shape))
-        if first:
+        if first and h.shape[1] != 1:
             raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
-        parts = rows.split(self.widths, dim=-1)
-        q, k, v = (part.view(*h.shape[:2], self.heads, -1).transpose(1, 2) for part in parts)  # (B, H, N, D)
-        if cache is None:
+        if self.convolution is not None:
+            h = self.convolution(h, None if state is None else state.recent, first)
+        rows = self.query_key_value(h)
+        if state is not None and h.shape[1] == 1:
+            q, k, v = self._heads_of_one(rows, first)
+            return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
+        q, k, v = self.heads_of(rows)
+        if state is None:
             out = sparse_attention(q, k, v, self.patterns, backend=self.backend)
         else:
-            out = cache.begin(q, k, v)
+            out = state.keys_values.begin(q, k, v)
         return self.projection(out.transpose(1, 2).flatten(2))
 
-    def _heads_of_one(self, row: Tensor) -> Iterable[Tensor]:
+    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels)."""
+        if not self.as_projected:
+            channels, width = 2 * self.widths[0], self.widths[0] // self.heads
+            table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
+            rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1))
+        return q, k, v
+
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
+        """An empty state with room for ``length`` positions; a CPU takes memory only as it is written.
+
+        Raises:
+            ConfigError: the backend cannot run here.
+        """
+        keys, values = (
+            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
+            for width in self.widths[1:]
+        )
+        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, dtype)
+        return AttentionState(KeyValues(keys, values, self.patterns, self.backend), recent)
+
+    def work(self, positions: int, pairs: int, batch: int) -> Work:
+        """With so many pairs of a query and a key in all heads together."""
+        weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
+        widths = (width // self.heads for width in self.widths[1:])
+        own = Work(2 * positions * weights, *(2 * pairs * width for width in widths))
+        return own if self.convolution is None else own + self.convolution.work(positions, pairs, batch)
+
+    def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
-        if self.equal_widths:
-            return row.view(len(row), 3, self.heads, -1).unbind(1)
-        return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]
+        if self.as_projected:
+            if self.equal_widths:
+                return row.view(len(row), 3, self.heads, -1).unbind(1)
+            return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]
+        turns = None if self.rotary is None else self.rotary.table(row.device)[position]
+        both, v = row.split((2 * self.widths[0], self.widths[2]), dim=-1)
+        both = prepared_row(both.view(len(row), 2 * self.heads, -1), self.normed, turns)
+        return *both.split(self.heads, 1), v.view(len(row), self.heads, -1)

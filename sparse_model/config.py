@@ -18,6 +18,7 @@ from longstride.sparse_model.strict import StrictModel
 POSITIVE = Field(gt=0)
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
+MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
 
 
@@ -26,6 +27,11 @@ class FoldedEmbedding(StrictModel):
 
     type: Literal["text", "audio"] = "text"  # the same tables for both
     row_width: Annotated[int, POSITIVE]  # positions; usually the attention's stride
+
+    @property
+    def modality(self) -> str:
+        """What the bytes are, where nothing else tells."""
+        return self.type
 
     def table_sizes(self, context: int) -> tuple[int, ...]:
         """Rows (the last may be ragged) and columns."""
@@ -40,9 +46,63 @@ class ImageEmbedding(StrictModel):
     width: Annotated[int, POSITIVE]
     channels: Annotated[int, POSITIVE] = 3
 
+    @property
+    def modality(self) -> str:
+        """What the bytes are, where nothing else tells."""
+        return self.type
+
     def table_sizes(self, context: int) -> tuple[int, ...]:
         """Rows, columns and channels."""
         return (self.height, self.width, self.channels)
+
+
+class TokenEmbedding(StrictModel):
+    """No position tables: positions come from ``rotary``, convolutions and the patterns themselves."""
+
+    type: Literal["tokens"]
+
+    @property
+    def modality(self) -> str:
+        """What the bytes are, where nothing else tells: it fits all, and most are text."""
+        return "text"
+
+    def table_sizes(self, context: int) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+
+class RotaryPositions(StrictModel):
+    """Queries and keys turned by their positions (Su et al. 2021)."""
+
+    base: Annotated[float, Field(gt=1)] = 10_000.0  # the slowest pair of channels turns once in about 2π·base positions
+
+
+class DenseFeedForward(StrictModel):
+    """Two projections around an activation (section 5.2)."""
+
+    type: Literal["dense"] = "dense"
+    activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"  # the paper's; So et al. 2021
+
+
+class NgramTables(StrictModel):
+    """Hash n-gram embeddings: for each order n, a table with a row for the last n tokens, as the hash finds it.
+
+    ``longstride.sparse_model.ngrams`` has the hash, and the sources.
+    """
+
+    orders: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(2, 3, 4, 5, 6), min_length=1, strict=False)
+    rows: Annotated[int, POSITIVE]  # of each order
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        orders, most = list(self.orders), MOST_ROWS // len(self.orders)
+        if orders != sorted(set(orders)):
+            raise ConfigError.at("orders", orders, f"must ascend; such as {sorted(set(orders))}")
+        if self.rows > most:
+            raise ConfigError.at(
+                "rows", self.rows, f"of {len(orders)} orders must be below 2**31 in all; at most {most}"
+            )
+        return self
 
 
 def _attention_schema() -> dict[str, Any]:
@@ -84,13 +144,23 @@ class ModelConfig(StrictModel):
     heads: Annotated[int, POSITIVE]
     width: Annotated[int, POSITIVE]  # the paper's d
     attention: Annotated[Any, WithJsonSchema(_attention_schema())]
-    embedding: FoldedEmbedding | ImageEmbedding = Field(discriminator="type")
+    embedding: FoldedEmbedding | ImageEmbedding | TokenEmbedding = Field(discriminator="type")
     vocabulary: Annotated[int, POSITIVE] = 256
     feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
     query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after attention and after feed-forward
-    initialization: Literal["paper", "released"] = "released"
+    initialization: Literal["paper", "released", "zero_outputs"] = "released"
     backend: Literal["auto", "triton", "cpu", "reference", "flex"] = "auto"  # of attention
+    # What follows came later than the paper. Each is off where it is left out.
+    norm: Literal["layer", "rms"] = "layer"
+    bias: bool = True  # of linear layers
+    rotary: RotaryPositions | None = None
+    query_key_norm: bool = False
+    convolution: Annotated[int, Field(ge=2)] | None = None  # positions that a row reads before attention, its own too
+    feed_forward: DenseFeedForward = DenseFeedForward()
+    ngrams: NgramTables | None = None  # added to the token embedding
+
+    left_out_at_default = ("norm", "bias", "rotary", "query_key_norm", "convolution", "feed_forward", "ngrams")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -99,9 +169,12 @@ class ModelConfig(StrictModel):
             size = self.embedding.height * self.embedding.width * self.embedding.channels
             if size != self.context:
                 problems.append(Problem("context", f"must be height x width x channels = {size}", self.context))
-        elif self.embedding.row_width > self.context:
+        elif isinstance(self.embedding, FoldedEmbedding) and self.embedding.row_width > self.context:
             rule = f"must not exceed context {self.context}"
             problems.append(Problem("embedding.row_width", rule, self.embedding.row_width))
+        if self.ngrams is not None and self.ngrams.orders[-1] >= self.context:
+            rule = f"the longest must be below context {self.context}, as no position has more tokens before it"
+            problems.append(Problem("ngrams.orders", rule, list(self.ngrams.orders)))
         try:
             self.layer_patterns()
         except ConfigError as error:
@@ -130,6 +203,11 @@ class ModelConfig(StrictModel):
                 fitting = _nearest_divisor(math.gcd(width, round(channels)), heads)
                 rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
                 yield Problem(name, rule, ratio)
+            elif name == "query_key_ratio" and self.rotary and round(channels) // heads % 2:
+                rule = f"turns pairs of channels, and heads of queries have {round(channels) // heads}; give null"
+                even = [d for d in range(1, heads + 1) if round(channels) % (2 * d) == 0 and width % d == 0]
+                rule += f", or heads {even[-1]}" if even else ""
+                yield Problem("rotary", rule)
 
     @property
     def query_key_width(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.part import Work, draw_linear
 
 LONG_ROWS = 1 << 17  # above so many rows, the backward pass computes the inner activations again
 CHUNK_ROWS = 1 << 14  # rows at a time, then
@@ -19,38 +20,101 @@ def sigmoid_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def sigmoid_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``sigmoid_gelu`` and its derivative."""
+    gate = torch.sigmoid(1.702 * x)
+    inner = x * gate
+    return inner, gate + 1.702 * inner * (1 - gate)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)², any shape (So et al. 2021, Primer)."""
+    return SquaredReLU.apply(x)
+
+
+def squared_relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``squared_relu`` and its derivative."""
+    positive = x.relu()
+    return positive.square(), 2 * positive
+
+
+class SquaredReLU(torch.autograd.Function):
+    """max(x, 0)² in two passes, and its gradient in one; it keeps max(x, 0)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return torch.addcmul(positive.new_zeros(()), grad_out, positive, value=2)
+
+
+# An activation, and one that gives its derivative too.
+ACTIVATIONS = {
+    "sigmoid_gelu": (sigmoid_gelu, sigmoid_gelu_and_slope),
+    "squared_relu": (squared_relu, squared_relu_and_slope),
+}
+
+
 class FeedForward(nn.Module):
     """Two projections around the activation (section 5.2)."""
 
+    part = "feed-forward"
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.expand = nn.Linear(config.width, config.feed_forward_width)
-        self.contract = nn.Linear(config.feed_forward_width, config.width)
+        self.config = config
+        self.activation, _ = ACTIVATIONS[config.feed_forward.activation]
+        self.expand = nn.Linear(config.width, config.feed_forward_width, bias=config.bias)
+        self.contract = nn.Linear(config.feed_forward_width, config.width, bias=config.bias)
+
+    def initialize(self) -> None:
+        """Set its linear layers."""
+        draw_linear(self.expand, self.config)
+        draw_linear(self.contract, self.config, into_stream=True)
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, N, C) to (B, N, C)."""
         if h.shape[:-1].numel() <= LONG_ROWS:
-            return self.contract(sigmoid_gelu(self.expand(h)))
+            return self.contract(self.activation(self.expand(h)))
         parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
-        return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, CHUNK_ROWS).view(h.shape)
+        kind = self.config.feed_forward.activation
+        return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, kind, CHUNK_ROWS).view(h.shape)
+
+    def work(self, positions: int, pairs: int, batch: int) -> Work:
+        """Of long inputs the backward pass computes the first half again."""
+        expand, contract = (2 * positions * linear.weight.numel() for linear in (self.expand, self.contract))
+        return Work(linear=expand + contract, again=expand if batch * positions > LONG_ROWS else 0)
 
 
 class FeedForwardInChunks(torch.autograd.Function):
     """The feed-forward part with memory for ``rows`` rows of inner activations, which are computed twice.
 
-    It saves only its inputs for the backward pass: h (R, C), expand (F, C), its bias (F,), contract (C, F), its bias
-    (C,). It returns (R, C). Gradients of parameters are summed in fp32 (fp64 for fp64).
+    It saves only its inputs for the backward pass: h (R, C), expand (F, C), its bias (F,) or None, contract (C, F), its
+    bias (C,) or None. It returns (R, C). Gradients of parameters are summed in fp32 (fp64 for fp64).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, contract_bias: Tensor, rows: int
+        ctx: Any,
+        h: Tensor,
+        expand: Tensor,
+        expand_bias: Tensor | None,
+        contract: Tensor,
+        contract_bias: Tensor | None,
+        kind: str,
+        rows: int,
     ) -> Tensor:
         ctx.save_for_backward(h, expand, expand_bias, contract, contract_bias)
-        ctx.rows = rows
+        ctx.kind, ctx.rows = kind, rows
+        activation, _ = ACTIVATIONS[kind]
         out = torch.empty_like(h)
         for chunk, target in zip(h.split(rows), out.split(rows), strict=True):
-            inner = sigmoid_gelu(F.linear(chunk, expand, expand_bias))
+            inner = activation(F.linear(chunk, expand, expand_bias))
             target.copy_(F.linear(inner, contract, contract_bias))
         return out
 
@@ -58,18 +122,18 @@ class FeedForwardInChunks(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         h, *parameters = ctx.saved_tensors
         expand, expand_bias, contract, _ = parameters
+        _, activation_and_slope = ACTIVATIONS[ctx.kind]
         wide = torch.promote_types(h.dtype, torch.float32)
-        totals = [torch.zeros_like(parameter, dtype=wide) for parameter in parameters]
+        totals = [None if each is None else torch.zeros_like(each, dtype=wide) for each in parameters]
         grad_h = torch.empty_like(h)
         chunks = (x.split(ctx.rows) for x in (h, grad_out, grad_h))
         for chunk, grad, target in zip(*chunks, strict=True):
-            x = F.linear(chunk, expand, expand_bias)
-            gate = torch.sigmoid(1.702 * x)
-            inner = x * gate
-            slope = gate + 1.702 * inner * (1 - gate)  # of the activation
+            inner, slope = activation_and_slope(F.linear(chunk, expand, expand_bias))
             grad_x = (grad @ contract).mul_(slope)
             target.copy_(grad_x @ expand)
             pieces = (grad_x.t() @ chunk, grad_x.sum(0, dtype=wide), grad.t() @ inner, grad.sum(0, dtype=wide))
             for total, piece in zip(totals, pieces, strict=True):
-                total.add_(piece)
-        return (grad_h, *(t.to(p.dtype) for t, p in zip(totals, parameters, strict=True)), None)
+                if total is not None:
+                    total.add_(piece)
+        gradients = (None if t is None else t.to(h.dtype) for t in totals)
+        return (grad_h, *gradients, None, None)

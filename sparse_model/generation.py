@@ -66,7 +66,7 @@ def window_start(config: ModelConfig, known: int) -> int:
     When a context is full its older half is dropped, in whole rows of the position tables, so that the remaining tokens
     keep their columns and channels. The start depends on the number of tokens alone, not on the portions they came in.
     """
-    rows, *row = config.embedding.table_sizes(config.context)
+    rows, *row = config.embedding.table_sizes(config.context) or (config.context,)
     dropped = -(-rows // 2) * math.prod(row) if rows > 1 else -(-config.context // 2)
     return 0 if known < config.context else ((known - config.context) // dropped + 1) * dropped
 

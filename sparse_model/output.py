@@ -11,13 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longstride.sparse_model.part import Work
+
 CHUNK_ROWS = 1 << 14  # rows of logits in memory at once
 
 
 class Logits(nn.Linear):
     """The projection to logits (section 5.2); given the targets, their cross-entropy instead."""
 
-    part = "output"
+    part = trained_as = "output"
+
+    def initialize(self) -> None:
+        """Every token is as likely as any other."""
+        nn.init.zeros_(self.weight)
+
+    def work(self, positions: int, pairs: int, batch: int) -> Work:
+        """Logits are not kept: the backward pass computes them again."""
+        products = 2 * positions * self.weight.numel()
+        return Work(linear=products, again=products)
 
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, N, C) to (B, N, V); with ``targets`` (B, N) int64 to nats (B, N) in fp32 (fp64 for fp64)."""

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every
 
-from longstride.kernels import ConfigError, empty_cache
-from longstride.sparse_model.cache import KeyValues
+from longstride.kernels import ConfigError
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.embedding import NO_TOKEN
 from longstride.sparse_model.transformer import SparseTransformer
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class Session:
-    """A model's keys and values for a batch of contexts of one length, and the logits of their next position.
+    """What a model keeps of a batch of contexts of one length, and the logits of their next position.
 
     ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
     the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
@@ -54,8 +54,9 @@ class Session:
         self.position = 0  # of the next token
         start = model.embedding.start
         with torch.inference_mode():
-            self.caches = allocate(model.config, batch, self.length, start.device, start.dtype)
-        self._last: Tensor | None = None  # token before `position`
+            self.states = model.new_states(batch, self.length, start.device, start.dtype)
+        # The last tokens before `position`, (B, reach).
+        self._before = torch.full((batch, model.embedding.reach), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
 
     @property
@@ -68,8 +69,8 @@ class Session:
         if self._logits is None:
             self._require_room(1)
             with torch.inference_mode():
-                h = self._bare.embedding.row(self._last, self.position, self.batch)
-                h = self._bare.through(h, self.caches, self.position)
+                h = self._bare.embedding.row(self._before, self.position)
+                h = self._bare.through(h, self.states, self.position)
                 logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
                 self._logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return self._logits
@@ -87,8 +88,7 @@ class Session:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be ({self.batch},), one for each context")
         self._require_room(1)
         assert self.logits is not None  # computes the row of this position, whose keys and values later rows read
-        self._set_last(tokens)
-        self.position += 1
+        self._add(tokens[:, None])
 
     def prefill(self, tokens: Tensor) -> None:
         """Begin every context with several tokens, in one forward pass.
@@ -108,9 +108,8 @@ class Session:
             return
         tokens = tokens.long()
         with torch.inference_mode():
-            self._bare.through(self._bare.embedding(tokens), self.caches, 0)
-        self._set_last(tokens[:, -1])
-        self.position = tokens.shape[1]
+            self._bare.through(self._bare.embedding(tokens), self.states, 0)
+        self._add(tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the bare model, which a copy makes from its own model."""
@@ -122,7 +121,8 @@ class Session:
 
     def reset(self) -> None:
         """Forget all tokens, and keep the memory."""
-        self.position, self._last, self._logits = 0, None, None
+        self.position, self._logits = 0, None
+        self._before = torch.full_like(self._before, NO_TOKEN)
 
     def rearrange(self, order: Tensor) -> None:
         """Context i becomes a copy of context ``order[i]``: contexts may be dropped, and repeated.
@@ -136,34 +136,20 @@ class Session:
         if order.shape != (self.batch,):
             raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
         with torch.inference_mode():
-            for cache in self.caches:
-                cache.rearrange(order, self.position + 1)
-        self._last = None if self._last is None else self._last[order]
+            for state in self.states:
+                state.rearrange(order, self.position + 1)
+        self._before = self._before[order]
         self._logits = None if self._logits is None else self._logits[order]
 
-    def _set_last(self, last: Tensor) -> None:
-        """Keep the token that the next row embeds: a copy, as the caller may overwrite its tensor."""
-        self._last, self._logits = last.long().clone(), None
+    def _add(self, tokens: Tensor) -> None:
+        """Go on behind tokens (B, n), and keep a copy of those that the next row embeds."""
+        reach = self._before.shape[1]
+        self._before = torch.cat([self._before, tokens[:, -reach:].long()], 1)[:, -reach:]
+        self.position, self._logits = self.position + tokens.shape[1], None
 
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:
             raise ValueError(f"{self.position + rows} tokens: the session has room for {self.length}")
-
-
-def allocate(config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[KeyValues]:
-    """An empty cache of ``length`` positions for each layer; a CPU takes memory only as it is written.
-
-    Raises:
-        ConfigError: the model's backend cannot run here.
-    """
-    widths = (config.query_key_width // config.heads, config.width // config.heads)
-    caches = []
-    for patterns in config.layer_patterns():
-        keys, values = (
-            empty_cache(batch, config.heads, length, width, patterns, device=device, dtype=dtype) for width in widths
-        )
-        caches.append(KeyValues(keys, values, patterns, config.backend))
-    return caches
 
 
 def even_length(config: ModelConfig, least: int) -> int:

@@ -150,8 +150,8 @@ def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
     """A session whose every row is random."""
     session = Session(model, options.batch)
     with torch.inference_mode():
-        for cache in session.caches:
-            for rows in (cache.keys, cache.values):
+        for state in session.states:
+            for rows in (state.keys_values.keys, state.keys_values.values):
                 rows.normal_()
     return session
 

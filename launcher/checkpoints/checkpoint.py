@@ -27,6 +27,7 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
 from longstride.launcher.checkpoints.probe import PROBE, Probe
+from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.config import RunConfig, flattened
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.output import AgreedError, file_names
@@ -157,11 +158,17 @@ class Checkpoint:
             RuntimeError: DeepSpeed did not take it.
         """
         checkpoint_files(engine).trusted = self.trusted
+        self.load_tables(engine)
         loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
         if loaded is None or engine.global_steps != self.manifest.step:
             raise RuntimeError(f"{self.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
         self.load_generators(ranks, engine.device)
         return StreamState.from_json(self.manifest.stream)
+
+    def load_tables(self, engine: DeepSpeedEngine) -> None:
+        """Brings the n-gram tables of an engine of any layout, if it has any, to where they were."""
+        if engine.tables is not None:
+            SavedTables(self.folder, self.manifest, self.config).load(engine)
 
     def load_generators(self, ranks: Ranks, device: torch.device) -> None:
         """Brings this rank's random generators to where they were."""

@@ -33,6 +33,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import FileRecord
 from longstride.launcher.config import TRUST_OPTION
+from longstride.launcher.models import write_tensors
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
@@ -107,7 +108,10 @@ class CheckpointFiles(TorchCheckpointEngine):
             self.failure = self.failure or error
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes a file, hashed and flushed, now or in the background. After the first failure nothing is written."""
+        """Writes a file, hashed and flushed, now or in the background. After the first failure nothing is written.
+
+        A path that ends so becomes a safetensors file, of fp32 tensors by their names.
+        """
         if not self._is_background:
             self._write(state_dict, Path(path))
             return
@@ -132,8 +136,15 @@ class CheckpointFiles(TorchCheckpointEngine):
         if self.failure is not None:
             return
         try:
-            self.records[path] = write_pickle(content, path)
+            if path.suffix == ".safetensors":
+                shapes = {name: tensor.shape for name, tensor in content.items()}
+                size, sha256 = write_tensors(path, shapes, content.values())
+                self.records[path] = FileRecord(bytes=size, sha256=sha256)
+            else:
+                self.records[path] = write_pickle(content, path)
         except FAILURES as error:
+            if isinstance(error, OSError):
+                error.filename = error.filename or str(path)
             self.failure = error
 
     def load(self, path: str, map_location: Any = None) -> Any:

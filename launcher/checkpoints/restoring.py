@@ -45,6 +45,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     if checkpoint.needs_conversion(config, ranks.world_size):
         form, seconds = ready_universal(checkpoint, ranks)
         load_universal(engine, form)
+        checkpoint.load_tables(engine)  # of any layout as they are
         took = f"{seconds:.0f} s" if seconds else "converted before"
         conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({took})"
         if not goes_on(form, states.vectors(engine)):

@@ -19,6 +19,7 @@ from torch import Tensor
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.pickles import read_pickle
+from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED
 
@@ -56,6 +57,9 @@ class SavedState:
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         self.loss_scale: dict[str, float] | None = None  # of a dynamic one
+        self._tables = None
+        if checkpoint.config.model.ngrams is not None:
+            self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
         self._map()
         if missing := sorted(set(self._names) - self.shapes.keys()):
             raise self._broken(f"without the weights {', '.join(missing)}")
@@ -82,6 +86,11 @@ class SavedState:
         self._read_whole() if self._manifest.zero_stage == 0 else self._read_shards()
 
     @property
+    def model_shapes(self) -> dict[str, torch.Size]:
+        """Of the whole model: ``shapes`` are of what DeepSpeed saved, which n-gram tables are no part of."""
+        return self.shapes if self._tables is None else self.shapes | {states.TABLES: self._tables.shape}
+
+    @property
     def numbers(self) -> dict[str, int]:
         """The engine's counters."""
         return {name: int(self._model[name]) for name in ("global_steps", "global_samples", "skipped_steps")}
@@ -103,6 +112,8 @@ class SavedState:
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
+        if name == states.TABLES and self._tables is not None:
+            return self._tables.tensor(kind)
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
         parts = []
@@ -217,5 +228,5 @@ def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, 
     checkpoint.verify()
     state = SavedState(checkpoint)
     kind = state.kind_of(weights)
-    tensors = {name: state.tensor(name, kind) for name in state.shapes}
+    tensors = {name: state.tensor(name, kind) for name in state.model_shapes}
     return tensors | {name: buffer.clone() for name, buffer in state.buffers.items()}

@@ -36,6 +36,7 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
+from longstride.launcher.checkpoints.saved_tables import tables_name
 from longstride.launcher.checkpoints.universal import universal_folder
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import parameter_groups, random_states
@@ -159,6 +160,9 @@ class _Save:
         )
         self._files.begin(background=background)
         self._engine.save_checkpoint(str(self._partial), tag=DEEPSPEED_TAG, save_latest=False)
+        if self._engine.tables is not None:
+            path = self._partial / tables_name(self._ranks.rank)
+            self._files.save(self._engine.tables.share(), str(path))
         self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
 
     def complete(self) -> None:

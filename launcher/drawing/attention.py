@@ -249,8 +249,7 @@ def _rows_of(
     attention: Attention, query_key_value: Tensor, queries: Sequence[int], head: int | None, keep: Keep
 ) -> np.ndarray:
     """What is kept of a layer's rows, from what its projection gave, (1, N, channels)."""
-    q, k, _ = query_key_value.split(attention.widths, dim=-1)
-    q, k = (part.unflatten(-1, (attention.heads, -1))[0] for part in (q, k))  # (N, H, D)
+    q, k = (part[0].transpose(0, 1) for part in attention.heads_of(query_key_value)[:2])  # (N, H, D)
     heads = range(attention.heads) if head is None else [head]
     count = max(1, SCORES_IN_WORK // len(k))
     kept = []

@@ -112,7 +112,8 @@ def grid_of(config: ModelConfig) -> Grid:
     embedding = config.embedding
     if isinstance(embedding, ImageEmbedding):
         return Grid(embedding.height, embedding.width, embedding.channels, "pixel")
-    return Grid(-(-config.context // embedding.row_width), embedding.row_width, 1, "position")
+    *_, columns = embedding.table_sizes(config.context) or (min(config.context, VIEW_COLUMNS),)
+    return Grid(-(-config.context // columns), columns, 1, "position")
 
 
 def default_query(grid: Grid, context: int) -> int:

@@ -33,6 +33,7 @@ from longstride.launcher.engine.optimizer import (
     parameter_groups,
     rate_factor,
 )
+from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import AVERAGE, DTYPES
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
@@ -60,6 +61,9 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     """
     torch.manual_seed(config.train.seed)
     model = SparseTransformer(config.model)
+    tables = None
+    if model.embedding.ngrams is not None:
+        tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)
     parameters, groups = dict(model.named_parameters()), parameter_groups(model, config.train.optimizer)
     optimizer = make_optimizer(parameters, groups, config.train, half=config.precision != "fp32")
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:  # else DeepSpeed wants a key that allows it, and warns of it
@@ -79,6 +83,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
             lr_scheduler=functools.partial(make_schedule, train=config.train),
             config=section,
         )
+    engine.tables = tables  # beside what DeepSpeed knows of; None: the model has none
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()
@@ -132,6 +137,8 @@ def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:
     """Whether every weight of every rank is a finite number. All ranks must call."""
     # Under ZeRO 3 a parameter at rest is empty, and ds_tensor this rank's part of it.
     shards = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    if engine.tables is not None:
+        shards.append(engine.tables.rows)
     return all(ranks.gather_objects(all(bool(torch.isfinite(shard).all()) for shard in shards)))
 
 

@@ -37,6 +37,8 @@ def parameter_groups(model: SparseTransformer, asked: OptimizerConfig | None) ->
     Otherwise they are the parameters with weight decay (two or more dimensions), and those without (section 6).
     """
     roles = model.parameter_roles()
+    unknown = {role.part for role in roles.values()} - {*PARTS, "tables"}
+    assert not unknown, f"{unknown} would stay untrained"
     by_part = {part: [name for name, role in roles.items() if role.part == part] for part in PARTS}
     if asked is not None:
         return [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]

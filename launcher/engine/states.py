@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 MOMENTUM = "momentum_buffer"
+TABLES = "embedding.ngrams.rows"  # the model's parameter that is not DeepSpeed's, see ``tables.py``
 # The keys of the optimiser's state of a parameter: of Adam, Muon, and Adafactor for matrices and for vectors.
 MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("variance",))
 
@@ -24,6 +25,11 @@ MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("var
 def shape_of(kind: str, shape: torch.Size) -> torch.Size:
     """The shape of a state beside a parameter of this one: Adafactor's means over rows and columns are smaller."""
     return torch.Size({"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}.get(kind, shape))
+
+
+def followed(average: Tensor, weights: Tensor, decay: float, lag: Tensor) -> Tensor:
+    """The moving average (n, C) of rows (n, C) that have stood still for so many steps (n,)."""
+    return torch.lerp(weights, average, (decay**lag)[:, None])
 
 
 class Slice(NamedTuple):

@@ -65,6 +65,7 @@ class EngineStep:
         self._overflow = getattr(engine.optimizer, "overflow", None)  # how its last step went, which it saves
         self._scaler_before: dict[str, Any] = {} if self._scaler is None else dict(vars(self._scaler))
         self.learning_rate = float(engine.get_lr()[0])
+        self._steps_taken = engine.lr_scheduler.last_epoch  # by the optimiser, before this one
         self._is_unfused = isinstance(engine.optimizer, FP16_UnfusedOptimizer)  # fp16 under ZeRO 0
         self.loss_scale = 1.0  # outside fp16
         if engine.fp16_enabled():
@@ -100,6 +101,8 @@ class EngineStep:
             norm = float(torch.nn.utils.get_total_norm(gradients))
             if not math.isfinite(norm):  # DeepSpeed would give this optimiser any gradient
                 engine.zero_grad()
+                if engine.tables is not None:
+                    engine.tables.forget()
                 engine.tput_timer.stop(global_step=True, report_speed=False)
                 engine.skipped_steps += 1
                 engine.global_steps += 1
@@ -107,7 +110,11 @@ class EngineStep:
                 engine.micro_steps += 1
                 return None
         engine.step()
-        if engine.skipped_steps > self._counters["skipped_steps"]:
+        skipped = engine.skipped_steps > self._counters["skipped_steps"]
+        if engine.tables is not None:
+            # Their gradients are those of the embedding, whose own would not be finite either.
+            engine.tables.forget() if skipped else engine.tables.step(self._steps_taken, self.loss_scale)
+        if skipped:
             optimizer = engine.optimizer
             if isinstance(optimizer, DeepSpeedZeroOptimizer):
                 # ZeRO 1 and 2 must forget the gradients. Where the optimiser is offloaded and gradients gather in

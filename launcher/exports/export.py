@@ -165,7 +165,8 @@ def export(
 def _shapes(checkpoint: Checkpoint, state: SavedState) -> dict[str, torch.Size]:
     """The model's tensors in its own order; ConfigError where they are not those that the checkpoint holds."""
     shapes = {name: tensor.shape for name, tensor in empty_model(checkpoint.config.model).state_dict().items()}
-    wrong = sorted(name for name in shapes.keys() | state.shapes.keys() if shapes.get(name) != state.shapes.get(name))
+    saved = state.model_shapes
+    wrong = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
     if wrong:
         rule = f"its weights are not those of the model in its {file_names.CONFIG}: {', '.join(wrong[:3])}"
         raise ConfigError(f"{checkpoint.folder}: {rule}{' and more' if len(wrong) > 3 else ''}")

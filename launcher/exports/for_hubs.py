@@ -46,7 +46,7 @@ def hub_fields() -> dict[str, Any]:
 def hub_files(model: ModelConfig) -> dict[str, str]:
     """Names and contents of files; a tokenizer only where all tokens are bytes of a text."""
     files = {_STUB: _STUB_TEXT}
-    if model.embedding.type == "text" and model.vocabulary == _BYTE_VALUES:
+    if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
             "auto_map": {"AutoTokenizer": [f"{_MODULE}.LongstrideTokenizer", None]},
@@ -84,7 +84,7 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
         fingerprint: of the exported model.
     """
     config, manifest = checkpoint.config, checkpoint.manifest
-    model, modality = config.model, modality_named(config.model.embedding.type)
+    model, modality = config.model, modality_named(config.model.embedding.modality)
     # The last part of a folder's path or URL: no more of a machine belongs into a card.
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"

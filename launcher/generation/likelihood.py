@@ -59,7 +59,7 @@ def likelihood(
     return {
         "loss_nats": mean,
         "bits_per_byte": bits,
-        f"bits_per_{modality_named(model.config.embedding.type).unit}": bits,
+        f"bits_per_{modality_named(model.config.embedding.modality).unit}": bits,
         "tokens": len(content),
         "min_context": min_context,
         "seconds": time.perf_counter() - start,

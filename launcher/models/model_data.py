@@ -37,7 +37,7 @@ class ModelData:
         data = data if isinstance(data, dict) else {}
         known = data.get("properties")
         known = (known if isinstance(known, dict) else {}) | _picture_size(config)
-        name = modality or data.get("modality") or config.embedding.type
+        name = modality or data.get("modality") or config.embedding.modality
         if name not in MODALITIES:
             rule = f"must be one of {', '.join(sorted(MODALITIES))}"
             raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: {rule}")
@@ -68,7 +68,7 @@ class ModelData:
             with contextlib.suppress(DataError, OSError):
                 manifest = DataManifest.load(open_store(config.data.path))
                 return cls(MODALITIES[manifest.modality], {**manifest.properties, **sizes})
-        return cls(MODALITIES[config.data.modality or config.model.embedding.type], sizes)
+        return cls(MODALITIES[config.data.modality or config.model.embedding.modality], sizes)
 
     @property
     def file_properties(self) -> Mapping[str, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,8 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import ModelConfig, SparseTransformer, feed_forward
+from longstride.sparse_model import ModelConfig, SparseTransformer, Work
 
-PARTS = ("embedding", "attention", "feed-forward", "norms", "output")
 REHEARSED_LAYERS = (2, 3)
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
@@ -46,45 +45,25 @@ _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its st
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part of the model, without allocating it. Layers are alike, so two tell about all."""
-    first, second = Counter[str](), Counter[str]()
-    for layers, parts in ((1, first), (2, second)):
-        with torch.device("meta"):
-            model = SparseTransformer(config.model_copy(update={"layers": layers}))
-        for name, parameter in model.named_parameters():
-            parts[_part_of(name)] += parameter.numel()
-    return {part: first[part] + (config.layers - 1) * (second[part] - first[part]) for part in PARTS}
+    """Parameters by part of the model, without allocating it. Layers are alike, so one tells about all."""
+    model = _one_layer(config)
+    parts, block = _parts_of(model), _parts_of(model.blocks)
+    return {part: count + (config.layers - 1) * block[part] for part, count in parts.items()}
 
 
-def _part_of(name: str) -> str:
-    if "norm." in name:
-        return "norms"
-    if name.startswith("embedding."):
-        return "embedding"
-    if name.startswith("logits."):
-        return "output"
-    return "attention" if ".attention." in name else "feed-forward"
+def _one_layer(config: ModelConfig) -> SparseTransformer:
+    """The model with the first of its blocks alone, without memory."""
+    with torch.device("meta"):
+        return SparseTransformer(config.model_copy(update={"layers": 1}))
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Operations of one pass over one context."""
-
-    linear: int
-    scores: int  # of attention: queries times keys
-    values: int  # of attention: weights times values
-    blocks: int  # of all three, what the residual blocks compute, which activation checkpointing recomputes
-    again: int  # of ``linear``, what the backward pass computes again in any case
-
-    @property
-    def forward(self) -> int:
-        """The forward pass."""
-        return self.linear + self.scores + self.values
-
-    @property
-    def backward(self) -> int:
-        """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
-        return 2 * self.forward + self.scores + self.again
+def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
+    """Parameters by the parts that own them: the nearest module around them that says which."""
+    part = getattr(module, "part", part)
+    counts = Counter({part: sum(parameter.numel() for parameter in module.parameters(recurse=False))})
+    for child in module.children():
+        counts.update(_parts_of(child, part))
+    return +counts  # none that has no parameters
 
 
 def layer_pairs(config: ModelConfig) -> list[int]:
@@ -100,18 +79,25 @@ def dense_pairs(config: ModelConfig) -> int:
     return config.heads * config.context * (config.context + 1) // 2
 
 
-def work(config: ModelConfig, pairs: int, micro_batch: int = 1) -> Work:
-    """Operations over one context of a micro-batch, with so many pairs in all layers together."""
-    width = config.width
-    per_block = width * (2 * config.query_key_width + width) + width * width + 2 * width * config.feed_forward_width
-    blocks = 2 * config.context * config.layers * per_block
-    logits = 2 * config.context * width * config.vocabulary
-    expand = 2 * config.context * config.layers * width * config.feed_forward_width
-    long = micro_batch * config.context > feed_forward.LONG_ROWS
-    scores = 2 * pairs * (config.query_key_width // config.heads)
-    values = 2 * pairs * (width // config.heads)
-    again = logits + (expand if long else 0)
-    return Work(blocks + logits, scores, values, blocks + scores + values, again)
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """Operations of one pass of a model over one context."""
+
+    blocks: Work  # which activation checkpointing recomputes
+    rest: Work
+
+    @property
+    def whole(self) -> Work:
+        """Of all."""
+        return self.blocks + self.rest
+
+
+def work(config: ModelConfig, pairs: Sequence[int], micro_batch: int = 1) -> ModelWork:
+    """Operations over one context of a micro-batch, with so many pairs in each layer, as the model's parts count."""
+    model = _one_layer(config)
+    block: Any = model.blocks[0]
+    blocks = (block.work(config.context, count, micro_batch) for count in pairs)
+    return ModelWork(sum(blocks, Work()), model.logits.work(config.context, 0, micro_batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +119,24 @@ class States:
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
     at_step: int  # fp32 gradients and Muon's whole matrices, which exist only in the optimiser's step
+    tables: int = 0  # n-gram tables, what their optimiser keeps, and the gradients of a step's positions
+    tables_at_step: int = 0  # what the processes exchange of them, and sums for the rows
 
     def resident(self) -> int:
         """All but what exists only in the optimiser's step."""
-        return self.weights + self.gradients + self.masters + self.moments + self.average + self.buffers
+        kept = self.weights + self.gradients + self.masters + self.moments + self.average
+        return kept + self.buffers + self.tables
 
     def peak(self, activations: Activations) -> int:
         """At the worst moment of a step: in the backward pass, or at its end in the optimiser."""
-        return self.resident() + max(activations.peak, self.at_step)
+        return self.resident() + max(activations.peak, self.at_step, self.tables_at_step)
 
 
 def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -> States:
     """What weights and optimiser take on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
-    Stage 1 shards masters, moments and average, stage 2 gradients too, stage 3 weights too. What is offloaded to the
-    CPU is counted all the same.
+    ``num_parameters``: without n-gram tables, which stage 3 alone shards. Stage 1 shards masters, moments and average,
+    stage 2 gradients too, stage 3 weights too. What is offloaded to the CPU is counted all the same.
     """
     half = config.precision != "fp32"
     copied = half or stage in (1, 2)  # of which DeepSpeed copies even fp32 weights, and gradients for the step
@@ -157,6 +146,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
     def share(numel: int, from_stage: int) -> int:
         return -(-numel // processes) if stage >= from_stage else numel
 
+    tables = table_step(config)
     whole = 0
     if config.train.optimizer and config.train.optimizer.type == "muon":
         matrices = share(matrix_weights(config.model), 1)
@@ -170,6 +160,35 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
         buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes),
         at_step=(4 * share(num_parameters, 1) if copied else 0) + whole,
+        tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
+        tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TableStep:
+    """What n-gram tables take. A step touches and exchanges at most so much: positions may share rows."""
+
+    rows: int
+    row_bytes: int  # of one with its second moment, its number of steps, and the moving average
+    touched_rows: int  # by a step of all processes
+    sum_bytes: int  # for the gradient of a touched row
+    sent_bytes: int  # by all processes to every other: gradients of their positions, and numbers of rows
+
+
+def table_step(config: RunConfig) -> TableStep:
+    """Of a step of the optimiser; all 0 where the model has no n-gram tables."""
+    model, tables = config.model, config.model.ngrams
+    if tables is None:
+        return TableStep(0, 0, 0, 0, 0)
+    orders, positions = len(tables.orders), config.train.global_batch * model.context
+    weights = 2 if config.train.ema_decay is not None else 1
+    return TableStep(
+        rows=orders * tables.rows,
+        row_bytes=4 * (weights * model.width + 3),
+        touched_rows=orders * min(positions, tables.rows),
+        sum_bytes=4 * model.width,
+        sent_bytes=positions * (DTYPES[config.precision].itemsize * model.width + 4 * orders),
     )
 
 
@@ -197,11 +216,11 @@ def matrix_weights(config: ModelConfig) -> int:
 
 
 def _summed_over_layers(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
-    """A measure of a parameter's part and shape, summed over all. Layers are alike, so two tell about all."""
+    """A measure of a parameter's part and shape, summed over all but n-gram tables. Layers are alike: two tell all."""
     sums = []
     for layers in (1, 2):
         with torch.device("meta"):
-            model = SparseTransformer(config.model_copy(update={"layers": layers}))
+            model = SparseTransformer(config.model_copy(update={"layers": layers, "ngrams": None}))
         roles = model.parameter_roles()
         sums.append(sum(measure(roles[name].part, each.shape) for name, each in model.named_parameters()))
     return sums[0] + (config.layers - 1) * (sums[1] - sums[0])
@@ -238,6 +257,8 @@ def rehearse(
         model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(dtype)
+        if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
+            model.embedding.ngrams.rows.requires_grad_(False)
         tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
         if on_gpu:
             modes.enter_context(_FusedDropout())
@@ -256,7 +277,8 @@ def count(model: SparseTransformer, tokens: Tensor) -> Activations:
     def drop_gradient(parameter: Tensor) -> None:
         parameter.grad = None
 
-    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in model.parameters()]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
         with LiveBytes([*model.parameters(), tokens]) as live:
             loss = model(tokens, return_nats=True).sum()

@@ -76,14 +76,16 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         DataError: the data is here, and does not fit the run.
     """
     from longstride.launcher.planning import costs
+    from longstride.sparse_model import Ngrams
 
     length = run_length(config, contexts)
     model, train = config.model, config.train
     parts = costs.parameter_parts(model)
     total = sum(parts.values())
+    others = total - parts.get(Ngrams.part, 0)
     pairs, dense = costs.layer_pairs(model), costs.dense_pairs(model)
-    step = step_flops(costs.work(model, sum(pairs), train.micro_batch), config)
-    as_dense = step_flops(costs.work(model, dense * model.layers, train.micro_batch), config)
+    step = step_flops(costs.work(model, pairs, train.micro_batch), config)
+    as_dense = step_flops(costs.work(model, [dense] * model.layers, train.micro_batch), config)
     kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
@@ -96,12 +98,13 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             {
                 "processes": count,
                 "stage": stage,
-                **asdict(held := costs.states(total, config, count, stage)),
+                **asdict(held := costs.states(others, config, count, stage)),
                 **{f"peak_{name}": held.peak(activations) for name, activations in kept.items()},
             }
             for count in processes
             for stage in costs.STAGES
         ],
+        "tables": asdict(costs.table_step(config)),
         "attention": {
             "density": [each / dense for each in pairs],
             "pairs": sum(pairs),
@@ -175,9 +178,9 @@ def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
     """Operations of one optimiser step, over all processes."""
     contexts = config.train.global_batch
     return {
-        "forward_flops": contexts * work.forward,
-        "backward_flops": contexts * work.backward,
-        "recompute_flops": contexts * work.blocks if config.train.activation_checkpointing else 0,
+        "forward_flops": contexts * work.whole.forward,
+        "backward_flops": contexts * work.whole.backward,
+        "recompute_flops": contexts * work.blocks.forward if config.train.activation_checkpointing else 0,
     }
 
 
@@ -196,15 +199,30 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         f"memory of a process, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
         f"  activations of all blocks kept {kept['kept'] / _GIB:.2f}, at most {kept['peak'] / _GIB:.2f}; "
         f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}",
-        "  processes  ZeRO  weights  gradients  masters moments  average  buffers | peak: kept  recomputed",
+        "  processes  ZeRO  weights  gradients  masters moments  average  buffers"
+        f"{'  tables' if (tables := plan['tables'])['rows'] else ''} | peak: kept  recomputed",
+    ]
+    names = [
+        "weights",
+        "gradients",
+        "masters",
+        "moments",
+        "average",
+        "buffers",
+        *(["tables"] if tables["rows"] else []),
     ]
     for row in plan["memory"]:
-        columns = [row[name] / _GIB for name in ("weights", "gradients", "masters", "moments", "average", "buffers")]
-        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 8, 9, 9), strict=True))
+        columns = (row[name] / _GIB for name in names)
+        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 8, 9, 9, 8), strict=False))
         peaks = [f"{row[name] / _GIB:.2f}" for name in ("peak_kept", "peak_recomputed")]
         if row["stage"] == plan["zero_stage"]:
             peaks[plan["activation_checkpointing"]] += "*"
         lines.append(f"  {row['processes']:>9}{row['stage']:>6}{cells} |{peaks[0]:>11}{peaks[1]:>12}")
+    if tables["rows"]:
+        lines.append(
+            f"  n-gram tables: {tables['rows']:,} rows, of which a step touches at most {tables['touched_rows']:,}; "
+            f"all processes send {tables['sent_bytes'] / 2**20:.1f} MiB to every other"
+        )
     lines.append("  * as configured")
     return lines
 

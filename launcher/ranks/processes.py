@@ -112,6 +112,31 @@ class Ranks:
         torch.distributed.all_reduce(summed)
         return summed.cpu()
 
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's values on their device, in rank order: (W, …). All ranks bring the same shape and type."""
+        if self.world_size == 1:
+            return values[None]
+        # As bytes, which every backend takes.
+        sent = values.contiguous().view(torch.uint8).flatten()
+        everyone = [torch.empty_like(sent) for _ in range(self.world_size)]
+        torch.distributed.all_gather(everyone, sent)
+        return torch.stack(everyone).view(values.dtype).view(self.world_size, *values.shape)
+
+    def swap(
+        self, values: torch.Tensor, counts: list[int], expected: list[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Hands the first ``counts[0]`` rows of values to rank 0, the next to rank 1 …; returns what all hand to this.
+
+        In rank order, with how many each has handed over, which is not asked for where it is ``expected``.
+        """
+        if expected is None:
+            numbers = torch.empty(self.world_size, dtype=torch.int64, device=values.device)
+            torch.distributed.all_to_all_single(numbers, torch.tensor(counts, device=values.device))
+            expected = numbers.tolist()
+        received = values.new_empty(sum(expected), *values.shape[1:])
+        torch.distributed.all_to_all_single(received, values.contiguous(), expected, counts)
+        return received, expected
+
     def first_works(self, work: Callable[[], Result]) -> Result:
         """What the first rank's ``work`` returns, on every rank.
 

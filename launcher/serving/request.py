@@ -58,7 +58,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         raise ConfigError(*problems, *error.problems, *_setting_problems(content)) from None
     problems += _setting_problems(content)
     fitting = min(max_bytes, config.context - len(prompt))
-    count = content.get("bytes", min(fitting, modality_named(config.embedding.type).sample_bytes or fitting))
+    count = content.get("bytes", min(fitting, modality_named(config.embedding.modality).sample_bytes or fitting))
     if type(count) is not int or not 1 <= count <= fitting:
         rule = f"must be a whole number from 1 to {fitting}"
         if fitting < max_bytes:

@@ -54,6 +54,7 @@ class Trainer:
         self._open_batches(state)
         config, world_size = run.config, run.ranks.world_size
         numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
+        numel += engine.tables.shape.numel() if engine.tables is not None else 0
         self._recorder.say(
             f"{numel:,} parameters, context {config.model.context:,}, {world_size} process"
             f"{'es' if world_size > 1 else ''} on {engine.device.type}, ZeRO {config.zero_stage}, {config.precision}"

@@ -22,6 +22,18 @@ ATTENTIONS: dict[str, Any] = {
     "cycle": [{"type": "column", "stride": 8}, {"type": "local", "window": 8}, {"type": "dense"}],
 }
 
+# Every part that came later than the paper.
+LATER: dict[str, Any] = {
+    "embedding": {"type": "tokens"},
+    "norm": "rms",
+    "bias": False,
+    "rotary": {"base": 1000},
+    "query_key_norm": True,
+    "convolution": 3,
+    "feed_forward": {"type": "dense", "activation": "squared_relu"},
+    "initialization": "zero_outputs",
+}
+
 
 def model_json(**changes: Any) -> dict[str, Any]:
     """The `model` object of a small run, with some keys changed."""

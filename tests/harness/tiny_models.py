@@ -57,24 +57,31 @@ def _picture(random: np.random.Generator) -> bytes:
     return np.broadcast_to(np.where(split, upper, lower), (HEIGHT, WIDTH, 3)).astype(np.uint8).tobytes()
 
 
-def tiny_export(folder: Path, modality: str, steps: int = 0, seed: int = 0, **data: Any) -> Path:
-    """A folder as an export makes it, of a network of one block; ``data`` stands in for what config.json tells."""
+def tiny_export(
+    folder: Path, modality: str, steps: int = 0, seed: int = 0, model: dict[str, Any] | None = None, **data: Any
+) -> Path:
+    """A folder as an export makes it, of a network of one block; ``model`` changes it.
+
+    ``data`` stands in for what config.json tells.
+    """
     torch.manual_seed(seed)
     config = ModelConfig.model_validate(
         {
             "context": CONTEXT, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "strided", "stride": 24},
             "embedding": EMBEDDINGS[modality], "backend": "cpu",
+            **(model or {}),
         }
     )  # fmt: skip
-    model = SparseTransformer(config)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    network = SparseTransformer(config)
+    optimizer = torch.optim.Adam(network.parameters(), 0.01)
     for step in range(steps):
         rows = np.frombuffer(content_of(modality, 8 * CONTEXT, 1000 + step), dtype=np.uint8).reshape(8, CONTEXT)
         optimizer.zero_grad()
-        model(torch.from_numpy(rows.copy()), return_nats=True).mean().backward()
+        network(torch.from_numpy(rows.copy()), return_nats=True).mean().backward()
         optimizer.step()
     folder.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
     described = {"modality": modality, "properties": PROPERTIES[modality], **data}
     content = {"format": 1, "model": config.model_dump(mode="json"), "data": described}
     (folder / "config.json").write_text(json.dumps(content))

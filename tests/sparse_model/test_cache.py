@@ -14,7 +14,7 @@ from longstride.kernels.patterns import pattern_from_json
 from longstride.kernels.plan import ListedPositions, RegularPositions
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.cache import KeyValues
-from longstride.sparse_model.session import Session, allocate, even_length
+from longstride.sparse_model.session import Session, even_length
 from tests.harness.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake
 
@@ -36,6 +36,12 @@ UNITS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}  # of torch.fin
 
 def some_tokens(model: SparseTransformer, batch: int = 2) -> Tensor:
     return torch.randint(256, (batch, model.config.context), generator=torch.Generator().manual_seed(1))
+
+
+def caches(config: ModelConfig, batch: int, length: int) -> list[KeyValues]:
+    """Empty ones of every layer."""
+    states = SparseTransformer(config).new_states(batch, length, torch.device("cpu"), torch.float32)
+    return [state.keys_values for state in states]
 
 
 def step_by_step(session: Session, tokens: Tensor) -> Tensor:
@@ -112,12 +118,12 @@ def test_lengths_are_the_smallest_that_all_patterns_divide() -> None:
 def test_rows_at_once_are_a_beginning() -> None:
     session = Session(awake())
     with pytest.raises(ValueError, match="first=3: 2 rows at once must begin at position 0"):
-        session.model.through(torch.zeros(1, 2, session.model.config.width), session.caches, 3)
+        session.model.through(torch.zeros(1, 2, session.model.config.width), session.states, 3)
 
 
 def test_flex_is_asked_for_beginnings_alone() -> None:
     config = small(layers=1, backend="flex")
-    (cache,) = allocate(config, 1, 8, torch.device("cpu"), torch.float32)
+    (cache,) = caches(config, 1, 8)
     row = torch.ones(1, 4, 16)
     assert torch.equal(cache.step(row, row, 3 * row, 0), 3 * row)
 
@@ -130,7 +136,7 @@ def test_a_backend_that_cannot_run_is_refused_before_the_first_row() -> None:
 def test_heads_lie_together_but_where_long_runs_are_read() -> None:
     strided, dense = ({"type": kind} for kind in ("strided", "dense"))
     config = small(context=64, attention=[{**strided, "stride": 8}, dense], layers=2)
-    sparse, whole = allocate(config, 3, 64, torch.device("cpu"), torch.float32)
+    sparse, whole = caches(config, 3, 64)
     assert sparse.keys.shape == whole.keys.shape == (3, 4, 64, 16)
     assert sparse.keys.permute(2, 0, 1, 3).is_contiguous() and whole.keys.is_contiguous()
 
@@ -183,7 +189,7 @@ def test_a_step_reads_the_patterns_keys_and_no_other(
     taken = count_rows(monkeypatch)
     for position in (context - 1, context - 2, context // 2, 3 * attention["stride"] - 1, 5):
         allowed = [set_allowed(session, attention, head, position) for head in range(2)]
-        session.position, session._last, session._logits = position, torch.tensor([7]), None
+        session.position, session._before, session._logits = position, torch.tensor([[7]]), None
         taken.clear()
         assert bool(session.logits.isfinite().all())
         # Keys and values; heads of one pattern take their rows together.
@@ -195,8 +201,7 @@ def set_allowed(session: Session, attention: dict[str, Any], head: int, position
     pattern = pattern_from_json(attention).for_head(head)
     allowed = pattern.mask(torch.tensor([[position]]), torch.arange(session.length)[None])[0]
     with torch.inference_mode():
-        for cache in session.caches:
-            assert isinstance(cache, KeyValues)
+        for cache in (state.keys_values for state in session.states):
             for rows in (cache.keys, cache.values):
                 rows[:, head] = float("nan")
                 rows[:, head, allowed] = 1.0

@@ -27,7 +27,7 @@ def plain(h: Tensor, expand: Tensor, expand_bias: Tensor, contract: Tensor, cont
 def test_chunks_give_the_plain_graphs_gradients(rows: int) -> None:
     inputs = tensors(torch.float64)
     grad = torch.randn(21, 5, dtype=torch.float64)
-    found, expected = FeedForwardInChunks.apply(*inputs, rows), plain(*inputs)
+    found, expected = FeedForwardInChunks.apply(*inputs, "sigmoid_gelu", rows), plain(*inputs)
     torch.testing.assert_close(found, expected)
     for one, other in zip(*(torch.autograd.grad(out, inputs, grad) for out in (found, expected)), strict=True):
         torch.testing.assert_close(one, other)
@@ -40,7 +40,7 @@ def test_chunks_are_as_precise_as_the_plain_graph(dtype: torch.dtype) -> None:
     exact = [x.detach().double().requires_grad_() for x in inputs]
     grad = torch.randn(21, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth = torch.autograd.grad(plain(*exact), exact, grad.to(dtype).double())
-    in_chunks = torch.autograd.grad(FeedForwardInChunks.apply(*inputs, 8), inputs, grad.to(dtype))
+    in_chunks = torch.autograd.grad(FeedForwardInChunks.apply(*inputs, "sigmoid_gelu", 8), inputs, grad.to(dtype))
     in_one = torch.autograd.grad(plain(*inputs), inputs, grad.to(dtype))
     for true, chunked, whole in zip(truth, in_chunks, in_one, strict=True):
         assert chunked.dtype == dtype

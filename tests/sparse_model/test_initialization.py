@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.transformer import Embedding, initialize
+from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.embedding import Embedding
 from tests.harness.configs import small
 
 READINGS: dict[str, Callable[[float], float]] = {
@@ -74,23 +74,15 @@ def test_small_tensors_pooled_over_seeds_start_as_the_paper_says(
     config = small(width=width, context=48, embedding=kind, initialization=reading)
     wanted = {"start": std(width), **{f"positions.{n}.weight": std(len(tables) * width) for n in range(len(tables))}}
     pooled: dict[str, list[torch.Tensor]] = {name: [] for name in wanted}
-    embedding = Holder(config)
+    embedding = Embedding(config)
     for seed in range(TELLING // width + 1):
         torch.manual_seed(seed)
-        initialize(embedding, config)
+        embedding.initialize()
         for name in wanted:
-            pooled[name].append(embedding.embedding.get_parameter(name).detach().clone().flatten())
-    assert [len(table.weight) for table in embedding.embedding.positions] == list(tables)
+            pooled[name].append(embedding.get_parameter(name).detach().clone().flatten())
+    assert [len(table.weight) for table in embedding.positions] == list(tables)
     for name, value in wanted.items():
         values = torch.cat(pooled[name])
         assert values.numel() >= TELLING
         assert abs(float(values.std()) / value - 1) < 0.02, name
         assert abs(float(values.mean())) < 4 * value / math.sqrt(values.numel()), name
-
-
-class Holder(torch.nn.Module):
-    """A model's embedding under its name, without the rest."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embedding = Embedding(config)

@@ -112,7 +112,9 @@ def test_a_session_computes_no_gradient() -> None:
 def test_logits_are_wide_and_the_cache_is_the_models(dtype: torch.dtype) -> None:
     session = Session(awake().to(dtype))
     assert session.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert all(cache.keys.dtype == cache.values.dtype == dtype for cache in session.caches)
+    assert all(
+        cache.keys.dtype == cache.values.dtype == dtype for cache in (state.keys_values for state in session.states)
+    )
 
 
 def fill(session: Session) -> None:

@@ -28,6 +28,7 @@ def dump_master_weights(path: str) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
     import longstride.launcher.training.loop as loop
+    from longstride.launcher.engine.states import TABLES
 
     train_step = loop.train_step
     steps: list[dict[str, Any]] = []
@@ -43,6 +44,11 @@ def dump_master_weights(path: str) -> None:
             sharded = engine.zero_optimization()
             for name, parameter in engine.module.named_parameters():
                 masters[name] = safe_get_full_fp32_param(parameter) if sharded else parameter
+        if engine.tables is not None:
+            shares = ranks.gather_objects(engine.tables.share()["fp32"])
+            rows = masters[TABLES] = torch.empty(engine.tables.shape)
+            for first, share in enumerate(shares):
+                rows[first :: len(shares)] = share
         steps.append({name: master.detach().clone().cpu() for name, master in masters.items()})
         if ranks.is_first:
             torch.save(steps, path)

@@ -21,6 +21,7 @@ from longstride.launcher.checkpoints import saved_state
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config, read_manifest, write_manifest
 from longstride.launcher.checkpoints.saved_state import SavedState
+from longstride.launcher.engine.states import TABLES as TABLES_NAME
 from longstride.launcher.exports import export as export_module
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.exports.weight_files import parse_size
@@ -29,7 +30,7 @@ from longstride.launcher.models import exported as exported_module
 from longstride.launcher.models.exported import Exported, load_model, streamed_model
 from longstride.launcher.models.tensors import DTYPES
 from tests.harness.runs import configuration, files_under, metrics, spawn
-from tests.launcher.training.test_training import RUNS
+from tests.launcher.training.test_training import RUNS, TABLES
 
 Trained = Callable[..., Path]
 EVERY_LAYOUT = [(stage, ranks) for stage in range(4) for ranks in (1, 2)]
@@ -60,7 +61,13 @@ def test_exported_logits_are_the_trainers_to_the_bit(
     stage: int, ranks: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text(json.dumps(configuration(data, tmp_path / "run")))
-    changes = [f"deepspeed=zero{stage}_fp32", "train.steps=2", "train.warmup_steps=0", "train.learning_rate=0.05"]
+    changes = [
+        f"deepspeed=zero{stage}_fp32",
+        TABLES,
+        "train.steps=2",
+        "train.warmup_steps=0",
+        "train.learning_rate=0.05",
+    ]
     logits = tmp_path / "logits.pt"
     ended = spawn(["--config", str(tmp_path / "run.json"), *changes], ranks, {"DUMP_LOGITS": str(logits)})
     assert ended.codes == [0] * ranks, ended.stderr
@@ -81,7 +88,7 @@ def test_every_type_holds_the_masters_rounded_once(name: str, dtype: str, traine
     run = trained(name, 2, *RUNS[name])
     checkpoint, seen = export(run, 8, tmp_path / "out", Options(dtype=dtype))
     state, weights = SavedState(checkpoint), load_file(tmp_path / "out/model.safetensors")
-    assert weights.keys() == state.shapes.keys()
+    assert weights.keys() == state.model_shapes.keys()
     for key, tensor in weights.items():
         assert tensor.dtype == DTYPES[dtype]
         assert torch.equal(tensor, state.tensor(key).to(DTYPES[dtype]))
@@ -108,7 +115,7 @@ def test_shards_hold_what_one_file_holds(run: Path, tmp_path: Path) -> None:
     held: dict[str, torch.Tensor] = {}
     for file in files:
         tensors = load_file(file)
-        assert sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 40_000 or tensors.keys() == {TABLES_NAME}
         assert all(index["weight_map"][name] == file.name for name in tensors)
         held |= tensors
     assert index["weight_map"].keys() == held.keys() == whole.keys()
@@ -121,7 +128,7 @@ def test_shards_hold_what_one_file_holds(run: Path, tmp_path: Path) -> None:
 
 def test_a_tensor_larger_than_a_file_may_be_has_its_own(run: Path, tmp_path: Path) -> None:
     checkpoint, _ = export(run, None, tmp_path / "out", Options(shard_bytes=1))
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(SavedState(checkpoint).shapes)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(SavedState(checkpoint).model_shapes)
 
 
 def test_average_is_exported_once_the_trained_weights_are_checked(run: Path, tmp_path: Path) -> None:

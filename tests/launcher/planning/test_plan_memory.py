@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.planning.costs import Activations, activations, count, states
+from longstride.launcher.planning.costs import Activations, activations, count, states, table_step
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import ROOT, plain_environment
 from tests.launcher.training.test_training import RUNS, ten_steps
@@ -165,13 +165,17 @@ def test_planned_optimiser_is_what_deepspeed_writes(name: str, trained: Callable
     """Masters, moments and average in a rank's checkpoint: tensors alone, up to padding to equal shares."""
     run = trained(name, 2, *(RUNS[name] if name in RUNS else ten_steps(1)))
     config = load_config(run / "config.json")
-    planned = states(SparseTransformer.num_parameters(config.model), config, 2, config.zero_stage)
+    tables = table_step(config)
+    numel = SparseTransformer.num_parameters(config.model) - tables.rows * config.model.width
+    planned = states(numel, config, 2, config.zero_stage)
     folder = run / "checkpoints/step-00000008/deepspeed"
     for rank in range(2):
         (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         content = torch.load(path, weights_only=False)["optimizer_state_dict"]
         found = sum(_bytes(content[key]) for key in ("single_partition_of_fp32_groups", "base_optimizer_state"))
         assert found == pytest.approx(planned.masters + planned.moments + planned.average, rel=0.01)
+    written = sum(path.stat().st_size for path in folder.parent.glob("tables-*.safetensors"))
+    assert written == pytest.approx(tables.rows * tables.row_bytes, abs=2_000)  # but for names and shapes
 
 
 def _bytes(content: Any) -> int:

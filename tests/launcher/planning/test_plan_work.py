@@ -43,10 +43,11 @@ def test_linear_operations_are_those_that_torch_counts(
         nats = model(tokens, return_nats=True)
     with FlopCounterMode(display=False) as backward:
         nats.sum().backward()
-    planned = work(config, pairs=0)
-    assert forward.get_total_flops() == planned.linear == planned.forward
-    assert backward.get_total_flops() == planned.backward
-    assert planned.linear - planned.blocks == 2 * 40 * 64 * 256  # the logits alone are not recomputed
+    planned = work(config, [0] * config.layers)
+    whole = planned.whole
+    assert forward.get_total_flops() == whole.linear == whole.forward
+    assert backward.get_total_flops() == whole.backward
+    assert planned.rest.linear == 2 * 40 * 64 * 256  # the logits alone are not recomputed
 
 
 def test_attention_operations_are_those_of_its_products() -> None:
@@ -55,11 +56,11 @@ def test_attention_operations_are_those_of_its_products() -> None:
     model, tokens = SparseTransformer(config), torch.randint(256, (1, 40))
     with FlopCounterMode(display=False) as forward:
         model(tokens, return_nats=True)
-    planned = work(config, pairs=3 * 4 * 40 * 40)
+    planned = work(config, [4 * 40 * 40] * 3).whole
     assert forward.get_total_flops() == planned.forward
     assert (planned.scores, planned.values) == (2 * 3 * 4 * 1600 * 8, 2 * 3 * 4 * 1600 * 16)
     # Five products for two: the scores again, and both factors of each.
-    assert planned.backward - work(config, 0).backward == 3 * planned.scores + 2 * planned.values
+    assert planned.backward - work(config, [0] * 3).whole.backward == 3 * planned.scores + 2 * planned.values
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])

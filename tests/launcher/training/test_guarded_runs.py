@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from longstride.launcher.checkpoints.manifest import read_manifest, sealed, write_json
 from longstride.launcher.checkpoints.pickles import read_pickle
@@ -45,7 +46,9 @@ class Case:
     def made(self, data: Path) -> Case:
         """The same, its configuration written."""
         self.folder.mkdir(parents=True)
-        (self.folder / "run.json").write_text(json.dumps(configuration(data, self.run)))
+        content = configuration(data, self.run)
+        content["model"]["ngrams"] = {"orders": [2, 3], "rows": 997}
+        (self.folder / "run.json").write_text(json.dumps(content))
         return self
 
     def start(self, *arguments: str, spoil: str | None = None) -> Run:
@@ -72,7 +75,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def saved_values(run: Path, step: int) -> dict[str, Any]:
-    """All that DeepSpeed and the random generators have saved of a step, by file and path within it."""
+    """All that DeepSpeed, n-gram tables and random generators have saved of a step, by file and path within it."""
     folder = run / f"checkpoints/step-{step:08d}"
     found: dict[str, Any] = {}
 
@@ -90,6 +93,8 @@ def saved_values(run: Path, step: int) -> dict[str, Any]:
 
     for path in sorted(folder.rglob("*.pt")):
         walk(path.name, read_pickle(path))
+    for path in sorted(folder.glob("*.safetensors")):
+        walk(path.name, load_file(path))
     return found
 
 

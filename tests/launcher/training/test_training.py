@@ -25,12 +25,13 @@ CSV_MONITOR = '{"enabled": true, "output_path": "{folder}", "job_name": "csv"}'
 MONITORED = ("model.dropout=0", f"deepspeed.csv_monitor={CSV_MONITOR}")
 MUON = 'train.optimizer={"type": "muon", "rates": {"matrices": 0.02}}'
 ADAFACTOR = 'train.optimizer={"type": "adafactor"}'
+TABLES = 'model.ngrams={"orders": [2, 3, 4], "rows": 997}'
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
     "zero0-fp32-adafactor": ("deepspeed=zero0_fp32", ADAFACTOR),
     "zero1-bf16": ("deepspeed=zero1_bf16", MUON, "data.workers=2"),
-    "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE),
-    "zero3-bf16": ("deepspeed=zero3_bf16", MUON, "train.activation_checkpointing=true"),
+    "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE, TABLES),
+    "zero3-bf16": ("deepspeed=zero3_bf16", MUON, TABLES, "train.activation_checkpointing=true"),
 }
 OTHER_RUNS = {
     f"zero{stage}-{precision}{name}": (f"deepspeed=zero{stage}_{precision}", *optimizer)

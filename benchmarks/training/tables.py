@@ -1,0 +1,168 @@
+"""What n-gram tables add to a training step: rows touched, against a dense gradient and AdamW on the whole table.
+
+``python benchmarks/training/tables.py``: one thread trains the tables alone, on bytes of this project's own sources,
+both ways in one run; times are of the processor. Then two processes exchange a step's gradients over gloo, and for
+comparison sum a dense gradient in bf16, as the all-reduce of a table under DeepSpeed would; times are by the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from longstride.launcher.config.run_config import TrainConfig
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.engine.tables import Tables
+from longstride.launcher.ranks.processes import Ranks
+from longstride.sparse_model import Ngrams
+from longstride.sparse_model.config import NgramTables
+
+ROOT = Path(__file__).resolve().parents[2]
+SPARSE_PARTS = ("hash", "lookup", "backward", "update")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    torch.set_num_threads(1)
+    prepare_accelerator()
+    found = about(torch.device("cpu")) | {
+        name: getattr(options, name) for name in ("contexts", "context", "rows", "width", "orders", "repeats")
+    }
+    found |= {"milliseconds": measure(options), "exchange": exchange(options)}
+    write_json(options.output, found)
+    print_found(found)
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, default=4, help="of a step")
+    parser.add_argument("--context", type=int, default=1_024)
+    parser.add_argument("--rows", type=int, default=262_144, help="of each order")
+    parser.add_argument("--orders", type=int, nargs="+", default=[2, 3, 4, 5, 6])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=30, help="steps; a tenth of them the dense way")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    check_output(parser, options, f"tables-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+def make_tables(options: argparse.Namespace) -> Ngrams:
+    """The model's part."""
+    return Ngrams(NgramTables(orders=tuple(options.orders), rows=options.rows), 256, options.width)
+
+
+def batches(options: argparse.Namespace, count: int) -> list[Tensor]:
+    """The tokens before each position of some steps, (B, L + N - 1), from this project's sources."""
+    content = b"".join(path.read_bytes() for path in sorted((ROOT / "launcher").rglob("*.py")))
+    data, generator = torch.tensor(list(content)), torch.Generator().manual_seed(0)
+    starts = torch.randint(len(data) - options.context, (count, options.contexts), generator=generator).tolist()
+    steps = (torch.stack([data[start : start + options.context - 1] for start in each]) for each in starts)
+    return [F.pad(step, (options.orders[-1], 0), value=-1) for step in steps]
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a processor a step, by part; medians."""
+    sparse, dense = make_tables(options), make_tables(options)
+    train = TrainConfig(output="run", steps=10**6, global_batch=1, micro_batch=1, learning_rate=1e-2)
+    tables = Tables(sparse, train, Ranks(), sharded=False)
+    optimizer = torch.optim.AdamW([dense.rows], lr=1e-2, fused=True)
+    shape = (options.contexts, options.context, options.width)
+    seen: dict[str, list[float]] = {}
+
+    def timed(part: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.process_time()
+        result = work(*arguments)
+        seen.setdefault(part, []).append(1e3 * (time.process_time() - start))
+        return result
+
+    for number, before in enumerate(batches(options, options.repeats)):
+        h = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        gradient = 1e-4 * torch.randn(shape).bfloat16()
+        ids = timed("hash", sparse.ids, before)
+        out = timed("lookup", tables.add, h, ids)
+        timed("backward", out.backward, gradient)
+        timed("update", tables.step, number, 1.0)
+        if number % 10 == 0:
+            out = timed("dense forward", dense, h, before)
+            timed("dense backward", out.backward, gradient)
+            timed("dense update", optimizer.step)
+            dense.rows.grad = None
+    # The first steps take memory for what they touch.
+    return {part: rounded(statistics.median(each[len(each) // 4 :])) or 0.0 for part, each in seen.items()}
+
+
+def exchange(options: argparse.Namespace) -> dict[str, float]:
+    """What two processes send for a step, and seconds by the clock."""
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_exchange, (options, f"file://{folder}/meeting", queue), nprocs=2)
+    return queue.get()
+
+
+def _exchange(rank: int, options: argparse.Namespace, meeting: str, queue: Any) -> None:
+    """One of two processes; the first tells what it found."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=2)
+    positions, orders = options.contexts * options.context, len(options.orders)
+    sent = torch.zeros(positions, 2 * options.width + 4 * orders, dtype=torch.uint8)
+    whole = torch.zeros(orders * options.rows, options.width, dtype=torch.bfloat16)
+
+    def seconds(work: Callable[[], Any], repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return rounded(statistics.median(times)) or 0.0
+
+    ranks = Ranks(rank, rank, 2)
+    found = {
+        "sent_bytes": sent.numel(),
+        "seconds": seconds(lambda: ranks.gather(sent), options.repeats),
+        "dense_bytes": whole.nbytes,
+        "dense_seconds": seconds(lambda: torch.distributed.all_reduce(whole), max(1, options.repeats // 10)),
+    }
+    if rank == 0:
+        queue.put(found)
+    torch.distributed.destroy_process_group()
+
+
+def print_found(found: dict[str, Any]) -> None:
+    """Tables."""
+    each, exchanged = found["milliseconds"], found["exchange"]
+    dense = [part for part in each if part.startswith("dense")]
+    positions = found["contexts"] * found["context"]
+    print(f"{positions:,} positions, orders {found['orders']} of {found['rows']:,} rows of {found['width']}\n")
+    print("| tables | ms of one thread a step | |\n|---|---|---|")
+    for name, parts in (("rows touched", SPARSE_PARTS), ("dense gradient, AdamW", dense)):
+        told = ", ".join(f"{part.removeprefix('dense ')} {each[part]:.1f}" for part in parts)
+        print(f"| {name} | {sum(each[part] for part in parts):.1f} | {told} |")
+    print("\n| two processes | MB from each | ms |\n|---|---|---|")
+    for name, prefix, size in (("rows touched", "", "sent"), ("dense gradient", "dense_", "dense")):
+        print(f"| {name} | {exchanged[f'{size}_bytes'] / 1e6:.1f} | {1e3 * exchanged[f'{prefix}seconds']:.1f} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The n-gram tables in a checkpoint: one safetensors file a rank, whatever the ZeRO stage.
+
+`tables-00001.safetensors` of W ranks has rows 1, 1 + W, 1 + 2 W …: so any number of ranks reads what any other has
+written. All is fp32, by the names that ``Tables.share`` gives: weights and moving average (R, C), the second moment of
+each row, the number of its steps, the step up to which its average is known (R,); and the steps of all (1,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints.manifest import CheckpointManifest
+from longstride.launcher.config import RunConfig
+from longstride.launcher.engine import states
+from longstride.launcher.models import AVERAGE
+
+
+def tables_name(rank: int) -> str:
+    """The file of a rank's share."""
+    return f"tables-{rank:05d}.safetensors"
+
+
+class SavedTables:
+    """The files of a verified checkpoint whose model has n-gram tables.
+
+    Raises:
+        ConfigError: a file is missing.
+    """
+
+    def __init__(self, folder: Path, manifest: CheckpointManifest, config: RunConfig) -> None:
+        tables = config.model.ngrams
+        assert tables is not None
+        self._folder, self._ranks, self._decay = folder, manifest.world_size, config.train.ema_decay
+        self.shape = torch.Size((len(tables.orders) * tables.rows, config.model.width))
+        missing = [name for name in map(tables_name, range(self._ranks)) if name not in manifest.files]
+        if missing:
+            raise ConfigError(f"{folder}: without {missing[0]}, which has n-gram tables of its model")
+
+    def tensor(self, kind: str) -> Tensor:
+        """All rows, (R, C) fp32, as they were trained ("fp32") or their moving average as of the checkpoint's step."""
+        whole = torch.empty(self.shape)
+        for first, saved in self.shares():
+            rows = saved["fp32"]
+            if kind == AVERAGE:
+                assert self._decay is not None
+                rows = states.followed(saved[AVERAGE], rows, self._decay, saved["steps"] - saved[f"{AVERAGE}_step"])
+            whole[first :: self._ranks] = rows
+        return whole
+
+    def load(self, engine: DeepSpeedEngine) -> None:
+        """Brings the tables of an engine of any layout to what was saved."""
+        for first, saved in self.shares():
+            engine.tables.fill(first, self._ranks, saved, self._decay)
+
+    def shares(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Each file's first row, and its tensors."""
+        for rank in range(self._ranks):
+            path = self._folder / tables_name(rank)
+            try:
+                with ExitStack() as opened:
+                    file = opened.enter_context(safe_open(path, "pt"))
+                    saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
+            except SafetensorError as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from None
+            self._check(path, saved, len(range(rank, self.shape[0], self._ranks)))
+            yield rank, saved
+
+    def _check(self, path: Path, saved: Mapping[str, Any], rows: int) -> None:
+        """Raise ConfigError unless the tensors are those of so many rows of this model."""
+        shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
+        if self._decay is not None:
+            shapes |= {AVERAGE: (rows, self.shape[1]), f"{AVERAGE}_step": (rows,)}
+        found = {name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32}
+        if found != shapes or len(found) != len(saved):
+            raise ConfigError(f"{path}: its tensors are not those of the model's n-gram tables")

@@ -1,0 +1,109 @@
+"""A short causal convolution over positions. Letters: B batch, N positions, C width, k positions that a row reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longstride.sparse_model.part import Work
+from longstride.sparse_model.tiles import tiles, wide_of
+
+
+class CausalConvolution(nn.Module):
+    """x_i + Σ_j w_j · x_(i-j) for j from 0 to k - 1, channel by channel (So et al. 2021; Gu & Dao 2023).
+
+    The weights begin at 0, where it changes nothing.
+    """
+
+    part, trained_as = "convolutions", "vectors"
+
+    def __init__(self, positions: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(positions, width))  # row j is of the position j before
+
+    def forward(self, h: Tensor, state: RecentRows | None = None, first: int = 0) -> Tensor:
+        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N."""
+        if state is not None:
+            if h.shape[1] == 1:
+                return state.step(h, self.weight, first)
+            state.begin(h)
+        return ShiftedSum.apply(h, self.weight)
+
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentRows:
+        """Room for the rows that a step reads."""
+        rows = torch.zeros(len(self.weight), batch, 1, self.weight.shape[1], device=device, dtype=dtype)
+        return RecentRows(rows.to(wide_of(rows)))
+
+    def work(self, positions: int, pairs: int, batch: int) -> Work:
+        """Its products."""
+        return Work(linear=2 * positions * self.weight.numel())
+
+
+class RecentRows:
+    """The last k rows of a context, each at its position modulo k.
+
+    So a step that is taken again writes what it wrote before, and nothing that it reads.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        """Rows (k, B, 1, C) in fp32 (fp64 for fp64), which hold anything before the first position."""
+        self.rows = rows
+
+    def begin(self, h: Tensor) -> None:
+        """Keep the last of the first n rows, (B, n, C)."""
+        self.rows.zero_()
+        for position in range(max(0, h.shape[1] - len(self.rows)), h.shape[1]):
+            self.rows[position % len(self.rows)] = h[:, position : position + 1]
+
+    def step(self, h: Tensor, weight: Tensor, position: int) -> Tensor:
+        """Keep one row (B, 1, C), and return its row of the convolution by weight (k, C)."""
+        if position == 0:
+            self.rows.zero_()
+        k = len(self.rows)
+        self.rows[position % k] = h
+        # The row j before lies at (position - j) % k: turned round, the weights lie as the rows do.
+        weight = weight.flip(0).roll(position + 1, 0)[:, None, None]
+        return (self.rows * weight).sum(0).add_(h).to(h.dtype)
+
+    def rearrange(self, order: Tensor) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers."""
+        self.rows[:] = self.rows[:, order]
+
+
+class ShiftedSum(torch.autograd.Function):
+    """The convolution as sums of shifted rows: of so few positions, faster on a CPU than torch's own.
+
+    It takes x (B, N, C) and the weights (k, C), and saves both. Sums are in fp32 (fp64 for fp64).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out, weights = torch.empty_like(x), weight.to(wide_of(x))
+        for place, (rows, total) in tiles(x, 0, scratch=2):
+            rows.copy_(x[place])
+            torch.addcmul(rows, rows, weights[0], out=total)
+            for j in range(1, min(len(weights), x.shape[1])):
+                total[:, j:].addcmul_(rows[:, :-j], weights[j])
+            out[place] = total
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_x, weights = torch.empty_like(x), weight.to(wide_of(x))
+        grad_weight = torch.zeros_like(weights)
+        for place, (rows, grad, work) in tiles(x, 0, scratch=3):
+            rows.copy_(x[place])
+            grad.copy_(grad_out[place])
+            for j in range(min(len(weights), x.shape[1])):
+                later, earlier = grad[:, j:], rows[:, : x.shape[1] - j]
+                products = work.flatten()[: later.numel()].view(later.shape)
+                grad_weight[j] += torch.mul(later, earlier, out=products).sum((0, 1))
+            torch.addcmul(grad, grad, weights[0], out=work)
+            for j in range(1, min(len(weights), x.shape[1])):
+                work[:, :-j].addcmul_(grad[:, j:], weights[j])
+            grad_x[place] = work
+        return grad_x, grad_weight.to(weight.dtype)

@@ -1,0 +1,77 @@
+"""From tokens to the rows that enter the residual blocks. Letters: B batch, N positions, C width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.ngrams import Ngrams
+from longstride.sparse_model.part import draw
+
+NO_TOKEN = -1
+Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
+
+
+class Embedding(nn.Module):
+    """Token embedding plus one position embedding a table, the input shifted right (section 5.1; released code).
+
+    With ``ngrams``, tables of the last tokens are added as well.
+    """
+
+    part = "embedding"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.sizes = config.embedding.table_sizes(config.context)
+        self.positions = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
+        self.start = nn.Parameter(torch.empty(config.width))
+        self.ngrams: Ngrams | None = None
+        if config.ngrams is not None:
+            self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
+        self.reach = 1 if config.ngrams is None else config.ngrams.orders[-1]  # tokens before a row that it holds
+
+    def initialize(self) -> None:
+        """Set its tables. What is added up to one row of the stream shares its size; n-gram tables begin at 0."""
+        draw(self.start, self.config, self.config.width)
+        draw(self.tokens.weight, self.config, self.config.width)
+        for table in self.positions:
+            assert isinstance(table, nn.Embedding)
+            draw(table.weight, self.config, self.config.width * len(self.positions))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i."""
+        batch, length = tokens.shape
+        start = self.start.expand(batch, 1, -1)
+        h = torch.cat([start, self.tokens(tokens[:, :-1])], dim=1)
+        if self.ngrams is not None:
+            h = self.ngrams(h, F.pad(tokens[:, :-1], (self.reach, 0), value=NO_TOKEN))
+        for table, index in self._places(torch.arange(length, device=tokens.device)):
+            h = h + table(index)
+        return h
+
+    def row(self, before: Tensor, position: int) -> Tensor:
+        """Row ``position`` of ``forward``, (B, 1, C), from the ``reach`` tokens before it.
+
+        ``before``: (B, reach) int64, the newest last; ``NO_TOKEN`` where the context has not begun.
+        """
+        h = self.tokens(before[:, -1:]) if position else self.start.expand(len(before), 1, -1)
+        if self.ngrams is not None:
+            h = self.ngrams(h, before)
+        for table, index in self._places(position):
+            h = h + table.weight[index]
+        return h
+
+    def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
+        """Each position table, with the index of the positions in it."""
+        # Mixed radix, last table fastest: row-major (row, column[, channel]).
+        for size, table in reversed(list(zip(self.sizes, self.positions, strict=True))):
+            assert isinstance(table, nn.Embedding)
+            yield table, index % size
+            index = index // size

@@ -1,0 +1,93 @@
+"""Hash n-gram embeddings: a row for the last n tokens, for each of several n, added to the token embedding.
+
+As in byte-latent transformers (Pagnoni et al. 2024, section 3.2.1) and over-tokenized transformers (Huang et al. 2025).
+Letters: B batch, N positions, C width, V vocabulary, L longest order, O orders, R rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longstride.sparse_model.config import NgramTables
+
+_WORD = 1 << 64
+_LOW_32, _LOW_31 = (1 << 32) - 1, (1 << 31) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / the golden ratio, odd
+_MIXER = 0xD6E8FEB86659FD93  # odd; bits of every input reach all upper bits
+
+
+class Ngrams(nn.Module):
+    """The sum of one row for each order n: that of tokens i - n to i - 1 at position i.
+
+    The hash is part of the format of a model. Tokens are numbered from 1, and 0 stands where no token is yet. With the
+    base b, the smallest odd number above V, the key of order n is k = Σ token(i - j) · bʲ⁻¹ over j = 1 … n, mod 2⁶⁴.
+    Where bⁿ <= R the row is k, and no two share one. Elsewhere, all mod 2⁶⁴ and unsigned:
+
+        x = k · m,  x = (x xor x >> 32) · 0xD6E8FEB86659FD93,  row = (x >> 33) · R >> 31
+
+    with m = (2n + 1) · 0x9E3779B97F4A7C15, an odd number of its own for each order. Order number o begins at row o · R.
+    """
+
+    part, trained_as = "n-gram tables", "tables"
+
+    def __init__(self, config: NgramTables, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.orders, self.num_rows = config.orders, config.rows
+        self.base = vocabulary + 1 + vocabulary % 2  # odd: else the keys of long orders would lose their oldest tokens
+        # Zeros, which no memory is taken for until they change. They need no noise to differ: their gradients do.
+        self.rows = nn.Parameter(torch.zeros(len(config.orders) * config.rows, width))
+        # Where set, called as (h, ids (B, n, O)) in place of ``add_rows``: the rows lie elsewhere than here.
+        self.adder: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._numbers: dict[torch.device, tuple[Tensor, ...]] = {}
+
+    def forward(self, h: Tensor, before: Tensor) -> Tensor:
+        """Adds the rows to h.
+
+        Args:
+            h: (B, n, C).
+            before: (B, L + n - 1) int64, the tokens up to the last row's own; -1 where there is none.
+
+        Returns:
+            (B, n, C), in the type of h.
+        """
+        ids = self.ids(before)
+        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids)
+
+    def ids(self, before: Tensor) -> Tensor:
+        """The row of each order at each position, (B, n, O) int64; ``before`` as for ``forward``."""
+        powers, places, odd, offsets = self._numbers_on(before.device)
+        # Newest first, so that the key of order n is the sum of the first n.
+        keys = ((before + 1).unfold(1, len(powers), 1).flip(-1) * powers).cumsum(-1)[..., places]
+        exact = sum(self.base**order <= self.num_rows for order in self.orders)  # the shortest orders
+        x = keys[..., exact:] * odd[exact:]
+        # int64 shifts carry the sign, which the masks take off.
+        x = (x ^ (x >> 32 & _LOW_32)) * _signed(_MIXER)
+        rows = (x >> 33 & _LOW_31) * self.num_rows >> 31
+        return torch.cat([keys[..., :exact], rows], -1) + offsets if exact else rows + offsets
+
+    def _numbers_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Powers of the base (L,), the place of each order among them, its odd number and its first row: (O,) each."""
+        # Not buffers: a model without values, on the meta device, gets parameters alone when it is loaded.
+        if device not in self._numbers:
+            columns = (
+                [_signed(self.base**place) for place in range(self.orders[-1])],
+                [order - 1 for order in self.orders],
+                [_signed((2 * order + 1) * _GOLDEN) for order in self.orders],
+                [number * self.num_rows for number in range(len(self.orders))],
+            )
+            self._numbers[device] = tuple(torch.tensor(column, device=device) for column in columns)
+        return self._numbers[device]
+
+
+def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """h (B, n, C) plus the sum of the rows (·, C) of ids (B, n, O), which is rounded once to the type of h."""
+    return h + F.embedding_bag(ids.flatten(0, 1), rows, mode="sum").view(h.shape).to(h.dtype)
+
+
+def _signed(number: int) -> int:
+    """A number mod 2⁶⁴ as the int64 of the same bits."""
+    return (number + (_WORD >> 1)) % _WORD - (_WORD >> 1)

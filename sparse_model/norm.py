@@ -1,0 +1,82 @@
+"""What normalises the rows that enter a part. Letters: B batch, N positions, C width, R rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.tiles import tiles, wide_of
+
+EPS = 1e-6  # added to the mean square
+
+
+class LayerNorm(nn.LayerNorm):
+    """Mean 0 and variance 1, then a weight and a bias a channel (section 5.2)."""
+
+    part = "norms"
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + ε) over the channels, then a weight a channel (Zhang & Sennrich 2019).
+
+    The statistics are kept in fp32 (fp64 for fp64), whatever the precision of x.
+    """
+
+    part = "norms"
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(…, C) to (…, C)."""
+        if h.device.type != "cpu" or h.shape[-2] == 1:  # of a single row, one call is faster than few passes
+            return F.rms_norm(h, (h.shape[-1],), self.weight, EPS)
+        return TiledRMSNorm.apply(h.flatten(0, -2), self.weight).view(h.shape)
+
+
+def norm_of(config: ModelConfig) -> nn.Module:
+    """The norm that a configuration asks for, at its first values: weights 1, biases 0."""
+    return RMSNorm(config.width) if config.norm == "rms" else LayerNorm(config.width)
+
+
+def inverse_rms(x: Tensor, out: Tensor) -> Tensor:
+    """1 / √(mean x² + ε) over the last axis, (…, C) to (…, 1), written to ``out``."""
+    torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=out)
+    return out.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+
+
+class TiledRMSNorm(torch.autograd.Function):
+    """RMS norm for CPUs, where torch's own is made of single operations over all rows and takes several times as long.
+
+    It takes x (R, C) and the weight (C,), and saves both with a number a row. All that is between its input and its
+    output is in fp32 (fp64 for fp64).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out, scales = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide_of(x))
+        weights = weight.to(wide_of(x))
+        for place, (rows,) in tiles(x, 0, scratch=1):
+            scale = inverse_rms(rows.copy_(x[place]), out=scales[place])
+            out[place] = rows.mul_(scale).mul_(weights)
+        ctx.save_for_backward(x, weight, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, scales = ctx.saved_tensors
+        grad_x, weights = torch.empty_like(x), weight.to(scales.dtype)
+        grad_weight = torch.zeros_like(weights)
+        for place, (rows, grad, products) in tiles(x, 0, scratch=3):
+            rows.copy_(x[place]).mul_(scales[place])
+            torch.mul(rows, grad.copy_(grad_out[place]), out=products)
+            grad_weight += products.sum(0)
+            # What is along a row does not change its direction, which is all that the output has of it.
+            along = (products @ weights).div_(-x.shape[1])[:, None]
+            grad_x[place] = grad.mul_(weights).addcmul_(rows, along).mul_(scales[place])
+        return grad_x, grad_weight.to(weight.dtype)

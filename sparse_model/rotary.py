@@ -1,0 +1,108 @@
+"""Queries and keys, normalised and turned by their positions. Letters: B batch, N positions, H heads, D head width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.norm import EPS, inverse_rms
+from longstride.sparse_model.tiles import tiles, wide_of
+
+
+class Rotary:
+    """Rotary positions (Su et al. 2021): channels 2i and 2i + 1 are a pair, turned by p · base^(-2i/D) at position p.
+
+    The table is made at first use on a device, from fp64, and kept in fp32. It belongs to no module: a checkpoint does
+    not hold it, and no cast to 16 bits reaches it. All attention of a model shares one.
+    """
+
+    def __init__(self, context: int, width: int, base: float) -> None:
+        """Of ``context`` positions and D = ``width``, which is even."""
+        self.context, self.width, self.base = context, width, base
+        self._table: Tensor | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Rotary | None:
+        """As a configuration asks for it."""
+        if config.rotary is None:
+            return None
+        return cls(config.context, config.query_key_width // config.heads, config.rotary.base)
+
+    def table(self, device: torch.device) -> Tensor:
+        """Cosine and sine of every position's angles: (context, 1, D/2, 2) fp32."""
+        if self._table is None or self._table.device != device:
+            with torch.inference_mode(False), torch.no_grad():  # training may use what a session has made
+                slowing = self.base ** -(torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+                angles = torch.arange(self.context, dtype=torch.float64)[:, None, None] * slowing
+                self._table = torch.stack([angles.cos(), angles.sin()], -1).float().to(device)
+        return self._table
+
+
+def turn(x: Tensor, table: Tensor, out: Tensor, *, back: bool = False) -> Tensor:
+    """Pairs of channels of x (…, N, H, D) turned by a table's angles (N, 1, D/2, 2), or back, written to ``out``."""
+    x, turned = (each.unflatten(-1, (-1, 2)) for each in (x, out))
+    if torch.compiler.is_compiling():  # which knows no complex numbers
+        (a, b), (cosines, sines) = x.unbind(-1), table.unbind(-1)
+        sines = -sines if back else sines
+        turned[..., 0], turned[..., 1] = a * cosines - b * sines, a * sines + b * cosines
+    else:
+        turns = torch.view_as_complex(table)
+        torch.mul(torch.view_as_complex(x), turns.conj() if back else turns, out=torch.view_as_complex(turned))
+    return out
+
+
+class PreparedHeads(torch.autograd.Function):
+    """Rows of queries, keys and values with queries and keys normalised, turned, or both.
+
+    It takes rows (B, N, W), of which the first ``channels`` are queries and keys of heads of D = ``width``; whether to
+    normalise each head to a root mean square of 1; and a table of turns (N, 1, D/2, 2) or None. It returns rows
+    (B, N, W), and saves them, which attention keeps anyway, with a number a head. What is between is in fp32 (fp64 for
+    fp64).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, channels: int, width: int, normed: bool, table: Tensor | None) -> Tensor:
+        out = torch.empty_like(rows)
+        out[..., channels:] = rows[..., channels:]
+        source, target = (x[..., :channels].unflatten(-1, (-1, width)) for x in (rows, out))  # (B, N, heads, D)
+        scales = source.new_empty((*source.shape[:-1], 1), dtype=wide_of(rows)) if normed else None
+        for place, (x, turned) in tiles(source, 1, scratch=2):
+            x.copy_(source[:, place])
+            if scales is not None:
+                x.mul_(inverse_rms(x, out=scales[:, place]))
+            target[:, place] = x if table is None else turn(x, table[place], turned)
+        ctx.save_for_backward(out if normed else None, scales, table)
+        ctx.sizes = channels, width
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        out, scales, table = ctx.saved_tensors
+        channels, width = ctx.sizes
+        grad_rows = torch.empty_like(grad_out)
+        grad_rows[..., channels:] = grad_out[..., channels:]
+        source, target = (x[..., :channels].unflatten(-1, (-1, width)) for x in (grad_out, grad_rows))
+        for place, (grad, x, other) in tiles(source, 1, scratch=3):
+            grad.copy_(source[:, place])
+            if scales is not None:
+                # What is along a normalised head does not change it, and turning both keeps the angle between them.
+                x.copy_(out[:, place, :channels].unflatten(-1, (-1, width)))
+                along = torch.mul(grad, x, out=other).sum(-1, keepdim=True).div_(-width)
+                grad.addcmul_(x, along).mul_(scales[:, place])
+            target[:, place] = grad if table is None else turn(grad, table[place], other, back=True)
+        return grad_rows, None, None, None, None
+
+
+def prepared_row(heads: Tensor, normed: bool, turns: Tensor | None) -> Tensor:
+    """As ``PreparedHeads``, of queries and keys of one position (B, H, D), with few operations; turns (1, D/2, 2)."""
+    x = heads.to(wide_of(heads))
+    if normed:
+        x = F.rms_norm(x, x.shape[-1:], None, EPS)
+    if turns is not None:
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.view_as_complex(turns)
+        x = torch.view_as_real(turned).flatten(-2)
+    return x.to(heads.dtype)

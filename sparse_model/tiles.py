@@ -1,0 +1,40 @@
+"""Elementwise work on a CPU, a tile at a time, so that what one operation writes is still in the cache for the next.
+
+What lies between is written to the same few tiles over and over: memory that is asked for anew costs more than the
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+TILE = 1 << 18  # numbers: in fp32 about a core's second cache, and enough that calling an operation takes little of it
+
+
+def wide_of(x: Tensor) -> torch.dtype:
+    """The precision of sums and of what lies between operations: fp32, for fp64 itself."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def tiles(x: Tensor, axis: int, scratch: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Places along an axis that make a tile, one tile after another, each with memory of its shape to work in.
+
+    All places at once where x is not on a CPU, and where a compiler fuses operations.
+
+    Args:
+        x: what is gone through.
+        axis: along which.
+        scratch: how many tiles of memory, in ``wide_of(x)``. It holds anything.
+    """
+    count = max(1, x.shape[axis])
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        count = max(1, TILE * count // max(1, x.numel()))
+    shape = list(x.shape)
+    shape[axis] = min(count, x.shape[axis])
+    memory = [torch.empty(shape, dtype=wide_of(x), device=x.device) for _ in range(scratch)]
+    for start in range(0, x.shape[axis], count):
+        place = slice(start, min(start + count, x.shape[axis]))
+        yield place, [each.narrow(axis, 0, place.stop - start) for each in memory]

@@ -1,0 +1,160 @@
+"""N-gram tables in training, against the same rule with dense gradients; and their way to other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.launcher.config import TrainConfig
+from longstride.launcher.engine import states
+from longstride.launcher.engine.optimizer import rate_factor
+from longstride.launcher.engine.tables import Tables
+from longstride.launcher.ranks import Ranks
+from longstride.sparse_model import SparseTransformer
+from tests.harness.configs import small
+
+TABLES = {"orders": [2, 4], "rows": 97}  # few: rows are shared within a batch, and some are not touched by it
+STEPS = 5
+
+
+def train_config(**changes: Any) -> TrainConfig:
+    settings = {"output": "run", "steps": STEPS, "global_batch": 4, "micro_batch": 2, "learning_rate": 0.01}
+    return TrainConfig.model_validate(settings | {"warmup_steps": 2, "ema_decay": 0.75} | changes)
+
+
+def with_tables(train: TrainConfig) -> tuple[SparseTransformer, Tables]:
+    """A model of one process whose tables have been taken out."""
+    torch.manual_seed(0)
+    model = SparseTransformer(small(ngrams=TABLES, dropout=0.0))
+    torch.nn.init.normal_(model.logits.weight)
+    assert model.embedding.ngrams is not None
+    torch.nn.init.normal_(model.embedding.ngrams.rows, std=0.1)
+    return model, Tables(model.embedding.ngrams, train, Ranks(), sharded=False)
+
+
+class DenseTables:
+    """The rule on a whole parameter and its dense gradient: what every row's moments and average go through."""
+
+    def __init__(self, rows: torch.nn.Parameter, train: TrainConfig) -> None:
+        self.rows, self.train = rows, train
+        self.second, self.touches = torch.zeros(2, len(rows), dtype=rows.dtype)
+        self.average = rows.detach().clone()
+
+    @torch.no_grad()
+    def step(self, number: int, scale: float) -> None:
+        assert self.rows.grad is not None and self.train.ema_decay is not None
+        gradient = self.rows.grad / scale
+        square = gradient.square().mean(1)
+        moved = square > 0
+        self.touches += moved
+        self.second = torch.where(moved, 0.95 * self.second + 0.05 * square, self.second)
+        size = (self.second / (1 - 0.95 ** self.touches.clamp(min=1))).sqrt()
+        rate = self.train.rate_of("tables") * rate_factor(self.train, number)
+        self.rows -= rate * torch.where(moved[:, None], gradient / size[:, None], 0.0)
+        self.average += (1 - self.train.ema_decay) * (self.rows - self.average)
+        self.rows.grad = None
+
+
+def batches(scale: float) -> list[list[tuple[Tensor, float]]]:
+    """Micro-batches of few letters, as tokens and what their loss is multiplied by, for each step."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [(torch.randint(97, 105, (2, 40), generator=generator), scale / 160) for _ in range(2)] for _ in range(STEPS)
+    ]
+
+
+def loss(model: SparseTransformer, tokens: Tensor) -> Tensor:
+    """The sum of nats without those of the last positions, as of contexts that are padded."""
+    return model(tokens, return_nats=True)[:, :30].sum()
+
+
+def dense_steps(model: SparseTransformer, rows: Tensor, train: TrainConfig, dtype: torch.dtype) -> DenseTables:
+    """The steps of a run, of which the last but one is not taken, by dense gradients."""
+    plain = SparseTransformer(model.config).to(dtype)
+    plain.load_state_dict(model.state_dict() | {states.TABLES: rows})
+    assert plain.embedding.ngrams is not None
+    dense = DenseTables(plain.embedding.ngrams.rows, train)
+    for number, parts in enumerate(batches(scale=64.0)):
+        for tokens, factor in parts:
+            (loss(plain, tokens) * factor).backward()
+        if number == STEPS - 2:
+            dense.rows.grad = None
+        else:
+            dense.step(number, 64.0)
+    return dense
+
+
+def test_steps_are_those_of_dense_gradients() -> None:
+    """Tolerance: four times the largest error of dense gradients in the same precision."""
+    train = train_config(optimizer={"type": "adamw", "rates": {"tables": 0.05}})
+    model, tables = with_tables(train)
+    before = tables.rows.clone()
+    exact, rounded = (dense_steps(model, before, train, dtype) for dtype in (torch.float64, torch.float32))
+    for number, parts in enumerate(batches(scale=64.0)):
+        for tokens, factor in parts:
+            (loss(model, tokens) * factor).backward()
+        tables.forget() if number == STEPS - 2 else tables.step(number, 64.0)
+    touched = exact.touches > 0
+    assert 0 < int(touched.sum()) < len(touched) and int(exact.touches.max()) == STEPS - 1
+    assert torch.equal(tables.rows[~touched], before[~touched])
+    saved = tables.share()
+    assert torch.equal(saved["touches"], rounded.touches) and float(saved["steps"]) == STEPS - 1
+    assert bool((saved["ema_step"] < STEPS - 1).any())  # some stood still, and their average is behind
+    average = states.followed(saved["ema"], saved["fp32"], 0.75, saved["steps"] - saved["ema_step"])
+    for found, wanted, dense in ((tables.rows, exact.rows, rounded.rows), (average, exact.average, rounded.average)):
+        assert (found - wanted).abs().max() <= 4 * (dense - wanted).abs().max()
+
+
+def test_evaluation_keeps_no_gradients() -> None:
+    model, tables = with_tables(train_config())
+    tokens = batches(1.0)[0][0][0]
+    with torch.no_grad():
+        model(tokens)
+    assert not tables._pending
+    loss(model, tokens).backward()
+    assert len(tables._pending) == 1
+
+
+@pytest.mark.parametrize("saved_by", [(1, False), (2, True), (3, False)], ids=str)
+@pytest.mark.parametrize("read_by", [(1, True), (3, True), (2, False)], ids=str)
+def test_rows_come_through_any_number_of_ranks(saved_by: tuple[int, bool], read_by: tuple[int, bool]) -> None:
+    def tables_of(ranks: int, sharded: bool, **changes: Any) -> list[Tables]:
+        found = []
+        for rank in range(ranks):
+            model = SparseTransformer(small(ngrams=TABLES))
+            assert model.embedding.ngrams is not None
+            found.append(
+                Tables(model.embedding.ngrams, train_config(**changes), Ranks(rank, rank, ranks), sharded=sharded)
+            )
+        return found
+
+    def fill(tables: Tables, files: list[dict[str, Tensor]], decay: float | None = 0.75) -> None:
+        for first, content in enumerate(files):
+            tables.fill(first, len(files), content, decay)
+
+    model, tables = with_tables(train_config())
+    for number, parts in enumerate(batches(1.0)[:3]):
+        loss(model, parts[0][0]).backward()
+        tables.step(number, 1.0)
+    whole = tables.share()
+    writers, readers = tables_of(*saved_by), tables_of(*read_by)
+    for each in writers:
+        fill(each, [whole])
+    files = [each.share() for each in writers]
+    for each in readers:
+        fill(each, files)
+    again = tables_of(1, False)[0]
+    fill(again, [each.share() for each in readers])
+    assert again.share().keys() == whole.keys()
+    assert all(torch.equal(again.share()[name], each) for name, each in whole.items())
+    without, anew, other = (tables_of(1, False, ema_decay=decay)[0] for decay in (None, 0.5, 0.5))
+    fill(without, files)
+    assert without.share().keys() == {"fp32", "exp_avg_sq", "touches", "steps"}
+    fill(anew, [without.share()], None)
+    assert torch.equal(anew.share()["ema"], whole["fp32"])  # begins at the weights
+    fill(other, files)
+    caught_up = states.followed(whole["ema"], whole["fp32"], 0.75, 3 - whole["ema_step"])
+    assert torch.equal(other.share()["ema"], caught_up) and bool((other.share()["ema_step"] == 3).all())
