@@ -45,11 +45,28 @@ def test_cpu_is_right_in_slabs_of_any_size(pattern: Pattern, slab: int, monkeypa
     check_against_reference("cpu", pattern, torch.float32, Shape(2, 3, 257, 16, 16), grad_lse=True)
 
 
+@pytest.mark.parametrize("has_products", [False, True])
+@pytest.mark.parametrize("pattern", [Local(1), Local(40), Strided(16), Fixed(16, 3), Summary(8, 2)], ids=_name)
+def test_cpu_multiplies_bf16_with_and_without_instructions(
+    pattern: Pattern, has_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this machine has; heads lie beside each other and not, in whole and in several slabs."""
+    monkeypatch.setattr(cpu, "has_bf16_products", lambda: has_products)
+    monkeypatch.setattr(cpu, "SCORES_IN_WORK", 30_000)
+    for heads in (1, 2):
+        shape = Shape(2, heads, 256, 32, 32)
+        inputs = make_inputs(shape, torch.bfloat16, grad_lse=pattern != Local(1))
+        behind = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:4]]
+        check_against_reference("cpu", pattern, torch.bfloat16, shape, inputs=inputs)
+        inputs = inputs._replace(q=behind[0], k=behind[1], v=behind[2], grad_out=behind[3])
+        check_against_reference("cpu", pattern, torch.bfloat16, shape, inputs=inputs)
+
+
 @pytest.mark.parametrize("patterns", [[Strided(8)] * 3, *MIXES], ids=str)
 def test_cpu_heads_that_take_turns_give_the_same(patterns: list[Pattern], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for limit in (cpu.VALUES_IN_COPIES, 1):
-        monkeypatch.setattr(cpu, "VALUES_IN_COPIES", limit)
+    for limit in (cpu.VALUES_IN_WORK, 1):
+        monkeypatch.setattr(cpu, "VALUES_IN_WORK", limit)
         inputs = make_inputs(Shape(1, 3, 72, 16, 16), torch.float32)
         q, k, v = (x.requires_grad_() for x in inputs[:3])
         out, lse = _attend(q, k, v, patterns)
@@ -95,10 +112,10 @@ def test_cpu_ends_when_a_thread_cannot_begin(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("context", [1, 40, 96, 101])
+@pytest.mark.parametrize(("context", "alignment"), [(1, 1), (40, 1), (96, 1), (101, 1), (96, 16), (101, 16)])
 @pytest.mark.parametrize("part", _parts(), ids=str)
-def test_chunks_cover_every_pair_once(part: PatternPart, context: int) -> None:
-    chunks = chunked(part, context)
+def test_chunks_cover_every_pair_once(part: PatternPart, context: int, alignment: int) -> None:
+    chunks = chunked(part, context, alignment)
     seen = torch.zeros(context, chunks.num_keys, dtype=torch.int64)
     rows_seen = torch.zeros(context, dtype=torch.int64)
     for batch in chunks.batches:
@@ -116,6 +133,11 @@ def test_chunks_cover_every_pair_once(part: PatternPart, context: int) -> None:
     assert torch.equal(seen, part.mask(q[:, None], k[None]).long())
     assert chunks.has_all_rows == bool((rows_seen == 1).all())
     assert int(rows_seen.max()) <= 1
+
+
+def test_chunks_of_bf16_are_aligned() -> None:
+    (chunks,) = (chunked(part, 1_024, 16) for part in Local(128).parts())
+    assert all(batch.width % 16 == 0 for batch in chunks.batches)
 
 
 @pytest.mark.parametrize("pattern", [Column(128), Strided(128)], ids=str)

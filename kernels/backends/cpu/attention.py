@@ -1,7 +1,8 @@
 """Attention on the CPU: each part of a pattern as batches of equal chunks, by batched matrix products.
 
 Letters: G batch entries times heads of one pattern, N positions, M keys of a part, D and E widths of keys and values,
-b chunks in work at once, R rows and W columns of a chunk. Everything is computed in fp32 (fp64 for fp64).
+b chunks in work at once, R rows and W columns of a chunk. Softmax and sums are in fp32 (fp64 for fp64), products too,
+but for bf16 where the processor multiplies it faster: see ``Numbers``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from longstride.kernels.patterns import Pattern, PatternPart
 
 SCORES_IN_WORK = 1 << 19  # scores of a slab: enough to amortise a call, few enough to stay in the cache
 VALUES_IN_WORK = 1 << 20  # of q (or v) in work at once, likewise
-VALUES_IN_COPIES = 1 << 25  # of q (or v) of all heads copied to fp32; above that, heads take turns
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -33,16 +33,64 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
 
 
+class Numbers(NamedTuple):
+    """The arithmetic for one dtype of q, k and v."""
+
+    narrow: torch.dtype  # of the operands and results of products
+    wide: torch.dtype  # of everything else
+    binary: bool  # exponents are of 2, not of e: quicker, in other bits
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Numbers:
+        """That of a dtype on this machine."""
+        if dtype == torch.bfloat16 and has_bf16_products():
+            return cls(dtype, torch.float32, binary=True)
+        wide = accumulator_dtype(dtype)
+        return cls(wide, wide, binary=False)
+
+    def power_(self, exponents: Tensor) -> Tensor:
+        """Replace exponents by powers."""
+        return exponents.exp2_() if self.binary else exponents.exp_()
+
+    def log(self, powers: Tensor) -> Tensor:
+        """Exponents of powers."""
+        return powers.log2() if self.binary else powers.log()
+
+    @property
+    def alignment(self) -> int:
+        """Of the width of chunks: narrow products of other widths are slower, and the search for their peaks."""
+        return 16 if self.narrow != self.wide else 1
+
+    @property
+    def nats(self) -> float:
+        """Of a unit of the exponents."""
+        return math.log(2) if self.binary else 1.0
+
+
+def has_bf16_products() -> bool:
+    """Whether torch finds instructions that multiply bf16 faster than fp32; without them bf16 is imitated, slowly."""
+    found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 does not have it
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    wide = accumulator_dtype(q.dtype)
+    numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v)
-    lse = torch.empty(q.shape[:3], dtype=wide)
-    for pattern, heads in _heads(patterns, q, v):
-        q_rows, k_rows, v_rows = (_rows(x, heads, wide) for x in (q, k, v))
-        merged = reduce(_merge, (_part_forward(q_rows, k_rows, v_rows, part, scale) for part in pattern.parts()))
-        for whole, piece in zip((out, lse), merged, strict=True):
-            whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
+    lse = torch.empty(q.shape[:3], dtype=numbers.wide)
+
+    def work(pattern: Pattern, pieces: list[Piece]) -> None:
+        scratch = Scratch(numbers)
+        for piece in pieces:
+            by_name = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in (("q", q), ("k", k), ("v", v))}
+            by_part = (
+                _part_forward(scratch, i, **by_name, part=part, scale=scale) for i, part in enumerate(pattern.parts())
+            )
+            merged = reduce(_merge, by_part)
+            _put(out, piece, merged[0])
+            _put(lse, piece, merged[1].squeeze(-1))
+
+    _shared(work, patterns, q, v)
     return out, lse
 
 
@@ -58,44 +106,71 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
-    wide = accumulator_dtype(q.dtype)
+    numbers = Numbers.of(q.dtype)
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
-    for pattern, heads in _heads(patterns, q, v):
-        q_rows, k_rows, v_rows, grad_rows = (_rows(x, heads, wide) for x in (q, k, v, grad_out))
-        lse_rows = _rows(lse[..., None], heads, wide)
-        # d loss / d score = weight x (grad_out . v - delta), and a gradient of the logsumexp adds weight x grad_lse.
-        minus_delta = -(grad_rows * _rows(out, heads, wide)).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            minus_delta += _rows(grad_lse[..., None], heads, wide)
-        # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
-        blind = lse_rows == -math.inf
-        minus_lse = (-lse_rows).masked_fill_(blind, -math.inf)
-        minus_delta.masked_fill_(blind, 0.0)
-        by_part = (
-            _part_backward(grad_rows, q_rows, k_rows, v_rows, minus_lse, minus_delta, part, scale)
-            for part in pattern.parts()
-        )
-        totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
-        for whole, piece in zip(grads, totals, strict=True):
-            whole[:, heads] = piece.view(whole[:, heads].shape).to(whole.dtype)
+
+    def work(pattern: Pattern, pieces: list[Piece]) -> None:
+        scratch = Scratch(numbers)
+        for piece in pieces:
+            inputs = (("q", q), ("k", k), ("v", v), ("grad_out", grad_out))
+            rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in inputs}
+            lse_rows = lse[piece].reshape(-1, q.shape[2], 1)
+            # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
+            products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)
+            minus_delta = -products.contiguous().sum(-1)  # whose bits would depend on the order in memory
+            if grad_lse is not None:
+                minus_delta += grad_lse[piece]
+            # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
+            blind = lse_rows == -math.inf
+            rows["minus_lse"] = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
+            rows["minus_delta"] = minus_delta.reshape(blind.shape).masked_fill_(blind, 0.0)
+            if numbers.narrow != numbers.wide:
+                rows["minus_delta"] = _terms(rows["minus_delta"], numbers.narrow)
+            by_part = (_part_backward(scratch, i, rows, part, scale) for i, part in enumerate(pattern.parts()))
+            totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
+            for whole, total in zip(grads, totals, strict=True):
+                _put(whole, piece, total)
+
+    _shared(work, patterns, q, v)
     return grads[0], grads[1], grads[2]
 
 
-def _heads(patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> Iterator[tuple[Pattern, slice | list[int]]]:
-    """Each distinct pattern with its heads, in groups small enough to copy, yet with work for every thread."""
-    values_a_head = q.shape[0] * q.shape[2] * max(q.shape[3], v.shape[3], 1)
-    at_once = max(1, -(-torch.get_num_threads() // max(1, q.shape[0])), VALUES_IN_COPIES // max(1, values_a_head))
-    for pattern in dict.fromkeys(patterns):
-        heads = [head for head, other in enumerate(patterns) if other == pattern]
-        for first in range(0, len(heads), at_once):
-            group = heads[first : first + at_once]
+def _terms(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(G, N, 1) as four narrow numbers (G, N, 4) whose sum it is: bf16 has 8 bits where fp32 has 24."""
+    terms = x.new_empty(*x.shape[:2], 4, dtype=dtype)  # a product takes its terms in pairs, hence four
+    for term in terms.split(1, -1):
+        term.copy_(x)
+        x = x - term
+    return terms
+
+
+Piece = tuple[slice, slice | list[int]]  # entries of the batch, and heads of one pattern
+
+
+def _pieces(pattern: Pattern, patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> list[Piece]:
+    """All of (B, H, N, ·) that has this pattern: pieces of about VALUES_IN_WORK values, yet one for each thread."""
+    heads = [head for head, other in enumerate(patterns) if other == pattern]
+    size = min(
+        VALUES_IN_WORK // (q.shape[2] * max(q.shape[3], v.shape[3])), len(q) * len(heads) // torch.get_num_threads()
+    )
+    pieces: list[Piece] = []
+    entries = max(1, size // len(heads))
+    for entry in range(0, len(q), entries):
+        for first in range(0, len(heads), max(1, size)):
+            group = heads[first : first + max(1, size)]
             neighbours = group[-1] - group[0] == len(group) - 1  # a slice is quicker than a list
-            yield pattern, slice(group[0], group[-1] + 1) if neighbours else group
+            pieces.append((slice(entry, entry + entries), slice(group[0], group[-1] + 1) if neighbours else group))
+    return pieces
 
 
-def _rows(x: Tensor, heads: slice | list[int], dtype: torch.dtype) -> Tensor:
-    """The chosen heads of (B, H, N, D) as (G, N, D), contiguous."""
-    return x[:, heads].to(dtype).reshape(-1, *x.shape[2:]).contiguous()
+def _put(whole: Tensor, piece: Piece, rows: Tensor) -> None:
+    """Write (G, N, ·) where the piece lies in (B, H, N, ·), in that tensor's dtype."""
+    target = whole[piece]  # a copy where heads are a list
+    values = rows.view(target.shape)
+    if isinstance(piece[1], slice):
+        target.copy_(values)
+    else:
+        whole[piece] = values.to(whole.dtype)
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -105,87 +180,68 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
 
 
-def _part_forward(q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float) -> tuple[Tensor, Tensor]:
+def _part_forward(
+    scratch: Scratch, number: int, q: Tensor, k: Tensor, v: Tensor, part: PatternPart, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output (G, N, E) and logsumexp (G, N, 1) of one part; 0 and -inf where a row reads no key of it."""
-    chunks = chunked(part, q.shape[1])
-    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
-
-    def work(groups: range) -> None:
-        scratch = Scratch(q)
-        for piece in _pieces(groups, q, v):
-            rows = scratch.ordered("q", q[piece], chunks.query_order)
-            keys = scratch.ordered("k", k[piece], chunks.key_order)
-            values = scratch.ordered("v", v[piece], chunks.key_order)
-            ordered_out = scratch.target("out", out[piece], out.shape[1], chunks.query_order)
-            ordered_lse = scratch.target("lse", lse[piece], lse.shape[1], chunks.query_order)
-            if not chunks.has_all_rows:
-                ordered_out.zero_()
-                ordered_lse.fill_(-math.inf)
-            for slab in _slabs(chunks, len(rows)):
-                _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale)
-            _put_rows(out[piece], ordered_out, chunks)
-            _put_rows(lse[piece], ordered_lse, chunks)
-
-    _shared(work, len(q))
-    return out, lse
+    numbers = scratch.numbers
+    chunks = chunked(part, q.shape[1], numbers.alignment)
+    out = scratch.take(f"out {number}", *v.shape, dtype=numbers.wide)
+    lse = torch.empty(*v.shape[:2], 1, dtype=numbers.wide)
+    rows = scratch.ordered("q", q, chunks.query_order)
+    keys, values = (scratch.ordered(name, x, chunks.key_order) for name, x in (("k", k), ("v", v)))
+    ordered_out = scratch.target("out", out, out.shape[1], chunks.query_order)
+    ordered_lse = scratch.target("lse", lse, lse.shape[1], chunks.query_order)
+    if not chunks.has_all_rows:
+        ordered_out.zero_()
+        ordered_lse.fill_(-math.inf)
+    for slab in _slabs(chunks, len(rows)):
+        _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale / numbers.nats)
+    _put_rows(out, ordered_out, chunks)
+    _put_rows(lse, ordered_lse, chunks)
+    return out, lse.mul_(numbers.nats) if numbers.binary else lse
 
 
 def _slab_forward(
     slab: Slab, scratch: Scratch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> None:
     """The softmax of a slab's scores times its values; all tensors in the part's orders."""
-    batch = slab.batch
-    scores = scratch.take("scores", slab.num_chunks(), batch.rows, batch.width)
-    _scores(scores, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
+    batch, numbers = slab.batch, scratch.numbers
+    scores = _scores(scratch, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
     peak = scores.amax(-1, keepdim=True)
     if batch.has_blind_rows:
         peak.masked_fill_(peak == -math.inf, 0.0)
-    weights = scores.sub_(peak).exp_()
+    weights = numbers.power_(scores.sub_(peak))
     total = weights.sum(-1, keepdim=True)
-    slab.write_rows(lse, peak.add_(total.log()))  # log 0 is the -inf of a row without keys
+    slab.write_rows(lse, peak.add_(numbers.log(total)))  # log 0 is the -inf of a row without keys
     if batch.has_blind_rows:
         total.masked_fill_(total == 0, 1.0)
-    products = torch.bmm(weights, slab.keys_of(v), out=scratch.take("slab", len(weights), batch.rows, v.shape[2]))
-    slab.write_rows(out, products.div_(total))
+    products = scratch.take("slab", len(weights), batch.rows, v.shape[2], dtype=numbers.narrow)
+    slab.write_rows(out, torch.bmm(scratch.narrow("weights", weights), slab.keys_of(v), out=products), total)
 
 
 def _part_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    minus_lse: Tensor,
-    minus_delta: Tensor,
-    part: PatternPart,
-    scale: float,
+    scratch: Scratch, number: int, rows: dict[str, Tensor], part: PatternPart, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients (G, N, D), (G, N, D), (G, N, E) of q, k and v through one part; ``minus_*`` are (G, N, 1)."""
-    chunks = chunked(part, q.shape[1])
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
-
-    def work(groups: range) -> None:
-        scratch = Scratch(q)
-        for piece in _pieces(groups, q, v):
-            by_row = [
-                scratch.ordered(name, x[piece], chunks.query_order)
-                for name, x in (("q", q), ("grad_out", grad_out), ("lse", minus_lse), ("delta", minus_delta))
-            ]
-            by_key = [scratch.ordered(name, x[piece], chunks.key_order) for name, x in (("k", k), ("v", v))]
-            grad_q = scratch.target("grad_q", grads[0][piece], q.shape[1], chunks.query_order)
-            grad_k = scratch.target("grad_k", grads[1][piece], chunks.num_keys, chunks.key_order)
-            grad_v = scratch.target("grad_v", grads[2][piece], chunks.num_keys, chunks.key_order)
-            if not chunks.has_all_rows:
-                grad_q.zero_()
-            if not chunks.has_all_keys_once:
-                grad_k.zero_()
-                grad_v.zero_()
-            for slab in _slabs(chunks, len(by_row[0])):
-                _slab_backward(slab, scratch, by_row, by_key, (grad_q, grad_k, grad_v), chunks, scale)
-            _put_rows(grads[0][piece], grad_q, chunks)
-            for whole, x in zip(grads[1:], (grad_k, grad_v), strict=True):
-                _put_keys(whole[piece], x, chunks)
-
-    _shared(work, len(q))
+    chunks = chunked(part, rows["q"].shape[1], scratch.numbers.alignment)
+    names = ("q", "k", "v")
+    grads = tuple(scratch.take(f"grad_{x} {number}", *rows[x].shape, dtype=scratch.numbers.wide) for x in names)
+    by_row = [scratch.ordered(x, rows[x], chunks.query_order) for x in ("q", "grad_out", "minus_lse", "minus_delta")]
+    by_key = [scratch.ordered(x, rows[x], chunks.key_order) for x in ("k", "v")]
+    grad_q = scratch.target("grad_q", grads[0], grads[0].shape[1], chunks.query_order)
+    grad_k = scratch.target("grad_k", grads[1], chunks.num_keys, chunks.key_order)
+    grad_v = scratch.target("grad_v", grads[2], chunks.num_keys, chunks.key_order)
+    if not chunks.has_all_rows:
+        grad_q.zero_()
+    if not chunks.has_all_keys_once:
+        grad_k.zero_()
+        grad_v.zero_()
+    for slab in _slabs(chunks, len(by_row[0])):
+        _slab_backward(slab, scratch, by_row, by_key, (grad_q, grad_k, grad_v), chunks, scale)
+    _put_rows(grads[0], grad_q, chunks)
+    _put_keys(grads[1], grad_k, chunks)
+    _put_keys(grads[2], grad_v, chunks)
     return grads
 
 
@@ -201,20 +257,29 @@ def _slab_backward(
     """Put a slab's gradients of q, and add those of k and v; all tensors in the part's orders."""
     q, grad_out, minus_lse, minus_delta = (slab.rows_of(x) for x in by_row)
     k, v = (slab.keys_of(x) for x in by_key)
-    batch, b = slab.batch, slab.num_chunks()
-    shape = (b, batch.rows, batch.width)
-    weights = scratch.take("scores", *shape)
-    _scores(weights, q, k, batch, scale, minus_lse)
-    weights.exp_()
-    grad_v = torch.bmm(weights.transpose(1, 2), grad_out, out=scratch.take("slab", b, batch.width, v.shape[2]))
-    slab.add_keys(grads[2], grad_v, chunks.has_all_keys_once)
-    grad_scores = scratch.take("grad_scores", *shape).copy_(minus_delta.expand(shape))
-    grad_scores.baddbmm_(grad_out, v.transpose(1, 2)).mul_(weights)
-    grad_q = scratch.take("slab", b, batch.rows, q.shape[2])
+    batch, b, numbers = slab.batch, slab.num_chunks(), scratch.numbers
+    weights = numbers.power_(_scores(scratch, q, k, batch, scale / numbers.nats, minus_lse))
+    narrow_weights = scratch.narrow("weights", weights)
+    grad_v = scratch.take("slab", b, batch.width, v.shape[2], dtype=numbers.narrow)
+    torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v)
+    slab.add_keys(grads[2], scratch.wide("wide slab", grad_v), chunks.has_all_keys_once)
+    if numbers.narrow == numbers.wide:
+        grad_scores = scratch.take("grad_scores", *weights.shape, dtype=numbers.wide).copy_(
+            minus_delta.expand(weights.shape)
+        )
+        grad_scores.baddbmm_(grad_out, v.transpose(1, 2))
+    else:
+        # Delta goes into the product, which rounds what is left after it: in a row of one key, say, next to nothing.
+        ones = v.new_ones(1, 1, minus_delta.shape[2]).expand(b, batch.width, -1)
+        products = scratch.take("products", *weights.shape, dtype=numbers.narrow)
+        torch.bmm(torch.cat([grad_out, minus_delta], -1), torch.cat([v, ones], -1).transpose(1, 2), out=products)
+        grad_scores = scratch.wide("grad_scores", products)
+    grad_scores = scratch.narrow("products", grad_scores.mul_(weights))
+    grad_q = scratch.take("slab", b, batch.rows, q.shape[2], dtype=numbers.narrow)
     slab.write_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
-    grad_k = scratch.take("slab", b, batch.width, q.shape[2])
+    grad_k = scratch.take("slab", b, batch.width, q.shape[2], dtype=numbers.narrow)
     grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
-    slab.add_keys(grads[1], grad_k, chunks.has_all_keys_once)
+    slab.add_keys(grads[1], scratch.wide("wide slab", grad_k), chunks.has_all_keys_once)
 
 
 def _put_rows(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
@@ -231,45 +296,68 @@ def _put_keys(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
         whole.zero_().index_copy_(1, chunks.key_order, ordered)
 
 
-def _scores(scores: Tensor, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> None:
-    """Fill (b, R, W) with q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1)."""
-    edges = batch.edges
+def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> Tensor:
+    """q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1): (b, R, W)."""
+    edges, narrow = batch.edges, scratch.numbers.narrow
+    scores = scratch.take("products", len(q), batch.rows, batch.width, dtype=narrow)
+    late = shift if narrow != scratch.numbers.wide else None  # a product would round it
+    early = shift if late is None else None
     # What is added first costs nothing more: the product accumulates onto it.
     whole = len(edges) == 1 and edges[0].last - edges[0].first == batch.width
-    if whole and shift is not None:
-        torch.add(edges[0].bias, shift, out=scores)
+    if whole and early is not None:
+        torch.add(edges[0].bias, early, out=scores)
     elif whole:
         scores.copy_(edges[0].bias)
-    elif shift is not None:
-        scores.copy_(shift.expand_as(scores))
-    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or shift is not None else 0, alpha=scale)
+    elif early is not None:
+        scores.copy_(early.expand_as(scores))
+    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or early is not None else 0, alpha=scale)
+    scores = scratch.wide("scores", scores)
     for edge in () if whole else edges:
         scores[..., edge.first : edge.last].add_(edge.bias)
+    return scores if late is None else scores.add_(late)
 
 
 class Scratch:
     """Buffers that slabs reuse, so that they stay in the cache and are allocated once."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
         self.buffers: dict[str, Tensor] = {}
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised tensor of this shape, in the memory of the last one of that name."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor of this shape, in the memory of the last one of that name, whose dtype it has."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = self.like.new_empty(size)
+            self.buffers[name] = torch.empty(size, dtype=dtype)
         return self.buffers[name][:size].view(shape)
+
+    def wide(self, name: str, x: Tensor) -> Tensor:
+        """A product for softmax and sums: ``x`` itself, or a copy of it in a buffer where it is narrow."""
+        return self._cast(name, x, self.numbers.wide)
+
+    def narrow(self, name: str, x: Tensor) -> Tensor:
+        """An operand of a product, likewise."""
+        return self._cast(name, x, self.numbers.narrow)
+
+    def _cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x if x.dtype == dtype else self.take(name, *x.shape, dtype=dtype).copy_(x)
+
+    def rows(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, H, N, D) as (G, N, D) in this dtype, its channels adjacent: a copy in a buffer, or ``x`` itself."""
+        regular = x.is_contiguous() or (dtype == torch.bfloat16 and 1 in x.shape[:2] and x.stride(3) == 1)
+        if x.dtype != dtype or not regular:
+            x = self.take(f"{name} rows", *x.shape, dtype=dtype).copy_(x)
+        return x.flatten(0, 1)
 
     def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
         """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
         if order is None:
             return x
-        return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2]))
+        return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2], dtype=x.dtype))
 
     def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
         """Where results in this order are computed before they go to ``x``: ``x`` itself for the natural order."""
-        return x if order is None else self.take(name, len(x), rows, x.shape[2])
+        return x if order is None else self.take(name, len(x), rows, x.shape[2], dtype=x.dtype)
 
 
 class Slab(NamedTuple):
@@ -288,16 +376,18 @@ class Slab(NamedTuple):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """The queries' rows of (G, N, D): (b, R, D), a view where they lie regularly."""
-        return self._view(x, self.batch.row, self.batch.row_step, self.batch.rows).flatten(0, 1)
+        return _joined(self._view(x, self.batch.row, self.batch.row_step, self.batch.rows))
 
     def keys_of(self, x: Tensor) -> Tensor:
         """The keys' rows of (G, M, D): (b, W, D), a view where they lie regularly."""
-        return self._view(x, self.batch.key, self.batch.key_step, self.batch.width).flatten(0, 1)
+        return _joined(self._view(x, self.batch.key, self.batch.key_step, self.batch.width))
 
-    def write_rows(self, x: Tensor, rows: Tensor) -> None:
-        """Put (b, R, D) into the queries' rows of (G, N, D)."""
+    def write_rows(self, x: Tensor, rows: Tensor, divisor: Tensor | None = None) -> None:
+        """Put (b, R, D) into the queries' rows of (G, N, D), divided by (b, R, 1)."""
         target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
         target.copy_(rows.view(target.shape))
+        if divisor is not None:
+            target.div_(divisor.view(*target.shape[:3], 1))
 
     def add_keys(self, x: Tensor, rows: Tensor, once: bool) -> None:
         """Add (b, W, D) to the keys' rows of (G, M, D); copy it there where every key comes once."""
@@ -306,8 +396,8 @@ class Slab(NamedTuple):
         if once:
             self._view(x, self.batch.key, step, width).copy_(parts)
             return
-        if step == 0:  # all chunks read the same keys
-            parts, step = parts.sum(1, keepdim=True), width
+        if step == 0 and self.chunks > 1:  # all chunks read the same keys
+            parts = parts.sum(1, keepdim=True)
         # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
         for column in range(0, width, step if parts.shape[1] > 1 else width):
             piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
@@ -316,21 +406,21 @@ class Slab(NamedTuple):
 
     def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
         """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
-        _, rows, width = x.shape
+        between_groups, between_rows, _ = x.stride()
         spacing = 1  # positions from one row of a chunk to the next
         first += self.first_chunk * step
         if self.columns is not None:
             first, step, spacing = self.columns(first), step // self.columns.period, self.columns.stride
-        offset = self.first_group * rows + first
-        strides = (rows * width, step * width, spacing * width, 1)
-        return x.as_strided((self.groups, self.chunks, length, width), strides, x.storage_offset() + offset * width)
+        strides = (between_groups, step * between_rows, spacing * between_rows, 1)
+        offset = self.first_group * between_groups + first * between_rows
+        return x.as_strided((self.groups, self.chunks, length, x.shape[2]), strides, x.storage_offset() + offset)
 
 
-def _pieces(groups: range, q: Tensor, v: Tensor) -> Iterator[slice]:
-    """The groups in slices of about VALUES_IN_WORK values, so that what is brought into order is used while cached."""
-    size = max(1, VALUES_IN_WORK // (q.shape[1] * max(q.shape[2], v.shape[2])))
-    for start in range(groups.start, groups.stop, size):
-        yield slice(start, min(start + size, groups.stop))
+def _joined(chunks: Tensor) -> Tensor:
+    """(groups, chunks, L, D) as (b, L, D)."""
+    joined = chunks.flatten(0, 1)
+    # Of chunks that overlap, a narrow product would make its own copies, and slowly.
+    return joined.contiguous() if joined.dtype == torch.bfloat16 else joined
 
 
 def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
@@ -345,21 +435,29 @@ def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
                 yield Slab(batch, chunks.columns, group, here[0], chunk, here[1])
 
 
-def _shared(work: Callable[[range], None], groups: int) -> None:
-    """Do the work of all groups: on as many threads as torch has, where there is a group for each.
+def _shared(work: Callable[[Pattern, list[Piece]], None], patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> None:
+    """Do the work of all pieces: on as many threads as torch has, where a pattern has a piece for each.
 
     A slab is many short operations. Torch's own threads wait for each other after each of them, which doubles the cost;
     the threads started here wait for each other once.
     """
     threads = torch.get_num_threads()
-    if groups < threads or threads == 1:
-        work(range(groups))
-        return
-    bounds = [groups * i // threads for i in range(threads + 1)]
+    for pattern in dict.fromkeys(patterns):
+        pieces = _pieces(pattern, patterns, q, v)
+        if len(pieces) < threads or threads == 1:
+            work(pattern, pieces)
+        else:
+            bounds = [len(pieces) * i // threads for i in range(threads + 1)]
+            _at_once([partial(work, pattern, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)])
+
+
+def _at_once(tasks: list[Callable[[], None]]) -> None:
+    """Do each task in a thread of its own, as many as torch has."""
+    threads = len(tasks)
     started = threading.Barrier(threads + 1)
     inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it, and its writes need it
 
-    def alone(groups: range) -> None:
+    def alone(task: Callable[[], None]) -> None:
         try:
             torch.set_num_threads(1)  # of this thread
         except BaseException:
@@ -367,11 +465,11 @@ def _shared(work: Callable[[range], None], groups: int) -> None:
             raise
         started.wait()
         with torch.inference_mode(inference), torch.no_grad():
-            work(groups)
+            task()
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            jobs = [pool.submit(alone, range(*ends)) for ends in itertools.pairwise(bounds)]
+            jobs = [pool.submit(alone, task) for task in tasks]
             with contextlib.suppress(threading.BrokenBarrierError):  # the thread that broke it says why
                 started.wait()
         except BaseException:

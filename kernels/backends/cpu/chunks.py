@@ -70,14 +70,18 @@ class Chunks:
 
 
 @lru_cache(maxsize=64)
-def chunked(part: PatternPart, context: int) -> Chunks:
-    """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached."""
+def chunked(part: PatternPart, context: int, alignment: int = 1) -> Chunks:
+    """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached.
+
+    Where earlier keys can fill a chunk up, masked, its width becomes a multiple of ``alignment``.
+    """
     o = view(part, context, "queries")
     start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
     start, stop = _trimmed(o, start, stop)
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     first, last = low[start], high[stop - 1]
-    batches = tuple(_batches(o, start, stop))
+    once = bool((first[1:] == last[:-1]).all()) and len(first) > 0 and first[0] == 0 and last[-1] == o.num_columns
+    batches = tuple(_batches(o, start, stop, 1 if once else alignment))
     columns = o.row_order if isinstance(o.row_order, Fold) and _in_place(o, o.row_order, batches) else None
     return Chunks(
         columns=columns,
@@ -87,10 +91,7 @@ def chunked(part: PatternPart, context: int) -> Chunks:
         num_keys=o.num_columns,
         batches=batches,
         has_all_rows=int((stop - start).sum()) == context,
-        has_all_keys_once=bool((first[1:] == last[:-1]).all())
-        and len(first) > 0
-        and first[0] == 0
-        and last[-1] == o.num_columns,
+        has_all_keys_once=once,
     )
 
 
@@ -158,13 +159,16 @@ def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, 
     return reading[before[start]], reading[before[stop] - 1] + 1
 
 
-def _batches(o: View, start: np.ndarray, stop: np.ndarray) -> Iterator[EqualChunks]:
+def _batches(o: View, start: np.ndarray, stop: np.ndarray, alignment: int) -> Iterator[EqualChunks]:
     """Put chunks together that have the same relative intervals and lie at equal steps."""
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     alike: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
-        relative = (b - a, (low[a:b] - low[a]).tobytes() + (high[a:b] - low[a]).tobytes())
-        alike.setdefault(relative, []).append((a, int(low[a])))
+        key = int(low[a])
+        missing = int(key - high[b - 1]) % alignment
+        key -= missing if missing <= key else 0
+        relative = (b - a, (low[a:b] - key).tobytes() + (high[a:b] - key).tobytes())
+        alike.setdefault(relative, []).append((a, key))
     biases: dict[tuple[int, int, bytes], Tensor] = {}
     for (rows, _), places in alike.items():
         a, key = places[0]
