@@ -13,11 +13,16 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from longstride.data_pipelines.order import split_bytes
+from longstride.data_pipelines.shards import sample_documents
+from longstride.kernels import has_bf16_products
 from longstride.launcher.output import say
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +30,8 @@ CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"
 DATA = ROOT / "data" / "python-sources"
 CPU_PROCESSES = 2
 PROMPT = "def read_lines(path):\n    "
+MIN_CONTEXT = 256  # bytes that a scored byte sees at least, as a compressor sees all before it
+FILES, FILE_BYTES = 3, 20_000  # that are compressed, and about how long they are
 
 
 class StageError(RuntimeError):
@@ -46,7 +53,7 @@ def main() -> int:
 
 
 def run_stages(folder: Path) -> str:
-    """Makes shards, a run, a model and pictures; returns the lines that say where they are.
+    """Makes shards, a run, a model and pictures; returns the lines that say what came out.
 
     Raises:
         StageError: a command failed.
@@ -56,32 +63,99 @@ def run_stages(folder: Path) -> str:
     stage("data", "build", sources, "--exclude", "site-packages", "--output", DATA)
     # The launcher takes all GPUs by itself; on a CPU the number of processes must be given.
     processes = () if torch.cuda.is_available() else ("--processes", CPU_PROCESSES)
+    precision = () if torch.cuda.is_available() or has_bf16_products() else ("deepspeed=zero0_fp32",)
     begin = time.monotonic()
-    stage("train", "--config", CONFIG, *processes, f"train.output={trained}", f"data.path={DATA}")
+    stage("train", "--config", CONFIG, *processes, f"train.output={trained}", f"data.path={DATA}", *precision)
     training_seconds = time.monotonic() - begin
-    held_out = json.loads(stage("evaluate", trained, "--batch", 16, capture=True))
-    stage("export", trained, "--output", exported)
-    stage("sample", exported, "--prompt", PROMPT, "--temperature", 0.8)
-    stage("show", "loss", trained, "--output", folder / "loss.png")
-    stage("show", "pattern", CONFIG, "--output", folder / "pattern.png")
+    with ThreadPoolExecutor() as pool:
+        learned = pool.submit(xz_that_has_read, DATA)  # a minute of one core, beside what else is to be done
+        positions = folder / "by-position.png"
+        words = ("--batch", 16, "--min-context", MIN_CONTEXT, "--positions", positions)
+        held_out = json.loads(stage("evaluate", trained, *words, capture=True))
+        stage("export", trained, "--output", exported, "--dtype", "bf16")
+        stage("sample", exported, "--prompt", PROMPT, "--bytes", 600, "--temperature", 0.7)
+        table = compressed_files(folder / "compressed", exported)
+        stage("show", "loss", trained, "--output", folder / "loss.png")
+        stage("show", "pattern", CONFIG, "--output", folder / "pattern.png")
+        sizes = compressors() | {"xz -9 that has read the train split": learned.result()}
+    parts = by_position(json.loads(positions.with_suffix(".json").read_text()))
     return "\n".join(
         [
+            f"\nHeld-out files: {held_out['bits_per_byte']:.3f} bits per byte (8 before training). On the same bytes:",
+            *(f"  {name:<36}{bits:.3f}" for name, bits in sizes.items()),
+            "\nBits per byte by position in the context:",
+            *parts,
+            "\nThree of them, compressed, in bytes:",
+            *table,
             "\nMade:",
             f"  shards            {DATA}",
             f"  run, checkpoints  {trained}  (trained for {training_seconds:.0f} s)",
             f"  model             {exported}",
-            f"  pictures          {folder / 'loss.png'}, {folder / 'pattern.png'}",
-            f"  held-out files    {held_out['bits_per_byte']:.3f} bits per byte (8 before training); on the same bytes",
-            f"                    {compressors()}",
+            f"  pictures          {folder}/loss.png, by-position.png, pattern.png",
         ]
     )
 
 
-def compressors() -> str:
+def compressors() -> dict[str, float]:
     """Bits per byte of general compressors on the held-out bytes, all files in one stream."""
-    held_out = b"".join(bytes(piece) for piece in split_bytes(DATA, "validation"))
+    held_out = content(DATA, "validation")
     sizes = {"gzip -9": len(gzip.compress(held_out, 9)), "xz -9": len(lzma.compress(held_out, preset=9))}
-    return ", ".join(f"{name} {8 * size / len(held_out):.3f}" for name, size in sizes.items())
+    return {name: 8 * size / len(held_out) for name, size in sizes.items()}
+
+
+def xz_that_has_read(data: Path) -> float:
+    """Bits per byte of the held-out bytes behind the train split in one xz stream: what they add to its size."""
+    before, held_out = content(data, "train"), content(data, "validation")
+    with ThreadPoolExecutor(2) as pool:
+        alone, both = pool.map(lambda text: len(lzma.compress(text, preset=9)), (before, before + held_out))
+    return 8 * (both - alone) / len(held_out)
+
+
+def content(data: Path, split: str) -> bytes:
+    """All bytes of a split."""
+    return b"".join(map(bytes, split_bytes(data, split)))
+
+
+def by_position(scored: dict[str, Any]) -> list[str]:
+    """Lines with the loss of each eighth of the context, from the numbers that `longstride evaluate` has drawn."""
+    columns = scored["positions"]
+    bins = list(zip(columns["first"], columns["end"], columns["bytes"], columns["bits_per_byte"], strict=True))
+    context, lines = bins[-1][1], []
+    for eighth in range(8):
+        first, end = eighth * context // 8, (eighth + 1) * context // 8
+        inside = [(count, bits) for start, _, count, bits in bins if first <= start < end]
+        mean = sum(count * bits for count, bits in inside) / sum(count for count, _ in inside)
+        lines.append(f"  {first:>6,} to {end - 1:<6,} {mean:.3f}")
+    return lines
+
+
+def compressed_files(folder: Path, model: Path) -> list[str]:
+    """Compresses some held-out files and gets them back; returns a table of their sizes.
+
+    Raises:
+        StageError: a command failed, or a file came back as another one.
+    """
+    folder.mkdir()
+    drawn = sorted(sample_documents(DATA, "validation", 24), key=lambda each: abs(len(each.content) - FILE_BYTES))
+    lines, totals = [f"  {'':<24}{'bytes':>8}{'longstride':>12}{'xz -9':>8}{'gzip -9':>9}"], [0, 0, 0, 0]
+    for each in drawn[:FILES]:
+        file, content = folder / each.key, each.content.tobytes()
+        file.write_bytes(content)
+        packed, back = file.with_name(f"{file.name}.lsz"), file.with_name(f"{file.name}.back")
+        stage("compress", file, "--model", model, "--output", packed)
+        stage("decompress", packed, "--model", model, "--output", back)
+        if back.read_bytes() != content:
+            raise StageError(f"{packed} came back as another file")
+        others = len(lzma.compress(content, preset=9)), len(gzip.compress(content, 9))
+        sizes = [len(content), packed.stat().st_size, *others]
+        totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+        lines.append(sizes_line(file.name, sizes))
+    return [*lines, sizes_line("together", totals)]
+
+
+def sizes_line(name: str, sizes: Sequence[int]) -> str:
+    """A line of the table of sizes."""
+    return f"  {name:<24}" + "".join(f"{size:>{width},}" for size, width in zip(sizes, (8, 12, 8, 9), strict=True))
 
 
 def stage(*words: object, capture: bool = False) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,9 @@ def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if like.stride(1) < like.stride(2):
         return like.new_empty((batch, context, heads, width), dtype=dtype).transpose(1, 2)
     return like.new_empty((batch, heads, context, width), dtype=dtype)
+
+
+def has_bf16_products() -> bool:
+    """Whether torch finds instructions that multiply bf16 faster than fp32; without them bf16 is imitated, slowly."""
+    found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 does not have it
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))

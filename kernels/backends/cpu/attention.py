@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows, has_bf16_products
 from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks, chunked
 from longstride.kernels.forms import Fold
 from longstride.kernels.patterns import Pattern, PatternPart
@@ -65,12 +65,6 @@ class Numbers(NamedTuple):
     def nats(self) -> float:
         """Of a unit of the exponents."""
         return math.log(2) if self.binary else 1.0
-
-
-def has_bf16_products() -> bool:
-    """Whether torch finds instructions that multiply bf16 faster than fp32; without them bf16 is imitated, slowly."""
-    found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 does not have it
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ from longstride.launcher.planning.plan import run_length, step_flops
 from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
-PUBLISHED = [name for name in PRESETS if name != "demo"]
+RECIPES = ("demo", "bytes_small", "bytes_base")  # docs/recipes.md
+PUBLISHED = [name for name in PRESETS if name not in RECIPES]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
 CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)
 ENWIK8 = (12_288, 30, 8, 512, 4, 1, 0.40, 80, 94_949_888)

@@ -1,0 +1,320 @@
+"""What each part of the recipe gives in equal time: ``python benchmarks/recipe.py``.
+
+Every row is trained by ``longstride train`` in one process of one thread, from several seeds, for the same seconds of
+steps, and scored on the same held-out bytes. The ladder begins at the paper's block and ends at the demo's recipe, each
+rung with one thing more than the one below it; the rows under it are the recipe with one thing less. Beside them stands
+a dense transformer of torch alone (``benchmarks/training/plain_transformer.py``), the best of several shapes and rates.
+
+How many steps the time allows is measured first, by the median of a few steps; all seeds of a row then take as many.
+Rows are written to the result file as they are finished, and docs/recipes.md has the table made of it by ``--tables``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.report import RESULTS, add_output_arguments, check_output, rounded, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+BEGIN, END = "<!-- made by benchmarks/recipe.py: begin -->", "<!-- end -->"
+DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
+PLAIN = ROOT / "benchmarks" / "training" / "plain_transformer.py"
+PILOT_STEPS, WARM_STEPS = 16, 6  # that are timed, and before those
+HELD_OUT_BYTES = 442_368  # evenly spread over the held-out files
+WARMUP_SHARE = 0.03  # of the steps of a row
+
+# The block of Child et al. 2019 as the demo had it before there was a recipe.
+PAPER: dict[str, Any] = {
+    "model": {
+        "context": 256,
+        "layers": 4,
+        "heads": 4,
+        "width": 128,
+        "attention": {"type": "fixed", "stride": 32, "summary": 8, "combine": "merged"},
+        "embedding": {"type": "text", "row_width": 32},
+    },
+    "train": {"global_batch": 2, "micro_batch": 2, "learning_rate": 0.002, "betas": [0.9, 0.95]},
+    "deepspeed": "zero0_fp32",
+}
+MUON = {"type": "muon", "rates": {"matrices": 0.015}}
+NGRAMS_4 = {"orders": [2, 3, 4], "rows": 32_768}
+
+
+class Row(NamedTuple):
+    """One row of the table: a name, and what it changes by path; null takes a key away."""
+
+    name: str
+    changes: dict[str, Any]
+
+
+# Each on top of all before it. The last one is the demo's recipe, which ``ladder`` fills in.
+LADDER = (
+    Row("the paper's block, fp32, 512 bytes a step, AdamW, cosine", {}),
+    Row("4,096 bytes a step", {"train.global_batch": 16, "train.micro_batch": 16}),
+    Row("bf16, rate 0.004", {"deepspeed": "zero0_bf16", "train.learning_rate": 0.004}),
+    Row(
+        "Muon on matrices, warm-up, constant, decay",
+        {"train.optimizer": MUON, "train.learning_rate": 0.005, "train.schedule": {"type": "wsd"}},
+    ),
+    Row(
+        "context 1,024: rotary positions and a window of 128, one head",
+        {
+            "model.context": 1024, "train.global_batch": 4, "train.micro_batch": 4,
+            "model.attention": {"type": "local", "window": 128}, "model.heads": 1,
+            "model.embedding": {"type": "tokens"}, "model.rotary": {},
+        },
+    ),
+    Row("RMS norms, normalised queries and keys", {"model.norm": "rms", "model.query_key_norm": True}),
+    Row(
+        "squared ReLU, no biases, outputs that begin at zero",
+        {
+            "model.feed_forward": {"activation": "squared_relu"}, "model.bias": False,
+            "model.initialization": "zero_outputs",
+        },
+    ),
+    Row("a convolution over 3 positions", {"model.convolution": 3}),
+    Row("n-gram tables of orders 2 to 4, 32,768 rows each", {"model.ngrams": NGRAMS_4}),
+)  # fmt: skip
+WITHOUT = (
+    Row("a window of 128 in both layers", {"model.attention": {"type": "local", "window": 128}}),
+    Row("LayerNorm", {"model.norm": None}),
+    Row("queries and keys as they are", {"model.query_key_norm": None}),
+    Row("sigmoid GELU", {"model.feed_forward": None}),
+    Row("biases", {"model.bias": None}),
+    Row("outputs that begin at random", {"model.initialization": None}),
+    Row("no convolution", {"model.convolution": None}),
+    Row("no n-gram tables", {"model.ngrams": None}),
+    Row(
+        "AdamW on matrices, rate 0.006",
+        {"train.optimizer": {"type": "adamw", "rates": {"matrices": 0.006, "tables": 0.015}}},
+    ),
+    Row("cosine in place of decay at the end", {"train.schedule": None}),
+    Row("fp32", {"deepspeed": "zero0_fp32"}),
+    Row("4 layers", {"model.layers": 4}),
+)  # fmt: skip
+# Of the dense transformer: layers, width, heads, context and rate; the best by one seed is trained from all.
+PLAIN_SHAPES = [
+    (layers, 128, 4, context, rate)
+    for layers, context in ((4, 256), (2, 256), (4, 1_024))
+    for rate in (0.002, 0.004, 0.008)
+]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=80.0, help="of steps, for every training (default: 80)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
+    parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
+    parser.add_argument("--tables", action="store_true", help="only make docs/recipes.md anew from the result files")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    if options.tables:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return 0
+    for name in ("seconds", "seeds", "parallel"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name}={getattr(options, name)}: must be more than 0; such as {parser.get_default(name)}")
+    check_output(parser, options, f"recipe-{slug(torch.device('cpu'))}.json")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
+    return 0
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Trains all rows, and writes the result file after each."""
+    data = folder / "data"
+    sources = sysconfig.get_paths()["stdlib"]
+    longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
+    result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "rows": []}
+    wanted = [
+        (kind, row, content)
+        for kind, row, content in all_rows()
+        if not options.rows or any(word in row.name for word in options.rows)
+    ]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        pilots = pool.map(lambda each: pilot(each[2], data, folder), wanted)
+        steps = [max(1, int(options.seconds / seconds)) for seconds in pilots]
+        jobs = [
+            [pool.submit(train, each[2], count, seed, data, folder) for seed in range(options.seeds)]
+            for each, count in zip(wanted, steps, strict=True)
+        ]
+        for (kind, row, _), seeds in zip(wanted, jobs, strict=True):
+            runs = [job.result() for job in seeds]
+            result["rows"].append({"kind": kind, "name": row.name, "runs": runs})
+            write_json(options.output, result)
+            print(f"{kind}: {row.name}: {summary(runs)}", flush=True)
+    if not options.rows or any(word in "plain dense transformer" for word in options.rows):
+        result["plain"] = plain(options, data, folder)
+        write_json(options.output, result)
+
+
+def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:
+    """Every row with the configuration that it is trained with."""
+    content = deepcopy(PAPER)
+    for row in LADDER:
+        content = changed(content, row.changes)
+        yield "ladder", row, content
+    yield "ladder", Row("the demo's recipe", {}), recipe()
+    for row in WITHOUT:
+        yield "without", row, changed(recipe(), row.changes)
+
+
+def recipe() -> dict[str, Any]:
+    """The demo's model and optimiser, for one process of one thread."""
+    demo = json.loads(DEMO.read_text())
+    kept = ("learning_rate", "optimizer", "schedule", "betas", "weight_decay", "micro_batch")
+    train = {key: demo["train"][key] for key in kept if key in demo["train"]}
+    return {"model": demo["model"], "train": train | {"global_batch": train["micro_batch"]}, "deepspeed": "zero0_bf16"}
+
+
+def changed(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with some of its values replaced, or taken away where they are null."""
+    content = deepcopy(content)
+    for path, value in changes.items():
+        *above, last = path.split(".")
+        place = content
+        for key in above:
+            place = place[key]
+        if value is None:
+            place.pop(last, None)
+        else:
+            place[last] = value
+    return content
+
+
+def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
+    """Seconds of a step: the median of a few."""
+    lines = run(content, WARM_STEPS + PILOT_STEPS, 0, data, folder, evaluate_bytes=content["model"]["context"])
+    return statistics.median(
+        line["seconds"] for line in lines if line["split"] == "train" and line["step"] > WARM_STEPS
+    )
+
+
+def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Path) -> dict[str, Any]:
+    """One training; its score, bytes and seconds."""
+    lines = run(content, steps, seed, data, folder, evaluate_bytes=HELD_OUT_BYTES)
+    steps_taken = [line for line in lines if line["split"] == "train"]
+    return {
+        "seed": seed,
+        "bits_per_byte": rounded(next(line["bits_per_byte"] for line in reversed(lines) if line["split"] != "train")),
+        "bytes": sum(line["tokens"] for line in steps_taken),
+        "seconds": rounded(sum(line["seconds"] for line in steps_taken)),
+        "steps": steps,
+    }
+
+
+def run(
+    content: dict[str, Any], steps: int, seed: int, data: Path, folder: Path, *, evaluate_bytes: int
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one run of the trainer, which is then removed."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        output = Path(place) / "run"
+        config = changed(
+            content,
+            {
+                "train.steps": steps,
+                "train.warmup_steps": max(1, round(WARMUP_SHARE * steps)),
+                "train.seed": seed,
+                "train.output": str(output),
+                "train.evaluate_contexts": max(1, evaluate_bytes // content["model"]["context"]),
+            },
+        )
+        config["data"] = {"path": str(data), "seed": seed}
+        file = Path(place) / "config.json"
+        file.write_text(json.dumps(config))
+        longstride("train", "--config", file, "--processes", 1)
+        return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def plain(options: argparse.Namespace, data: Path, folder: Path) -> dict[str, Any]:
+    """The dense transformer of torch alone: every shape and rate from one seed, and the best of them from all."""
+
+    def trained(shape: tuple[float, ...], seed: int) -> dict[str, Any]:
+        words = [*shape, "--seed", seed, "--seconds", options.seconds, "--data", data, "--held-out", HELD_OUT_BYTES]
+        return dict(json.loads(command(sys.executable, PLAIN, *words)))
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        tried = list(pool.map(lambda shape: trained(shape, 0), PLAIN_SHAPES))
+        best = min(range(len(tried)), key=lambda number: tried[number]["bits_per_byte"])
+        others = pool.map(lambda seed: trained(PLAIN_SHAPES[best], seed), range(1, options.seeds))
+        runs = [tried[best], *others]
+    print(f"plain dense transformer, {PLAIN_SHAPES[best]}: {summary(runs)}", flush=True)
+    keys = ("layers", "width", "heads", "context", "learning_rate")
+    shapes = [dict(zip(keys, shape, strict=True)) for shape in PLAIN_SHAPES]
+    return {"shape": shapes[best], "runs": runs, "tried": [a | b for a, b in zip(shapes, tried, strict=True)]}
+
+
+def longstride(*words: object) -> str:
+    """Runs `longstride WORDS …` with one thread."""
+    return command(sys.executable, "-m", "longstride.launcher.cli", *words)
+
+
+def command(*words: object) -> str:
+    """Runs a command with one thread; returns its standard output.
+
+    Raises:
+        RuntimeError: it failed, with what it printed.
+    """
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([str(word) for word in words], cwd=ROOT, env=one, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(map(str, words))}: exit code {ended.returncode}\n{ended.stderr[-3000:]}")
+    return ended.stdout
+
+
+def summary(runs: Iterable[dict[str, Any]]) -> str:
+    """Bits per byte of a row, and what it has seen: two cells of the table."""
+    bits, seen = ([each[key] for each in runs] for key in ("bits_per_byte", "bytes"))
+    return f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seen) / 1e6:.1f} MB"
+
+
+def with_table(page: str) -> str:
+    """The page's text with its tables as the result files have them."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("recipe-*.json"))]
+    return f"{before}{BEGIN}\n{''.join(map(table, files))}{END}{after}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """One device's result."""
+    lines = [
+        f"{result['device']}, one thread, torch {result['torch']}, {result['date']}: {result['seconds']:g} s of steps. "
+        "The mean of the seeds, with the least and the most:\n",
+        "| recipe | bits per byte | bytes seen |",
+        "|---|---|---|",
+    ]
+    if "plain" in result:
+        shape = "{layers} layers of {width}, context {context}, rate {learning_rate}".format(**result["plain"]["shape"])
+        name = f"plain dense transformer, torch alone, best of {len(PLAIN_SHAPES)}: {shape}"
+        lines.append(f"| {name} | {summary(result['plain']['runs'])} |")
+    for kind, begin in (("ladder", "… "), ("without", "the demo's recipe, but with ")):
+        for number, row in enumerate(each for each in result["rows"] if each["kind"] == kind):
+            first = kind == "ladder" and (number == 0 or row["name"] == "the demo's recipe")
+            lines.append(f"| {'' if first else begin}{row['name']} | {summary(row['runs'])} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
