@@ -27,14 +27,18 @@ class CausalConvolution(nn.Module):
         """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N."""
         if state is not None:
             if h.shape[1] == 1:
-                return state.step(h, self.weight, first)
+                return state.step(h, first)
             state.begin(h)
         return ShiftedSum.apply(h, self.weight)
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentRows:
         """Room for the rows that a step reads."""
-        rows = torch.zeros(len(self.weight), batch, 1, self.weight.shape[1], device=device, dtype=dtype)
-        return RecentRows(rows.to(wide_of(rows)))
+        weight = self.weight.detach().to(wide_of(self.weight))
+        weight = torch.cat([weight[:1] + 1, weight[1:]])  # the row itself is added
+        rows = torch.zeros(len(weight), batch, 1, weight.shape[1], device=device, dtype=weight.dtype)
+        # The row j before position p lies at (p - j) % k: turned round, the weights lie as the rows do.
+        weights = torch.stack([weight.flip(0).roll(position + 1, 0) for position in range(len(weight))])
+        return RecentRows(rows, weights[:, :, None, None])
 
     def work(self, positions: int, pairs: int, batch: int) -> Work:
         """Its products."""
@@ -47,9 +51,9 @@ class RecentRows:
     So a step that is taken again writes what it wrote before, and nothing that it reads.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        """Rows (k, B, 1, C) in fp32 (fp64 for fp64), which hold anything before the first position."""
-        self.rows = rows
+    def __init__(self, rows: Tensor, weights: Tensor) -> None:
+        """Rows (k, B, 1, C), and their weights (k, k, 1, 1, C) at each position modulo k; fp32 (fp64 for fp64)."""
+        self.rows, self.weights = rows, weights
 
     def begin(self, h: Tensor) -> None:
         """Keep the last of the first n rows, (B, n, C)."""
@@ -57,15 +61,13 @@ class RecentRows:
         for position in range(max(0, h.shape[1] - len(self.rows)), h.shape[1]):
             self.rows[position % len(self.rows)] = h[:, position : position + 1]
 
-    def step(self, h: Tensor, weight: Tensor, position: int) -> Tensor:
-        """Keep one row (B, 1, C), and return its row of the convolution by weight (k, C)."""
+    def step(self, h: Tensor, position: int) -> Tensor:
+        """Keep one row (B, 1, C), and return its row of the convolution."""
         if position == 0:
             self.rows.zero_()
-        k = len(self.rows)
-        self.rows[position % k] = h
-        # The row j before lies at (position - j) % k: turned round, the weights lie as the rows do.
-        weight = weight.flip(0).roll(position + 1, 0)[:, None, None]
-        return (self.rows * weight).sum(0).add_(h).to(h.dtype)
+        place = position % len(self.rows)
+        self.rows[place] = h
+        return (self.rows * self.weights[place]).sum(0).to(h.dtype)
 
     def rearrange(self, order: Tensor) -> None:
         """Context i becomes a copy of context ``order[i]``, (B,) integers."""

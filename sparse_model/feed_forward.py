@@ -29,7 +29,7 @@ def sigmoid_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0)², any shape (So et al. 2021, Primer)."""
-    return SquaredReLU.apply(x)
+    return SquaredReLU.apply(x) if x.requires_grad else x.relu().square_()
 
 
 def squared_relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:

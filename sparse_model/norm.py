@@ -34,8 +34,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(…, C) to (…, C)."""
-        if h.device.type != "cpu" or h.shape[-2] == 1:  # of a single row, one call is faster than few passes
-            return F.rms_norm(h, (h.shape[-1],), self.weight, EPS)
+        if h.device.type != "cpu":
+            return F.rms_norm(h, h.shape[-1:], self.weight, EPS)
+        if h.shape[-2] == 1:  # a single row: fewer calls
+            return (h * inverse_rms(h)).mul_(self.weight).to(h.dtype)
         return TiledRMSNorm.apply(h.flatten(0, -2), self.weight).view(h.shape)
 
 
@@ -44,10 +46,10 @@ def norm_of(config: ModelConfig) -> nn.Module:
     return RMSNorm(config.width) if config.norm == "rms" else LayerNorm(config.width)
 
 
-def inverse_rms(x: Tensor, out: Tensor) -> Tensor:
-    """1 / √(mean x² + ε) over the last axis, (…, C) to (…, 1), written to ``out``."""
-    torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=out)
-    return out.square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+def inverse_rms(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1) in fp32 (fp64 for fp64)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_of(x))
+    return torch.addcmul(length.new_full((), EPS), length, length, value=1 / x.shape[-1], out=out).rsqrt_()
 
 
 class TiledRMSNorm(torch.autograd.Function):

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.norm import EPS, inverse_rms
+from longstride.sparse_model.norm import inverse_rms
 from longstride.sparse_model.tiles import tiles, wide_of
 
 
@@ -101,8 +100,8 @@ def prepared_row(heads: Tensor, normed: bool, turns: Tensor | None) -> Tensor:
     """As ``PreparedHeads``, of queries and keys of one position (B, H, D), with few operations; turns (1, D/2, 2)."""
     x = heads.to(wide_of(heads))
     if normed:
-        x = F.rms_norm(x, x.shape[-1:], None, EPS)
+        x = x * inverse_rms(x)
     if turns is not None:
-        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.view_as_complex(turns)
-        x = torch.view_as_real(turned).flatten(-2)
+        pairs = torch.view_as_complex(x.view(*x.shape[:2], -1, 2))
+        x = torch.view_as_real(pairs * torch.view_as_complex(turns)).view(x.shape)
     return x.to(heads.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning.costs import Activations, activations, count, states, table_step
 from longstride.sparse_model import SparseTransformer
+from tests.harness.configs import LATER
 from tests.harness.runs import ROOT, plain_environment
 from tests.launcher.training.test_training import RUNS, ten_steps
 
@@ -41,8 +43,9 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 HALF_SIZE = ("model.dropout=0", "model.feed_forward_ratio=2", "model.query_key_ratio=0.5")
-CASES = [(name, overrides) for name in DTYPES for overrides in ((), HALF_SIZE)]
-DEFAULT_CASES = (("fp32", ()), ("fp16", HALF_SIZE))
+LATER_PARTS = tuple(f"model.{name}={json.dumps(value)}" for name, value in LATER.items())
+CASES = [(name, overrides) for name in DTYPES for overrides in ((), HALF_SIZE, LATER_PARTS)]
+DEFAULT_CASES = (("fp32", ()), ("fp16", HALF_SIZE), ("bf16", LATER_PARTS))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from longstride.launcher.config.run_config import load_config
 from longstride.launcher.planning.costs import dense_pairs, layer_pairs, parameter_parts, work
 from longstride.launcher.planning.plan import run_length
 from longstride.sparse_model import SparseTransformer, feed_forward
-from tests.harness.configs import ATTENTIONS, small
+from tests.harness.configs import ATTENTIONS, LATER, small
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
@@ -31,13 +31,17 @@ def test_pairs_of_every_layer_are_those_of_the_masks(attention: Any) -> None:
 
 
 @pytest.mark.parametrize("long_rows", [feed_forward.LONG_ROWS, 39], ids=["short", "long"])
-@pytest.mark.parametrize("ratios", [{}, {"feed_forward_ratio": 2, "query_key_ratio": 0.5}], ids=["full", "half-size"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"feed_forward_ratio": 2, "query_key_ratio": 0.5}, LATER | {"convolution": None}],
+    ids=["full", "half-size", "later parts"],
+)
 def test_linear_operations_are_those_that_torch_counts(
-    ratios: dict[str, float], long_rows: int, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], long_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's counter does not look into the attention's op: what it sees is the linear layers."""
     monkeypatch.setattr(feed_forward, "LONG_ROWS", long_rows)
-    config = small(**ratios)
+    config = small(**changes)
     model, tokens = SparseTransformer(config), torch.randint(256, (1, 40))
     with FlopCounterMode(display=False) as forward:
         nats = model(tokens, return_nats=True)
@@ -63,10 +67,23 @@ def test_attention_operations_are_those_of_its_products() -> None:
     assert planned.backward - work(config, [0] * 3).whole.backward == 3 * planned.scores + 2 * planned.values
 
 
+def test_a_convolution_is_counted_though_torch_does_not() -> None:
+    """Two operations a weight and position: of three layers, three weights a channel."""
+    with_it, without = (work(small(convolution=each), [0] * 3).whole for each in (3, None))
+    assert with_it.linear - without.linear == 3 * 2 * 40 * 3 * 64
+
+
 @pytest.mark.parametrize("layers", [1, 2, 5])
-def test_parts_are_all_parameters(layers: int) -> None:
-    config = small(layers=layers, embedding={"type": "image", "height": 4, "width": 5, "channels": 2})
-    assert sum(parameter_parts(config).values()) == SparseTransformer.num_parameters(config)
+@pytest.mark.parametrize(
+    "changes",
+    [{"embedding": {"type": "image", "height": 4, "width": 5, "channels": 2}}, LATER],
+    ids=["picture", "later"],
+)
+def test_parts_are_all_parameters(changes: dict[str, Any], layers: int) -> None:
+    config = small(layers=layers, **changes)
+    parts = parameter_parts(config)
+    assert sum(parts.values()) == SparseTransformer.num_parameters(config)
+    assert {"embedding", "norms", "attention", "feed-forward", "output"} == parts.keys() - {"convolutions"}
 
 
 def test_length_comes_from_the_data_that_is_here(config_file: Path) -> None:
