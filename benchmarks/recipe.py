@@ -41,6 +41,7 @@ PLAIN = ROOT / "benchmarks" / "training" / "plain_transformer.py"
 PILOT_STEPS, WARM_STEPS = 16, 6  # that are timed, and before those
 HELD_OUT_BYTES = 442_368  # evenly spread over the held-out files
 WARMUP_SHARE = 0.03  # of the steps of a row
+SHUFFLE_BYTES = 1 << 25
 
 # The block of Child et al. 2019 as the demo had it before there was a recipe.
 PAPER: dict[str, Any] = {
@@ -240,7 +241,8 @@ def run(
                 "train.evaluate_contexts": max(1, evaluate_bytes // content["model"]["context"]),
             },
         )
-        config["data"] = {"path": str(data), "seed": seed}
+        # Every lane is shuffled whole: in blocks, the few bytes of a training would come from a part of the files.
+        config["data"] = {"path": str(data), "seed": seed, "shuffle_bytes": SHUFFLE_BYTES}
         file = Path(place) / "config.json"
         file.write_text(json.dumps(config))
         longstride("train", "--config", file, "--processes", 1)
