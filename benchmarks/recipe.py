@@ -95,6 +95,7 @@ LADDER = (
     Row("a convolution over 3 positions", {"model.convolution": 3}),
     Row("n-gram tables of orders 2 to 4, 32,768 rows each", {"model.ngrams": NGRAMS_4}),
 )  # fmt: skip
+RECIPE = "the demo's recipe"
 WITHOUT = (
     Row("a window of 128 in both layers", {"model.attention": {"type": "local", "window": 128}}),
     Row("LayerNorm", {"model.norm": None}),
@@ -147,7 +148,14 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     data = folder / "data"
     sources = sysconfig.get_paths()["stdlib"]
     longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
-    result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "rows": []}
+    result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "ladder": {}, "without": {}}
+    if options.rows and options.output.exists():  # the others stay
+        before = json.loads(options.output.read_text())
+        if before["seconds"] != options.seconds:
+            raise SystemExit(
+                f"--seconds={options.seconds}: {options.output} has rows of {before['seconds']} s; take that"
+            )
+        result |= {key: before[key] for key in ("ladder", "without", "plain") if key in before}
     wanted = [
         (kind, row, content)
         for kind, row, content in all_rows()
@@ -162,7 +170,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         ]
         for (kind, row, _), seeds in zip(wanted, jobs, strict=True):
             runs = [job.result() for job in seeds]
-            result["rows"].append({"kind": kind, "name": row.name, "runs": runs})
+            result[kind][row.name] = runs
             write_json(options.output, result)
             print(f"{kind}: {row.name}: {summary(runs)}", flush=True)
     if not options.rows or any(word in "plain dense transformer" for word in options.rows):
@@ -176,7 +184,7 @@ def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:
     for row in LADDER:
         content = changed(content, row.changes)
         yield "ladder", row, content
-    yield "ladder", Row("the demo's recipe", {}), recipe()
+    yield "ladder", Row(RECIPE, {}), recipe()
     for row in WITHOUT:
         yield "without", row, changed(recipe(), row.changes)
 
@@ -311,10 +319,10 @@ def table(result: dict[str, Any]) -> str:
         shape = "{layers} layers of {width}, context {context}, rate {learning_rate}".format(**result["plain"]["shape"])
         name = f"plain dense transformer, torch alone, best of {len(PLAIN_SHAPES)}: {shape}"
         lines.append(f"| {name} | {summary(result['plain']['runs'])} |")
-    for kind, begin in (("ladder", "… "), ("without", "the demo's recipe, but with ")):
-        for number, row in enumerate(each for each in result["rows"] if each["kind"] == kind):
-            first = kind == "ladder" and (number == 0 or row["name"] == "the demo's recipe")
-            lines.append(f"| {'' if first else begin}{row['name']} | {summary(row['runs'])} |")
+    for kind, begin in (("ladder", "… "), ("without", f"{RECIPE}, but with ")):
+        for number, (name, runs) in enumerate(result[kind].items()):
+            whole = kind == "ladder" and (number == 0 or name == RECIPE)
+            lines.append(f"| {'' if whole else begin}{name} | {summary(runs)} |")
     return "\n".join(lines) + "\n"
 
 

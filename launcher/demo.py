@@ -30,7 +30,7 @@ CONFIG = ROOT / "ds_configs" / "experiments" / "demo.json"
 DATA = ROOT / "data" / "python-sources"
 CPU_PROCESSES = 2
 PROMPT = "def read_lines(path):\n    "
-MIN_CONTEXT = 256  # bytes that a scored byte sees at least, as a compressor sees all before it
+MIN_CONTEXT = 128  # bytes that a scored byte sees at least, as a compressor sees all before it
 FILES, FILE_BYTES = 3, 20_000  # that are compressed, and about how long they are
 
 
@@ -117,15 +117,19 @@ def content(data: Path, split: str) -> bytes:
 
 
 def by_position(scored: dict[str, Any]) -> list[str]:
-    """Lines with the loss of each eighth of the context, from the numbers that `longstride evaluate` has drawn."""
+    """Lines with the loss of each eighth of the context, from the numbers that `longstride evaluate` has drawn.
+
+    An eighth that only the first context is scored in is left out, as it is when every byte sees so many before it.
+    """
     columns = scored["positions"]
     bins = list(zip(columns["first"], columns["end"], columns["bytes"], columns["bits_per_byte"], strict=True))
     context, lines = bins[-1][1], []
     for eighth in range(8):
         first, end = eighth * context // 8, (eighth + 1) * context // 8
         inside = [(count, bits) for start, _, count, bits in bins if first <= start < end]
-        mean = sum(count * bits for count, bits in inside) / sum(count for count, _ in inside)
-        lines.append(f"  {first:>6,} to {end - 1:<6,} {mean:.3f}")
+        total = sum(count for count, _ in inside)
+        if total > end - first:
+            lines.append(f"  {first:>6,} to {end - 1:<6,} {sum(count * bits for count, bits in inside) / total:.3f}")
     return lines
 
 
