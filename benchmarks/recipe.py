@@ -36,26 +36,13 @@ from benchmarks.report import RESULTS, add_output_arguments, check_output, round
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 BEGIN, END = "<!-- made by benchmarks/recipe.py: begin -->", "<!-- end -->"
-DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
+PRESETS = ROOT / "ds_configs" / "experiments"
 PLAIN = ROOT / "benchmarks" / "training" / "plain_transformer.py"
 PILOT_STEPS, WARM_STEPS = 16, 6  # that are timed, and before those
 HELD_OUT_BYTES = 442_368  # evenly spread over the held-out files
 WARMUP_SHARE = 0.03  # of the steps of a row
 SHUFFLE_BYTES = 1 << 25
 
-# The block of Child et al. 2019 as the demo had it before there was a recipe.
-PAPER: dict[str, Any] = {
-    "model": {
-        "context": 256,
-        "layers": 4,
-        "heads": 4,
-        "width": 128,
-        "attention": {"type": "fixed", "stride": 32, "summary": 8, "combine": "merged"},
-        "embedding": {"type": "text", "row_width": 32},
-    },
-    "train": {"global_batch": 2, "micro_batch": 2, "learning_rate": 0.002, "betas": [0.9, 0.95]},
-    "deepspeed": "zero0_fp32",
-}
 MUON = {"type": "muon", "rates": {"matrices": 0.015}}
 NGRAMS_4 = {"orders": [2, 3, 4], "rows": 32_768}
 
@@ -69,7 +56,10 @@ class Row(NamedTuple):
 
 # Each on top of all before it. The last one is the demo's recipe, which ``ladder`` fills in.
 LADDER = (
-    Row("the paper's block, fp32, 512 bytes a step, AdamW, cosine", {}),
+    Row(
+        "the paper's block, fp32, 512 bytes a step, AdamW, cosine",
+        {"train.global_batch": 2, "train.micro_batch": 2},
+    ),
     Row("4,096 bytes a step", {"train.global_batch": 16, "train.micro_batch": 16}),
     Row("bf16, rate 0.004", {"deepspeed": "zero0_bf16", "train.learning_rate": 0.004}),
     Row(
@@ -175,7 +165,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:
     """Every row with the configuration that it is trained with."""
-    content = deepcopy(PAPER)
+    content = preset("paper_small")
     for row in LADDER:
         content = changed(content, row.changes)
         yield "ladder", row, content
@@ -186,10 +176,16 @@ def all_rows() -> Iterator[tuple[str, Row, dict[str, Any]]]:
 
 def recipe() -> dict[str, Any]:
     """The demo's model and optimiser, for one process of one thread."""
-    demo = json.loads(DEMO.read_text())
+    return preset("demo") | {"deepspeed": "zero0_bf16"}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The model and optimiser of a preset, with one micro-batch a step."""
+    content = json.loads((PRESETS / f"{name}.json").read_text())
     kept = ("learning_rate", "optimizer", "schedule", "betas", "weight_decay", "micro_batch")
-    train = {key: demo["train"][key] for key in kept if key in demo["train"]}
-    return {"model": demo["model"], "train": train | {"global_batch": train["micro_batch"]}, "deepspeed": "zero0_bf16"}
+    train = {key: content["train"][key] for key in kept if key in content["train"]}
+    train["global_batch"] = train["micro_batch"]
+    return {"model": content["model"], "train": train, "deepspeed": "zero0_fp32"}
 
 
 def changed(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -31,9 +31,8 @@ DATA = {"zero2_fp32": "text", "zero3_bf16": "text", "zero1_fp16": "pictures"}  #
 # Of a loss, relative to it. Other dropout moves these runs' losses by some 1e-4, so that a resume which lost its random
 # states is seen in fp32 anywhere, and in half precision on a machine like the one that made the files.
 LIKE_MACHINE = 1e-6
-LIKE_MACHINE_BF16 = (
-    1e-5  # as attention has since come to round the factors of its products to bf16 on CPUs that have it
-)
+# Attention has since come to round the factors of its products to bf16, on CPUs that multiply it.
+LIKE_MACHINE_BF16 = 3e-5
 ROUNDING = {"zero2_fp32": 1e-6, "zero3_bf16": 1e-3, "zero1_fp16": 1e-3}
 OTHER_DROPOUT = 2e-3
 GRADIENTS = 10  # times that of a loss, of a gradient's norm

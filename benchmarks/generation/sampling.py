@@ -2,10 +2,10 @@
 
 Run ``python benchmarks/generation/sampling.py --threads 2``.
 
-The demo's model (width, heads, layers), once a pattern: the same random weights, and the same code; dense attention is
-a pattern like the others. A gate comes first: cached logits of every position against a forward pass. Times are of the
-last positions of the context, each from the logits to the chosen byte as a number, appended. The caches before them
-hold random numbers: sampling so many bytes first would change no time. All variants take turns within every repeat; a
+The model of paper_small (width, heads, layers), once a pattern: the same random weights, and the same code; dense
+attention is a pattern like the others. A gate comes first: cached logits of every position against a forward pass.
+Times are of the last positions of the context, each from the logits to the chosen byte as a number, appended. The caches
+before them hold random numbers: sampling so many bytes first would change no time. All variants take turns within every repeat; a
 time is the least mean over repeats. "own key" reads one key a byte: what is left where attention costs nothing but its
 call, so that what the others take above it is the reading of their keys. Growth is an exponent in the context, from the
 smallest to the largest. The table goes to the terminal, all figures to JSON.
@@ -34,8 +34,8 @@ from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "ds_configs" / "experiments" / "demo.json"
-SUMMARY = 8  # of the demo
+PAPER_SMALL = ROOT / "ds_configs" / "experiments" / "paper_small.json"
+SUMMARY = 8  # of paper_small
 FLOOR = "own key"
 GATE_CONTEXT = 192
 BAR = {"context": 12_288, "pattern": "strided", "times_dense": 3.0}
@@ -86,16 +86,16 @@ def stride_of(context: int) -> int:
 
 
 def model_of(name: str, context: int, options: argparse.Namespace) -> SparseTransformer:
-    """The demo's model with another pattern and context; the same random weights whatever the pattern."""
+    """The model of paper_small with another pattern and context; the same random weights whatever the pattern."""
     stride = stride_of(context)
-    demo = json.loads(DEMO.read_text())["model"]
+    small = json.loads(PAPER_SMALL.read_text())["model"]
     changed = {
         "context": context,
         "attention": attentions_of(stride)[name],
         "embedding": {"type": "text", "row_width": stride},
     }
     torch.manual_seed(0)
-    model = SparseTransformer(ModelConfig.model_validate({**demo, **changed}))
+    model = SparseTransformer(ModelConfig.model_validate({**small, **changed}))
     torch.nn.init.normal_(model.logits.weight, std=0.1)  # all 0 before training: any byte, and a gate that sees nothing
     return model.to(options.device, options.dtype).eval()
 
@@ -161,6 +161,7 @@ def seconds_of(session: Session, options: argparse.Namespace) -> float:
     """Mean seconds of a byte, at the last positions of the context."""
     session.reset()
     session.position = session.length - options.calls
+    session._before.zero_()  # any bytes, as reset leaves none
     generator = torch.Generator(options.device).manual_seed(0)
     synchronize(options.device)
     start = time.perf_counter()

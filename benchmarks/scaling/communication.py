@@ -64,7 +64,7 @@ def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes
         'deepspeed.comms_logger={"enabled": true, "prof_all": true}',
         *(f"deepspeed.zero_optimization.{name}={json.dumps(value)}" for name, value in changes.items()),
     ]
-    config = load_config("demo", overrides).to_json()
+    config = load_config("paper_small", overrides).to_json()
     return {**config, "notes": ""}
 
 

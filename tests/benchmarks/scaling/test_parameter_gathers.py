@@ -10,7 +10,7 @@ from longstride.launcher.config.run_config import load_config
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_deep_network_repeats_the_layers_of_a_short_one(recomputed: bool) -> None:
-    config = load_config("demo", ["model.layers=6", f"train.activation_checkpointing={str(recomputed).lower()}"])
+    config = load_config("paper_small", ["model.layers=6", f"train.activation_checkpointing={str(recomputed).lower()}"])
     deepened, whole = trace(config), rehearse(config.model, config.train.micro_batch, recomputed)
     assert deepened.events == whole.events
     assert deepened.parameters == whole.parameters
@@ -18,7 +18,7 @@ def test_a_deep_network_repeats_the_layers_of_a_short_one(recomputed: bool) -> N
 
 
 def test_every_module_is_fetched_forward_and_backward() -> None:
-    found = rehearse(load_config("demo", ["model.layers=2"]).model, 1, False)
+    found = rehearse(load_config("paper_small", ["model.layers=2"]).model, 1, False)
     modules = [event.module for event in found.events if event.kind == FETCH]
     assert modules.count("blocks.1.attention.projection") == 2
     assert modules.index("embedding") < modules.index("blocks.0") < modules.index("blocks.1") < modules.index("logits")
@@ -26,14 +26,14 @@ def test_every_module_is_fetched_forward_and_backward() -> None:
 
 def test_weights_of_modules_that_are_not_called_belong_to_their_parent() -> None:
     # Long contexts go through feed-forward in chunks, which call no module.
-    config = load_config("demo", ["model.context=131072", "model.layers=2", "train.micro_batch=2"])
+    config = load_config("paper_small", ["model.context=131072", "model.layers=2", "train.micro_batch=2"])
     found = rehearse(config.model, 2, False)
     assert "blocks.0.feed_forward.expand.weight" in found.parameters["blocks.0.feed_forward"]
     assert not found.parameters["blocks.0.feed_forward.expand"]
 
 
 def test_limits_keep_release_and_fetch_ahead() -> None:
-    found = trace(load_config("demo"))
+    found = trace(load_config("paper_small"))
     every = set(found.numel)
     assert not gathers(found, Limits())  # every parameter is small enough to stay
     none_kept = Limits(persistence=0)

@@ -12,9 +12,11 @@ from longstride.launcher.config.run_config import load_config
 
 
 def test_a_run_is_scaled_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--cards", "1", "4", "train.global_batch=8"]) == 0
+    assert main(["paper_small", "--cards", "1", "4", "train.global_batch=8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("demo: 864,128 parameters, 256 bytes a context, 1 × 1 of them a card and step, fp32")
+    assert lines[0].startswith(
+        "paper_small: 864,128 parameters, 256 bytes a context, 1 × 1 of them a card and step, fp32"
+    )
     rows = [line.split() for line in lines[2:10]]
     assert [row[:2] for row in rows] == [[cards, stage] for cards in "14" for stage in "0123"]
     # 2·P·4 bytes · 3/4, and half as much again for the updated weights
@@ -25,15 +27,15 @@ def test_a_run_is_scaled_and_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_person_gets_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demmo"]) == 2
     assert "demmo: no such file" in capsys.readouterr().err
-    assert main(["demo", "deepspeed=zero3_bf16", "deepspeed.zero_optimization.zero_hpz_partition_size=8"]) == 2
+    assert main(["paper_small", "deepspeed=zero3_bf16", "deepspeed.zero_optimization.zero_hpz_partition_size=8"]) == 2
     assert "not modelled" in capsys.readouterr().err
     for wrong in (["--micro-batches", "0"], ["--cards", "0"], ["--cards", "two"], ["--between", "-1"]):
         with pytest.raises(SystemExit):
-            read_options(["demo", *wrong])
+            read_options(["paper_small", *wrong])
 
 
 def test_contexts_are_shared_by_what_divides_heads_and_positions() -> None:
-    found = scale("demo", load_config("demo", ["model.layers=3"]), [1, 2], 1)
+    found = scale("paper_small", load_config("paper_small", ["model.layers=3"]), [1, 2], 1)
     assert [row["ranks"] for row in found["ulysses"]] == [1, 2, 4]
     alone, *shared = found["ulysses"]
     assert alone["sent"] == alone["calls"] == 0
@@ -58,7 +60,7 @@ def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
 @pytest.mark.campaign
 def test_result_files_hold_what_was_found(monkeypatch, tmp_path) -> None:
     path = tmp_path / "scaling.json"
-    monkeypatch.setattr(scaling, "RUNS", (("demo", "demo", ("train.global_batch=8",)),))
+    monkeypatch.setattr(scaling, "RUNS", (("paper_small", "paper_small", ("train.global_batch=8",)),))
     monkeypatch.setattr(scaling, "SHARDS", 50)
     monkeypatch.setattr(scaling, "LANES", 8)
     monkeypatch.setattr(scaling, "CARDS", [1, 2, 8])

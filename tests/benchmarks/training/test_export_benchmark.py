@@ -26,7 +26,7 @@ def test_watch_sees_memory_that_is_let_go_of() -> None:
 
 @pytest.mark.campaign
 def test_small_run_is_saved_exported_and_measured(tmp_path: Path) -> None:
-    words = ["--config", "demo", "--deepspeed", "zero3_fp32", "--ranks", "2", "--folder", str(tmp_path)]
+    words = ["--config", "paper_small", "--deepspeed", "zero3_fp32", "--ranks", "2", "--folder", str(tmp_path)]
     output = tmp_path / "found.json"
     export.main([*words, "--output", str(output), "data.path=nowhere"])
     found = json.loads(output.read_text())

@@ -183,7 +183,7 @@ def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, caps
 def test_option_reaches_every_rank() -> None:
     parser = argparse.ArgumentParser()
     start.add_arguments(parser)
-    words = ["--config", "demo", "--resume", "auto", "train.steps=3"]
+    words = ["--config", "paper_small", "--resume", "auto", "train.steps=3"]
     for given in ([], ["--trust-checkpoint"]):
         command = launcher_command(parser.parse_intermixed_args([*words, *given]), "auto", 2)
         assert command[command.index("--config") :] == [*words[:-1], *given, words[-1]]

@@ -23,7 +23,7 @@ from longstride.launcher.planning.plan import run_length, step_flops
 from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
-RECIPES = ("demo", "bytes_small", "bytes_base")  # docs/recipes.md
+RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
 PUBLISHED = [name for name in PRESETS if name not in RECIPES]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
 CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)

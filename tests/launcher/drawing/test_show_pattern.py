@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot as plt
 
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Fixed, Strided, Summary
@@ -151,7 +152,9 @@ def test_every_experiment_is_known_by_its_name(path: Path) -> None:
 
 def test_every_experiment_is_drawn() -> None:
     for path in EXPERIMENTS:
-        assert draw_pattern(Path(path.stem)).axes
+        figure = draw_pattern(Path(path.stem))
+        assert figure.axes
+        plt.close(figure)
 
 
 def test_a_file_comes_before_the_experiment_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +167,8 @@ def test_a_file_comes_before_the_experiment_of_its_name(tmp_path: Path, monkeypa
     ("source", "query", "message"),
     [
         ("demos", None, r"^demos: no such file, and none of that name in ds_configs/experiments; nearest demo$"),
-        ("demo", 256, r"^--query=256: must be from 0 to 255, a position; nearest 255$"),
-        ("demo", -1, r"^--query=-1: must be from 0 to 255, a position; nearest 0$"),
+        ("paper_small", 256, r"^--query=256: must be from 0 to 255, a position; nearest 255$"),
+        ("paper_small", -1, r"^--query=-1: must be from 0 to 255, a position; nearest 0$"),
         ("nowhere/demo", None, r"^nowhere/demo: cannot be read: No such file"),
     ],
 )

@@ -72,10 +72,10 @@ def test_json_adds_up(plan: Plan) -> None:
 
 
 def test_without_recomputation_nothing_is_recomputed(plan: Plan) -> None:
-    found = plan("demo")
+    found = plan("paper_small")
     assert found["activation_checkpointing"] is False
     assert found["step"]["recompute_flops"] == 0
-    assert {row["processes"] for row in found["memory"]} == {2}  # the batch of the demo allows no more
+    assert {row["processes"] for row in found["memory"]} == {2}  # its batch allows no more
 
 
 def test_million_positions_are_planned(plan: Plan) -> None:
@@ -106,12 +106,15 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
     [
         (["enwik9"], "enwik9: no such file, and none of that name in ds_configs/experiments; known: "),
         (["missing/x.json"], "missing/x.json: cannot be read: No such file or directory"),
-        (["demo", "train.stesp=3"], "train.stesp: unknown key; nearest steps"),
-        (["demo", "--processes", "3"], "train.global_batch=2: must be a multiple of micro_batch 1 × 3 processes"),
-        (["demo", "--processes", "0"], "--processes=0: must be whole numbers of at least 1"),
-        (["demo", "--processes", "1", "x"], "--processes=x: must be whole numbers of at least 1"),
-        (["demo", "--contexts", "0"], "--contexts=0: must be at least 1"),
-        (["demo", "--processes", "2", "train.steps=5"], "train.warmup_steps=100: must be at most steps 5"),
+        (["paper_small", "train.stesp=3"], "train.stesp: unknown key; nearest steps"),
+        (
+            ["paper_small", "--processes", "3"],
+            "train.global_batch=2: must be a multiple of micro_batch 1 × 3 processes",
+        ),
+        (["paper_small", "--processes", "0"], "--processes=0: must be whole numbers of at least 1"),
+        (["paper_small", "--processes", "1", "x"], "--processes=x: must be whole numbers of at least 1"),
+        (["paper_small", "--contexts", "0"], "--contexts=0: must be at least 1"),
+        (["paper_small", "--processes", "2", "train.steps=5"], "train.warmup_steps=100: must be at most steps 5"),
     ],
 )
 def test_wrong_plan_is_refused_in_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +125,7 @@ def test_wrong_plan_is_refused_in_one_line(words: list[str], line: str, capsys: 
 
 def test_plan_needs_no_deepspeed_and_writes_nothing(tmp_path: Path) -> None:
     code = "import sys; sys.modules['deepspeed'] = None\nfrom longstride.launcher.cli import main\nsys.exit(main())"
-    command = [sys.executable, "-c", code, "plan", "demo"]
+    command = [sys.executable, "-c", code, "plan", "paper_small"]
     environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
