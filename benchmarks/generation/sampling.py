@@ -4,11 +4,11 @@ Run ``python benchmarks/generation/sampling.py --threads 2``.
 
 The model of paper_small (width, heads, layers), once a pattern: the same random weights, and the same code; dense
 attention is a pattern like the others. A gate comes first: cached logits of every position against a forward pass.
-Times are of the last positions of the context, each from the logits to the chosen byte as a number, appended. The caches
-before them hold random numbers: sampling so many bytes first would change no time. All variants take turns within every repeat; a
-time is the least mean over repeats. "own key" reads one key a byte: what is left where attention costs nothing but its
-call, so that what the others take above it is the reading of their keys. Growth is an exponent in the context, from the
-smallest to the largest. The table goes to the terminal, all figures to JSON.
+Times are of the last positions of the context, each from the logits to the chosen byte as a number, appended. The
+caches before them hold random numbers: sampling so many bytes first would change no time. All variants take turns
+within every repeat; a time is the least mean over repeats. "own key" reads one key a byte: what is left where
+attention costs nothing but its call, so that what the others take above it is the reading of their keys. Growth is an
+exponent in the context, from the smallest to the largest. The table goes to the terminal, all figures to JSON.
 """
 
 from __future__ import annotations
