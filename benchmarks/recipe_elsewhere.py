@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--speech", type=Path, metavar="DIR", help="a folder of WAV files")
     add_output_arguments(parser)
     options = parser.parse_args(arguments)
-    check_output(parser, options, f"recipe-elsewhere-{slug(torch.device('cpu'))}.json")
+    check_output(parser, options, f"elsewhere-{slug(torch.device('cpu'))}.json")
     result: dict[str, Any] = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "rows": {}}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.parallel) as pool:
         folder = Path(name)
