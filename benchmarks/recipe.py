@@ -54,7 +54,7 @@ class Row(NamedTuple):
     changes: dict[str, Any]
 
 
-# Each on top of all before it. The last one is the demo's recipe, which ``ladder`` fills in.
+# Each on top of all before it. The last one is the demo's recipe, which ``all_rows`` adds.
 LADDER = (
     Row(
         "the paper's block, fp32, 512 bytes a step, AdamW, cosine",
@@ -205,7 +205,8 @@ def changed(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
     """Seconds of a step: the median of a few."""
-    lines = run(content, WARM_STEPS + PILOT_STEPS, 0, data, folder, evaluate_bytes=content["model"]["context"])
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        lines = run(content, WARM_STEPS + PILOT_STEPS, 0, data, Path(place) / "run", evaluate_contexts=1)
     return statistics.median(
         line["seconds"] for line in lines if line["split"] == "train" and line["step"] > WARM_STEPS
     )
@@ -213,7 +214,9 @@ def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
 
 def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Path) -> dict[str, Any]:
     """One training; its score, bytes and seconds."""
-    lines = run(content, steps, seed, data, folder, evaluate_bytes=HELD_OUT_BYTES)
+    contexts = HELD_OUT_BYTES // content["model"]["context"]
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        lines = run(content, steps, seed, data, Path(place) / "run", evaluate_contexts=contexts)
     steps_taken = [line for line in lines if line["split"] == "train"]
     return {
         "seed": seed,
@@ -225,27 +228,22 @@ def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Pa
 
 
 def run(
-    content: dict[str, Any], steps: int, seed: int, data: Path, folder: Path, *, evaluate_bytes: int
+    content: dict[str, Any], steps: int, seed: int, data: Path, output: Path, *, evaluate_contexts: int
 ) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one run of the trainer, which is then removed."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        output = Path(place) / "run"
-        config = changed(
-            content,
-            {
-                "train.steps": steps,
-                "train.warmup_steps": max(1, round(WARMUP_SHARE * steps)),
-                "train.seed": seed,
-                "train.output": str(output),
-                "train.evaluate_contexts": max(1, evaluate_bytes // content["model"]["context"]),
-            },
-        )
+    """Trains into a new run folder, with what depends on the length of the run; the lines of its metrics.jsonl."""
+    changes = {
+        "train.steps": steps,
+        "train.warmup_steps": max(1, round(WARMUP_SHARE * steps)),
+        "train.seed": seed,
+        "train.output": str(output),
+        "train.evaluate_contexts": evaluate_contexts,
         # Every lane is shuffled whole: in blocks, the few bytes of a training would come from a part of the files.
-        config["data"] = {"path": str(data), "seed": seed, "shuffle_bytes": SHUFFLE_BYTES}
-        file = Path(place) / "config.json"
-        file.write_text(json.dumps(config))
-        longstride("train", "--config", file, "--processes", 1)
-        return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        "data": {"path": str(data), "seed": seed, "shuffle_bytes": SHUFFLE_BYTES},
+    }
+    file = output.with_suffix(".json")
+    file.write_text(json.dumps(changed(content, changes)))
+    longstride("train", "--config", file, "--processes", 1)
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def plain(options: argparse.Namespace, data: Path, folder: Path) -> dict[str, Any]:

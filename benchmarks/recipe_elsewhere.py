@@ -25,14 +25,13 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.paper.pictures_from_fonts import draw_pictures
-from benchmarks.recipe import SHUFFLE_BYTES, changed, longstride, recipe
+from benchmarks.recipe import changed, longstride, pilot, recipe, run
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
 
 EDGE, PICTURES = 32, 4_000
 STEP_BYTES = 12_288  # four pictures, or three contexts of 4,096
 WINDOW: dict[str, Any] = {"type": "local", "window": 128}
 HELD_OUT_CONTEXTS = 96
-PILOT_STEPS, WARM_STEPS = 10, 4
 PAPERS = {"learning_rate": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.01}
 
 
@@ -105,9 +104,10 @@ def both(
 def measure(content: dict[str, Any], data: Path, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
     """Trains for so many seconds of steps; bits per byte, bytes seen, and the loss by eighths of the context."""
     folder.mkdir()
-    lines = trained(content, WARM_STEPS + PILOT_STEPS, seed, data, folder / "pilot")
-    steps = max(1, int(seconds / statistics.median(line["seconds"] for line in lines[WARM_STEPS:-1])))
-    lines = trained(content, steps, seed, data, folder / "run")
+    batch = STEP_BYTES // content["model"]["context"]
+    content = changed(content, {"train.global_batch": batch, "train.micro_batch": batch})
+    steps = max(1, int(seconds / pilot(content, data, folder)))
+    lines = run(content, steps, seed, data, folder / "run", evaluate_contexts=HELD_OUT_CONTEXTS)
     positions = folder / "positions.png"
     longstride("evaluate", folder / "run", "--batch", 3, "--positions", positions)
     columns = json.loads(positions.with_suffix(".json").read_text())["positions"]
@@ -125,24 +125,6 @@ def measure(content: dict[str, Any], data: Path, seed: int, seconds: float, fold
         "bytes": sum(line["tokens"] for line in lines if line["split"] == "train"),
         "steps": steps,
     }
-
-
-def trained(content: dict[str, Any], steps: int, seed: int, data: Path, output: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run of the trainer."""
-    batch = STEP_BYTES // content["model"]["context"]
-    config = changed(
-        content,
-        {
-            "train.steps": steps, "train.warmup_steps": max(1, steps * 3 // 100), "train.seed": seed,
-            "train.output": str(output), "train.global_batch": batch, "train.micro_batch": batch,
-            "train.evaluate_contexts": HELD_OUT_CONTEXTS,
-        },
-    )  # fmt: skip
-    config["data"] = {"path": str(data), "seed": seed, "shuffle_bytes": SHUFFLE_BYTES}
-    file = output.with_suffix(".json")
-    file.write_text(json.dumps(config))
-    longstride("train", "--config", file, "--processes", 1)
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 if __name__ == "__main__":
