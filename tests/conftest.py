@@ -1,9 +1,18 @@
 """Set before anything imports triton or computes: kernels run in Triton's interpreter where there is no GPU."""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What a test computes in this process may take all cores: the next one has one again, and its bits."""
+    yield
+    torch.set_num_threads(1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -96,19 +100,42 @@ def test_cpu_shares_work_among_threads(pattern: Pattern, batch: int) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_cpu_ends_when_a_thread_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_num_threads = torch.set_num_threads
+def test_each_thread_of_the_cpu_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products spread over further threads would be slower, and have other bits from time to time."""
+    part_forward, seen = cpu._part_forward, []
 
-    def fails_once(number: int) -> None:
-        if number == 1:
-            monkeypatch.undo()
-            raise RuntimeError("no thread")
-        set_num_threads(number)
+    def part(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        time.sleep(0.05)  # the thread that asked has had its time to go on
+        seen.append((threading.get_ident(), torch.get_num_threads()))
+        return part_forward(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "set_num_threads", fails_once)
-    q, k, v = make_inputs(Shape(2, 2, 40, 16, 16), torch.float32)[:3]
-    with pytest.raises(RuntimeError, match=r"^no thread$"):
-        _attend(q, k, v, Local(8))
+    monkeypatch.setattr(cpu, "_part_forward", part)
+    _attend(*make_inputs(Shape(2, 2, 40, 16, 16), torch.float32)[:3], Local(8))
+    assert len({thread for thread, _ in seen}) == 3
+    assert {number for _, number in seen} == {1}
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_give_the_same_bits_every_time() -> None:
+    q, k, v = make_inputs(Shape(1, 4, 40, 16, 16), torch.float32)[:3]
+    wanted = _attend(q, k, v, Dense())
+    for _ in range(8):
+        assert all(torch.equal(a, b) for a, b in zip(_attend(q, k, v, Dense()), wanted, strict=True))
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_an_error_in_one_thread_is_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    part_forward = cpu._part_forward
+
+    def fails_once(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if next(calls) == 1:
+            raise RuntimeError("no room")
+        return part_forward(*args, **kwargs)
+
+    monkeypatch.setattr(cpu, "_part_forward", fails_once)
+    with pytest.raises(RuntimeError, match=r"^no room$"):
+        _attend(*make_inputs(Shape(2, 2, 40, 16, 16), torch.float32)[:3], Local(8))
     assert torch.get_num_threads() == 3
 
 

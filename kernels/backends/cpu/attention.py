@@ -7,10 +7,8 @@ but for bf16 where the processor multiplies it faster: see ``Numbers``.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
@@ -446,31 +444,22 @@ def _shared(work: Callable[[Pattern, list[Piece]], None], patterns: tuple[Patter
 
 
 def _at_once(tasks: list[Callable[[], None]]) -> None:
-    """Do each task in a thread of its own, as many as torch has."""
-    threads = len(tasks)
-    started = threading.Barrier(threads + 1)
+    """Do each task in a thread of its own, which shares its products with no other."""
+    threads = torch.get_num_threads()
     inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it, and its writes need it
 
     def alone(task: Callable[[], None]) -> None:
-        try:
-            torch.set_num_threads(1)  # of this thread
-        except BaseException:
-            started.abort()  # or the others would wait for ever
-            raise
-        started.wait()
+        torch.set_num_threads(1)  # of this thread: MKL's products would take every core
         with torch.inference_mode(inference), torch.no_grad():
             task()
 
-    with ThreadPoolExecutor(threads) as pool:
-        try:
+    # And of all others until the last task ends: newer versions of torch have one number for all, and each task would
+    # spread its products over as many threads again, slowly and in other bits from time to time.
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
             jobs = [pool.submit(alone, task) for task in tasks]
-            with contextlib.suppress(threading.BrokenBarrierError):  # the thread that broke it says why
-                started.wait()
-        except BaseException:
-            started.abort()
-            raise
-        finally:
-            torch.set_num_threads(threads)  # threads that start later take the number set last
-    errors = [error for job in jobs if (error := job.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error  # an error of the work itself before those of threads that were released
+    finally:
+        torch.set_num_threads(threads)
+    for job in jobs:
+        job.result()
