@@ -1,7 +1,7 @@
 """The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
 
 It hands out the model, its configuration and the base class of all configurations, ``Session`` and ``generate`` for
-inference, the count of its operations, the feed-forward module, whose thresholds decide what is computed twice, and
+inference, what its parts give and count, the dense feed-forward, whose thresholds decide what is computed twice, and
 n-gram tables, whose rows a trainer keeps elsewhere.
 """
 
@@ -10,12 +10,11 @@ import longstride
 if __name__ == "sparse_model":
     longstride.stand_aside(__name__)
 else:
-    from longstride.sparse_model import feed_forward
-    from longstride.sparse_model.attention import Attention
-    from longstride.sparse_model.config import ImageEmbedding, ModelConfig
+    from longstride.sparse_model.config import BlockConfig, ImageEmbedding, ModelConfig
+    from longstride.sparse_model.feed_forwards import dense
     from longstride.sparse_model.generation import generate, wrong_settings
     from longstride.sparse_model.ngrams import Ngrams, add_rows
-    from longstride.sparse_model.part import Work
+    from longstride.sparse_model.part import Mixed, Work
     from longstride.sparse_model.session import Session
     from longstride.sparse_model.strict import StrictModel, config_error
     from longstride.sparse_model.transformer import SparseTransformer

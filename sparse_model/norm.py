@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.tiles import tiles, wide_of
 
 EPS = 1e-6  # added to the mean square
@@ -41,9 +41,9 @@ class RMSNorm(nn.Module):
         return TiledRMSNorm.apply(h.flatten(0, -2), self.weight).view(h.shape)
 
 
-def norm_of(config: ModelConfig) -> nn.Module:
-    """The norm that a configuration asks for, at its first values: weights 1, biases 0."""
-    return RMSNorm(config.width) if config.norm == "rms" else LayerNorm(config.width)
+def norm_of(network: NetworkConfig) -> nn.Module:
+    """The norm that a network asks for, at its first values: weights 1, biases 0."""
+    return RMSNorm(network.width) if network.norm == "rms" else LayerNorm(network.width)
 
 
 def inverse_rms(x: Tensor, out: Tensor | None = None) -> Tensor:

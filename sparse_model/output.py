@@ -25,7 +25,7 @@ class Logits(nn.Linear):
         """Every token is as likely as any other."""
         nn.init.zeros_(self.weight)
 
-    def work(self, positions: int, pairs: int, batch: int) -> Work:
+    def work(self, positions: int, batch: int) -> Work:
         """Logits are not kept: the backward pass computes them again."""
         products = 2 * positions * self.weight.numel()
         return Work(linear=products, again=products)

@@ -1,25 +1,73 @@
 """What each part of the network has beside its forward pass: its first values, and the count of its operations.
 
 A part is a module with ``part``, the name under which its parameters are counted. Where it has parameters to set,
-``initialize()`` does so. Where it computes products, ``work(positions, pairs, batch)`` counts them. One that remembers
-earlier positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, with ``begin``, ``step``
-and ``rearrange``. Whoever needs one of these asks the part, and knows no names of modules or tensors.
+``initialize()`` does so. Where it computes products, ``work(positions, batch)`` counts them. One that remembers earlier
+positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, with ``begin``, ``step`` and
+``rearrange``. Whoever needs one of these asks the part, and knows no names of modules or tensors.
+
+A mixer (letter s of an order) brings rows of several positions together; a feed-forward (letter f) computes each row by
+itself. Both take normalised rows (B, N, C), and what they return is added to the residual stream: rows (B, N, C), or
+``Mixed`` where there is more to tell.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from longstride.sparse_model.config import ModelConfig
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.rotary import Rotary
+from longstride.sparse_model.strict import StrictModel
+
+
+class Mixed(NamedTuple):
+    """What a part gives that has more than rows to give."""
+
+    rows: Tensor  # (B, N, C)
+    auxiliary: Tensor  # () fp32: a mean over positions, added to the training loss and never to the nats
+
+
+class State(Protocol):
+    """What generation keeps of earlier positions for one mixer."""
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        ...
+
+
+class MixerConfig(Protocol):
+    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules."""
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError, its paths relative to the mixer's object, where a context of this length does not fit."""
+        ...
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Which positions each head may read."""
+        ...
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> nn.Module:
+        """The module; ``rotary`` is shared by all of a model."""
+        ...
+
+
+class FeedForwardConfig(StrictModel):
+    """One feed-forward as the configuration asks for it; likewise."""
+
+    def make(self, network: NetworkConfig) -> nn.Module:
+        """The module."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Operations of one pass over one context. A multiplication and an addition are two."""
 
+    pairs: int = 0  # of a query and a key, in all heads together
     linear: int = 0  # 2 a weight and position
     scores: int = 0  # of attention: queries times keys
     values: int = 0  # of attention: weights times values
@@ -27,6 +75,7 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(
+            self.pairs + other.pairs,
             self.linear + other.linear,
             self.scores + other.scores,
             self.values + other.values,
@@ -44,7 +93,7 @@ class Work:
         return 2 * self.forward + self.scores + self.again
 
 
-def draw(parameter: Tensor, config: ModelConfig, fan_in: int, *, into_stream: bool = False) -> None:
+def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream: bool = False) -> None:
     """Set a tensor with this many inputs to normal values from torch's global generator (section 5.2).
 
     The paper writes N(0, 0.125/√d). Read as a standard deviation ("paper") that is 0.125/√d; the authors' later code
@@ -52,21 +101,21 @@ def draw(parameter: Tensor, config: ModelConfig, fan_in: int, *, into_stream: bo
 
     Args:
         parameter: is overwritten.
-        config: says how the formula is read.
+        network: says how the formula is read.
         fan_in: the formula's d.
-        into_stream: what it gives is added to the residual stream: scaled by 1/√(2·layers), so that the stream keeps
+        into_stream: what it gives is added to the residual stream: scaled by 1/√(sub-layers), so that the stream keeps
             its size with depth; 0 where ``initialization`` is "zero_outputs" (Zhang et al. 2019, Fixup).
     """
-    if into_stream and config.initialization == "zero_outputs":
+    if into_stream and network.initialization == "zero_outputs":
         nn.init.zeros_(parameter)
         return
-    std = 0.125 / math.sqrt(fan_in) if config.initialization == "paper" else math.sqrt(0.125 / fan_in)
-    scale = 1 / math.sqrt(2 * config.layers) if into_stream else 1.0
+    std = 0.125 / math.sqrt(fan_in) if network.initialization == "paper" else math.sqrt(0.125 / fan_in)
+    scale = 1 / math.sqrt(len(network.sublayers)) if into_stream else 1.0
     nn.init.normal_(parameter, std=scale * std)
 
 
-def draw_linear(linear: nn.Linear, config: ModelConfig, *, into_stream: bool = False) -> None:
+def draw_linear(linear: nn.Linear, network: NetworkConfig, *, into_stream: bool = False) -> None:
     """Set a linear layer: its weight as ``draw`` does, its bias, if it has one, to 0."""
-    draw(linear.weight, config, linear.in_features, into_stream=into_stream)
+    draw(linear.weight, network, linear.in_features, into_stream=into_stream)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

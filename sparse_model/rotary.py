@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.norm import inverse_rms
 from longstride.sparse_model.tiles import tiles, wide_of
 
@@ -25,11 +25,11 @@ class Rotary:
         self._table: Tensor | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Rotary | None:
+    def of(cls, network: NetworkConfig) -> Rotary | None:
         """As a configuration asks for it."""
-        if config.rotary is None:
+        if network.rotary is None:
             return None
-        return cls(config.context, config.query_key_width // config.heads, config.rotary.base)
+        return cls(network.context, network.query_key_width // network.heads, network.rotary.base)
 
     def table(self, device: torch.device) -> Tensor:
         """Cosine and sine of every position's angles: (context, 1, D/2, 2) fp32."""

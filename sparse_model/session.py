@@ -137,7 +137,8 @@ class Session:
             raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
         with torch.inference_mode():
             for state in self.states:
-                state.rearrange(order, self.position + 1)
+                if state is not None:
+                    state.rearrange(order, self.position + 1)
         self._before = self._before[order]
         self._logits = None if self._logits is None else self._logits[order]
 
@@ -153,16 +154,16 @@ class Session:
 
 
 def even_length(config: ModelConfig, least: int) -> int:
-    """The smallest length, from ``least`` to the context, that all patterns divide evenly.
+    """The smallest length, from ``least`` to the context, that all mixers divide evenly.
 
     A causal pattern gives the same rows at any length. But only where its stride divides the length do its reads have a
     closed form, and are its columns read in place.
     """
-    patterns = {pattern for layer in config.layer_patterns() for pattern in layer}
+    mixers = {block.mixer for block in config.blocks() if block.mixer is not None}
     for length in range(max(least, 1), config.context):
         with contextlib.suppress(ConfigError):
-            for pattern in patterns:
-                pattern.check(length)
+            for mixer in mixers:
+                mixer.check(config, length)
             return length
     return config.context
 

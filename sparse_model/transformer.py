@@ -6,19 +6,16 @@ Letters: B batch, N positions, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longstride.kernels.patterns import Pattern
-from longstride.sparse_model.attention import Attention, AttentionState
-from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.config import BlockConfig, ModelConfig
 from longstride.sparse_model.embedding import Embedding
-from longstride.sparse_model.feed_forward import FeedForward
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
-from longstride.sparse_model.part import Work
+from longstride.sparse_model.part import Mixed, State, Work
 from longstride.sparse_model.rotary import Rotary
 
 
@@ -32,16 +29,18 @@ class Role(NamedTuple):
 class SparseTransformer(nn.Module):
     """A deep pre-activation residual network whose blocks attend over patterns (Child et al. 2019, section 5)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, blocks: Sequence[BlockConfig] | None = None) -> None:
+        """Of a configuration; ``blocks``: of these alone in place of its own, for counting."""
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
         rotary = Rotary.of(config)
-        self.blocks = nn.ModuleList(ResidualBlock(config, patterns, rotary) for patterns in config.layer_patterns())
+        made = config.blocks() if blocks is None else blocks
+        self.blocks = nn.ModuleList(ResidualBlock(config, block, rotary) for block in made)
         self.norm = norm_of(config)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
         # Where set, called as (block, h) in place of each block, to recompute activations in the backward pass.
-        self.activation_checkpoint: Callable[..., Tensor] | None = None
+        self.activation_checkpoint: Callable[..., Any] | None = None
         for module in self.modules():  # once all is made, in this order: published models keep their draws
             if (initialize := getattr(module, "initialize", None)) is not None:
                 initialize()
@@ -72,16 +71,18 @@ class SparseTransformer(nn.Module):
             roles[name] = Role(part, tuple(stacked.get(layer, ())))
         return roles
 
-    def forward(self, tokens: Tensor, return_nats: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, return_nats: bool = False, return_auxiliary: bool = False) -> Any:
         """Row i predicts tokens[:, i] from tokens[:, :i].
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
                 As bytes, they reach a device with an eighth of the traffic of int64.
             return_nats: return each token's cross-entropy instead of the logits, which are then never in memory whole.
+            return_auxiliary: return the sum of the parts' auxiliary losses too, as training needs it.
 
         Returns:
-            Logits (B, N, V), or nats (B, N) in fp32.
+            Logits (B, N, V), or nats (B, N) in fp32; with ``return_auxiliary`` a pair of that and () fp32, which is
+            None where no part has such a loss.
 
         Raises:
             ValueError: tokens are not (B, N) with 1 to ``context`` positions.
@@ -89,21 +90,32 @@ class SparseTransformer(nn.Module):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         tokens = tokens.long()
-        h = self.embedding(tokens)
+        h, auxiliary = self.embedding(tokens), None
         for block in self.blocks:
-            h = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
-        return self.logits(self.norm(h), tokens if return_nats else None)
+            given = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
+            if isinstance(given, Mixed):
+                h = given.rows
+                auxiliary = given.auxiliary if auxiliary is None else auxiliary + given.auxiliary
+            else:
+                h = given
+        scored = self.logits(self.norm(h), tokens if return_nats else None)
+        return (scored, auxiliary) if return_auxiliary else scored
 
-    def new_states(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[AttentionState]:
-        """What each block keeps of contexts of up to ``length`` positions, empty.
+    @property
+    def mixers(self) -> list[Any]:
+        """The mixers of all blocks that have one, in their order."""
+        return [block.attention for block in self.blocks if block.attention is not None]
+
+    def new_states(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[State | None]:
+        """What each block keeps of contexts of up to ``length`` positions, empty; None where it has no mixer.
 
         Raises:
             ConfigError: the model's backend cannot run here.
         """
-        attentions = (module for module in self.modules() if isinstance(module, Attention))
-        return [attention.new_state(batch, length, device, dtype) for attention in attentions]
+        mixers: Any = [block.attention for block in self.blocks]
+        return [None if mixer is None else mixer.new_state(batch, length, device, dtype) for mixer in mixers]
 
-    def through(self, h: Tensor, states: Sequence[AttentionState], first: int) -> Tensor:
+    def through(self, h: Tensor, states: Sequence[State | None], first: int) -> Tensor:
         """All residual blocks, for positions after those in the states.
 
         Args:
@@ -118,30 +130,49 @@ class SparseTransformer(nn.Module):
             ValueError: several rows that do not begin at 0.
         """
         for block, state in zip(self.blocks, states, strict=True):
-            h = block(h, state, first)
+            given = block(h, state, first)
+            h = given.rows if isinstance(given, Mixed) else given
         return h
 
 
 class ResidualBlock(nn.Module):
-    """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2)."""
+    """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2), or one of them.
 
-    def __init__(self, config: ModelConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
+    ``attention`` is the mixer, whichever it is, so that published models have the names of their tensors.
+    """
+
+    def __init__(self, config: ModelConfig, block: BlockConfig, rotary: Rotary | None) -> None:
         super().__init__()
-        self.attention_norm = norm_of(config)
-        self.attention = Attention(config, patterns, rotary)
-        self.feed_forward_norm = norm_of(config)
-        self.feed_forward = FeedForward(config)
+        self.attention = self.feed_forward = None
+        if block.mixer is not None:
+            self.attention_norm = norm_of(config)
+            self.attention = block.mixer.make(config, rotary)
+        if block.feed_forward is not None:
+            self.feed_forward_norm = norm_of(config)
+            self.feed_forward = block.feed_forward.make(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N."""
-        h = h + self._dropped(self.attention(self.attention_norm(h), state, first))
-        return h + self._dropped(self.feed_forward(self.feed_forward_norm(h)))
+    def forward(self, h: Tensor, state: State | None = None, first: int = 0) -> Tensor | Mixed:
+        """(B, N, C) to (B, N, C), with the sum of auxiliary losses where a part has one.
 
-    def work(self, positions: int, pairs: int, batch: int) -> Work:
+        With a state: one position, which reads the kept ones too, or the first N.
+        """
+        losses: list[Tensor] = []
+        if self.attention is not None:
+            h = h + self._rows(self.attention(self.attention_norm(h), state, first), losses)
+        if self.feed_forward is not None:
+            h = h + self._rows(self.feed_forward(self.feed_forward_norm(h)), losses)
+        return Mixed(h, sum(losses[1:], losses[0])) if losses else h
+
+    def work(self, positions: int, batch: int) -> Work:
         """Of all sub-layers."""
-        return self.attention.work(positions, pairs, batch) + self.feed_forward.work(positions, pairs, batch)
+        parts: list[Any] = [part for part in (self.attention, self.feed_forward) if part is not None]
+        return sum((part.work(positions, batch) for part in parts), Work())
 
-    def _dropped(self, h: Tensor) -> Tensor:
+    def _rows(self, given: Tensor | Mixed, losses: list[Tensor]) -> Tensor:
+        """What is added to the stream, of what a part gives; its auxiliary loss, if it has one, goes to ``losses``."""
+        if isinstance(given, Mixed):
+            losses.append(given.auxiliary)
+            given = given.rows
         # Tested here and not in the module: for a single row, calling it takes longer than an addition.
-        return self.dropout(h) if self.dropout.training else h
+        return self.dropout(given) if self.dropout.training else given

@@ -20,8 +20,8 @@ BIG_ROOMS = {
 ORDER = {
     "kernels": ["errors", "forms", "patterns", "plan", "backends", "attention", "decoding"],
     "sparse_model": [
-        "strict", "config", "part", "tiles", "norm", "rotary", "convolution", "cache", "ngrams", "embedding",
-        "attention", "feed_forward", "output", "transformer", "session", "generation",
+        "strict", "network", "tiles", "norm", "rotary", "part", "mixers", "feed_forwards", "config", "ngrams",
+        "embedding", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "settings", "durable", "modalities", "stores", "shards", "documents", "datasets", "order", "building",

@@ -32,6 +32,7 @@ from benchmarks.report import rounded, write_json
 from longstride.kernels import num_keys_read
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 from longstride.sparse_model.generation import choose
+from longstride.sparse_model.mixers.attention import AttentionState
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER_SMALL = ROOT / "ds_configs" / "experiments" / "paper_small.json"
@@ -151,6 +152,7 @@ def filled(model: SparseTransformer, options: argparse.Namespace) -> Session:
     session = Session(model, options.batch)
     with torch.inference_mode():
         for state in session.states:
+            assert isinstance(state, AttentionState)
             for rows in (state.keys_values.keys, state.keys_values.values):
                 rows.normal_()
     return session

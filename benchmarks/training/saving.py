@@ -135,7 +135,7 @@ def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) 
         saver.save(state, {})
         still += device_seconds(engine.device) - start
     for step in range(steps):
-        EngineStep(engine).take(sum_nats(engine, batch, slice(None)) / context)
+        EngineStep(engine).take(sum_nats(engine, batch, slice(None))[1] / context)
         if saver is not None:
             before = device_seconds(engine.device)
             saver.finish() if step == steps - 1 else saver.poll()

@@ -30,7 +30,8 @@ from benchmarks.machine import about, slug, synchronize
 from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Dense, Strided
-from longstride.sparse_model import ModelConfig, SparseTransformer, attention
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model.mixers import attention
 
 STRIDE, SUMMARY = 128, 32
 HEADS, WIDTH, DROPOUT = 8, 512, 0.4

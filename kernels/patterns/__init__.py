@@ -29,12 +29,13 @@ PATTERNS: dict[str, type] = {
 }
 
 
-def pattern_from_json(value: object, *, beside: Sequence[str] = ()) -> Pattern:
+def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequence[str] = ()) -> Pattern:
     """The pattern that a JSON object names, e.g. ``{"type": "fixed", "stride": 128, "summary": 32}``.
 
     Args:
         value: the object.
         beside: keys that the caller has read and taken out, so that a misspelt one of them is named too.
+        others: what the caller takes in place of a pattern: types, and keys that stand for one.
 
     Raises:
         ConfigError: a type or a key is unknown or missing, or a value breaks the pattern's rule.
@@ -42,12 +43,12 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = ()) -> Pattern:
     if not isinstance(value, dict):
         raise ConfigError(Problem("type", f"a pattern is an object with a type: {', '.join(PATTERNS)}"))
     if "type" not in value:
-        misspelt = [key for key in map(str, value) if nearest(key, ["type"]) == "nearest type"]
-        problems = [Problem(key, "unknown key; nearest type") for key in misspelt]
+        wanted = {key: nearest(key, ["type", *others]) for key in map(str, value)}
+        problems = [Problem(key, f"unknown key; {near}") for key, near in wanted.items() if near.startswith("nearest")]
         raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
     kind = value["type"]
     if not isinstance(kind, str) or kind not in PATTERNS:
-        raise ConfigError.at("type", kind, f"must be a pattern's name; {nearest(str(kind), PATTERNS)}")
+        raise ConfigError.at("type", kind, f"must be a pattern's name; {nearest(str(kind), [*PATTERNS, *others])}")
     cls = PATTERNS[kind]
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {key: entry for key, entry in value.items() if key != "type"}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError
-from longstride.kernels.patterns import Pattern
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunData
@@ -26,7 +25,7 @@ from longstride.launcher.drawing.pattern import VIEW_COLUMNS, VIEW_ROWS, Grid, c
 from longstride.launcher.models import TRAINED
 from longstride.launcher.pictures import plt
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import Attention, SparseTransformer
+from longstride.sparse_model import SparseTransformer
 
 MOST_QUERIES = 6  # one below the other
 DEFAULT_QUERIES = 4
@@ -94,7 +93,7 @@ def draw_views(
     model: SparseTransformer, tokens: Tensor, queries: Sequence[int], head: int | None, grid: Grid, title: str
 ) -> Any:
     """A row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
-    layers = chosen_layers(len(model.blocks), MOST_LAYERS)
+    layers = chosen_layers(len(model.mixers), MOST_LAYERS)
     rows = attention_rows(
         model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid)
     )  # a layer: (P, rows x columns)
@@ -175,7 +174,7 @@ def draw_cells(axis: Any, colours: np.ndarray, cell: int, grid: Grid) -> None:
 def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, title: str, config: RunConfig) -> Any:
     """A matrix for each layer: rows are queries evenly apart, columns the sums over runs of keys."""
     length = len(tokens)
-    layers = chosen_layers(len(model.blocks), MOST_MATRICES)
+    layers = chosen_layers(len(model.mixers), MOST_MATRICES)
     cells = min(length, MATRIX_CELLS)
     queries = spread(length, cells)
     bounds = np.arange(cells) * length // cells
@@ -206,7 +205,7 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
 
 def of_layers(layers: Sequence[int], model: SparseTransformer) -> str:
     """Which layers are shown, unless all are."""
-    count = len(model.blocks)
+    count = len(model.mixers)
     return "" if len(layers) == count else f"; layers {', '.join(map(str, layers))} of {count}"
 
 
@@ -233,41 +232,31 @@ def attention_rows(
         What was kept of each layer's rows, (P, …) float64. A row sums to 1, or to 0 where a query has no key.
     """
     kept: dict[int, np.ndarray] = {}
+    heads = range(model.config.heads) if head is None else [head]
     with ExitStack() as hooks, torch.no_grad():
         for layer in layers:
-            attention: Any = model.blocks[layer].attention
 
-            def take(_: Any, __: Any, output: Tensor, layer: int = layer, attention: Attention = attention) -> None:
-                kept[layer] = _rows_of(attention, output, queries, head, keep)
+            def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer) -> None:
+                kept[layer] = _rows_of(mixer.weights(inputs[0]), inputs[0].shape[1], heads, queries, keep)
 
-            hooks.callback(attention.query_key_value.register_forward_hook(take).remove)
+            hooks.callback(model.mixers[layer].register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)  # without the logits of the whole context
     return kept
 
 
 def _rows_of(
-    attention: Attention, query_key_value: Tensor, queries: Sequence[int], head: int | None, keep: Keep
+    weights_of: Callable[[Tensor, int], Tensor], length: int, heads: Sequence[int], queries: Sequence[int], keep: Keep
 ) -> np.ndarray:
-    """What is kept of a layer's rows, from what its projection gave, (1, N, channels)."""
-    q, k = (part[0].transpose(0, 1) for part in attention.heads_of(query_key_value)[:2])  # (N, H, D)
-    heads = range(attention.heads) if head is None else [head]
-    count = max(1, SCORES_IN_WORK // len(k))
+    """What is kept of a layer's rows over ``length`` positions, from a mixer's ``weights``."""
+    count = max(1, SCORES_IN_WORK // length)
     kept = []
     for start in range(0, len(queries), count):
-        rows = torch.tensor(queries[start : start + count], device=k.device)
-        total = torch.zeros(len(rows), len(k), dtype=torch.float64, device=k.device)
-        counted = torch.zeros(len(rows), 1, device=k.device)  # heads that have a key for the query
-        for number in heads:
-            weights = _weights(q[rows, number], k[:, number], attention.patterns[number], rows)
+        rows = torch.tensor(queries[start : start + count])
+        total = torch.zeros(len(rows), length, dtype=torch.float64)
+        counted = torch.zeros(len(rows), 1)  # heads that have a key for the query
+        for head in heads:
+            weights = weights_of(rows, head)
             total += weights
             counted += weights.any(-1, keepdim=True)
-        kept.append(keep((total / counted.clamp_min(1)).cpu().numpy()))
+        kept.append(keep((total / counted.clamp_min(1)).numpy()))
     return np.concatenate(kept)
-
-
-def _weights(q: Tensor, k: Tensor, pattern: Pattern, rows: Tensor) -> Tensor:
-    """(P, D), (N, D), and the position of each query (P,) to the weights of one head: (P, N) float64."""
-    allowed = pattern.mask(rows[:, None], torch.arange(len(k), device=k.device))
-    scores = (q.double() @ k.double().T) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    return torch.softmax(scores, -1).masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN

@@ -36,7 +36,7 @@ from longstride.launcher.engine.optimizer import (
 from longstride.launcher.engine.tables import Tables
 from longstride.launcher.models import AVERAGE, DTYPES
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model import Mixed, SparseTransformer
 
 _PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's own classes of the parts that it checks strictly
     "zero_optimization": DeepSpeedZeroConfig,
@@ -100,9 +100,11 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
     """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
 
-    def checkpoint_in_training(function: Callable[..., Tensor], *args: Any) -> Tensor:
-        # No backward pass follows in evaluation.
-        return deepspeed.checkpointing.checkpoint(function, *args) if torch.is_grad_enabled() else function(*args)
+    def checkpoint_in_training(block: Callable[..., Any], h: Tensor) -> Any:
+        if not torch.is_grad_enabled():  # no backward pass follows in evaluation
+            return block(h)
+        given = deepspeed.checkpointing.checkpoint(block, h)
+        return Mixed(*given) if isinstance(given, tuple) else given  # DeepSpeed returns a plain tuple
 
     deepspeed.checkpointing.configure(None, deepspeed_config=section)
     model.activation_checkpoint = checkpoint_in_training

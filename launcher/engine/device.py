@@ -25,7 +25,7 @@ from torch import Tensor
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.engine.compiled import run_blocks
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import Attention, ModelConfig
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -122,12 +122,16 @@ def compile_kernels(
 def run_attention(
     model: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device, *, training: bool = True
 ) -> None:
-    """Each of the model's kinds of attention once, forward and, for training, backward, over (B, N, C) zeros."""
-    for patterns in dict.fromkeys(model.layer_patterns()):
-        attention = Attention(model, patterns).to(device, dtype)
+    """Each of the model's kinds of mixers once, forward and, for training, backward, over (B, N, C) zeros."""
+    with torch.device("meta"):
+        network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
+    for mixer in network.mixers:
+        mixer.to_empty(device=device).to(dtype)
+        for parameter in mixer.parameters():
+            torch.nn.init.zeros_(parameter)
         h = torch.zeros(batch, model.context, model.width, device=device, dtype=dtype, requires_grad=training)
         with torch.set_grad_enabled(training):
-            out = attention(h)
+            out = mixer(h)
         if training:
             out.sum().backward()
 

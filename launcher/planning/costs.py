@@ -8,15 +8,16 @@ much for the sum of values; the backward pass has the scores once more and four 
 FlashAttention counts them). It also computes again what the model does not keep: the logits, and of long contexts the
 first half of feed-forward.
 
-**Memory**: the optimiser's states by formula, activations by a rehearsal. A step of two and of three layers runs on
-tensors that have shapes and no content; every storage that the model's own code creates is counted until it would be
-freed. Layers are alike, so a deep network's is a straight line through both. Nothing here can drift from the model, and
-nothing is allocated.
+**Memory**: the optimiser's states by formula, activations by a rehearsal. For each kind of block, a step of a model
+with two and with three of them runs on tensors that have shapes and no content; every storage that the model's own code
+creates is counted until it would be freed. The difference is what each block adds. Nothing here can drift from the
+model, and nothing is allocated.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,28 +34,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from longstride.kernels import num_pairs
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import ModelConfig, SparseTransformer, Work
+from longstride.sparse_model import BlockConfig, ModelConfig, SparseTransformer, Work
 
-REHEARSED_LAYERS = (2, 3)
+REHEARSED_BLOCKS = (2, 3)
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
 
 
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part of the model, without allocating it. Layers are alike, so one tells about all."""
-    model = _one_layer(config)
-    parts, block = _parts_of(model), _parts_of(model.blocks)
-    return {part: count + (config.layers - 1) * block[part] for part, count in parts.items()}
+    """Parameters by part of the model, without allocating it."""
+    model, kinds = _one_of_each(config)
+    parts = _parts_of(model)
+    for block, count in kinds.values():
+        parts.update({part: (count - 1) * numel for part, numel in _parts_of(block).items()})
+    return dict(parts)
 
 
-def _one_layer(config: ModelConfig) -> SparseTransformer:
-    """The model with the first of its blocks alone, without memory."""
+def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, tuple[Any, int]]]:
+    """The model with one of each kind of its blocks, without memory; the block of each kind, and how many it has."""
+    counts = Counter(config.blocks())
     with torch.device("meta"):
-        return SparseTransformer(config.model_copy(update={"layers": 1}))
+        model = SparseTransformer(config, list(counts))
+    return model, {kind: (block, counts[kind]) for kind, block in zip(counts, model.blocks, strict=True)}
 
 
 def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
@@ -66,14 +70,6 @@ def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
     return +counts  # none that has no parameters
 
 
-def layer_pairs(config: ModelConfig) -> list[int]:
-    """Pairs of a query and a key that each layer attends to, all heads together."""
-    layers = config.layer_patterns()
-    distinct = {pattern for heads in layers for pattern in heads}
-    pairs = {pattern: num_pairs(pattern, config.context) for pattern in distinct}
-    return [sum(pairs[pattern] for pattern in heads) for heads in layers]
-
-
 def dense_pairs(config: ModelConfig) -> int:
     """Pairs of a layer with dense causal attention, all heads together."""
     return config.heads * config.context * (config.context + 1) // 2
@@ -83,7 +79,8 @@ def dense_pairs(config: ModelConfig) -> int:
 class ModelWork:
     """Operations of one pass of a model over one context."""
 
-    blocks: Work  # which activation checkpointing recomputes
+    layers: tuple[Work, ...]  # of each block that has a mixer
+    blocks: Work  # of all, which activation checkpointing recomputes
     rest: Work
 
     @property
@@ -92,12 +89,15 @@ class ModelWork:
         return self.blocks + self.rest
 
 
-def work(config: ModelConfig, pairs: Sequence[int], micro_batch: int = 1) -> ModelWork:
-    """Operations over one context of a micro-batch, with so many pairs in each layer, as the model's parts count."""
-    model = _one_layer(config)
-    block: Any = model.blocks[0]
-    blocks = (block.work(config.context, count, micro_batch) for count in pairs)
-    return ModelWork(sum(blocks, Work()), model.logits.work(config.context, 0, micro_batch))
+def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
+    """Operations over one context of a micro-batch, as the model's parts count them."""
+    model, kinds = _one_of_each(config)
+    works = {kind: block.work(config.context, micro_batch) for kind, (block, _) in kinds.items()}
+    return ModelWork(
+        tuple(works[block] for block in config.blocks() if block.mixer is not None),
+        sum((works[block] for block in config.blocks()), Work()),
+        model.logits.work(config.context, micro_batch),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def moment_elements(config: RunConfig, num_parameters: int) -> int:
     if kind == "muon":
         return 2 * num_parameters - matrix_weights(config.model)
     if kind == "adafactor":
-        return _summed_over_layers(
+        return _summed_over_parameters(
             config.model,
             lambda _, shape: (
                 shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel()
@@ -212,18 +212,19 @@ def moment_elements(config: RunConfig, num_parameters: int) -> int:
 
 def matrix_weights(config: ModelConfig) -> int:
     """Weights of the matrices in the residual blocks, which are Muon's."""
-    return _summed_over_layers(config, lambda part, shape: shape.numel() if part == "matrices" else 0)
+    return _summed_over_parameters(config, lambda part, shape: shape.numel() if part == "matrices" else 0)
 
 
-def _summed_over_layers(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
-    """A measure of a parameter's part and shape, summed over all but n-gram tables. Layers are alike: two tell all."""
-    sums = []
-    for layers in (1, 2):
-        with torch.device("meta"):
-            model = SparseTransformer(config.model_copy(update={"layers": layers, "ngrams": None}))
-        roles = model.parameter_roles()
-        sums.append(sum(measure(roles[name].part, each.shape) for name, each in model.named_parameters()))
-    return sums[0] + (config.layers - 1) * (sums[1] - sums[0])
+def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
+    """A measure of a parameter's part and shape, summed over all but n-gram tables."""
+    model, kinds = _one_of_each(config.model_copy(update={"ngrams": None}))
+    roles = model.parameter_roles()
+    times = [count for _, count in kinds.values()]
+    total = 0
+    for name, each in model.named_parameters():
+        of_block = re.match(r"blocks\.(\d+)\.", name)
+        total += (times[int(of_block[1])] if of_block else 1) * measure(roles[name].part, each.shape)
+    return total
 
 
 def activations(config: RunConfig, checkpointing: bool) -> Activations:
@@ -233,28 +234,35 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
     """
     dtype = DTYPES[config.precision]
     batch, on_gpu = config.train.micro_batch, config.model.backend != "cpu"
-    few, more = REHEARSED_LAYERS
-    if config.model.layers <= more:
-        return rehearse(config.model, batch, dtype, checkpointing, on_gpu)
-    first, second = (
-        rehearse(config.model.model_copy(update={"layers": layers}), batch, dtype, checkpointing, on_gpu)
-        for layers in REHEARSED_LAYERS
-    )
-    beyond = (config.model.layers - few) // (more - few)
-    return Activations(
-        kept=first.kept + beyond * (second.kept - first.kept),
-        peak=first.peak + beyond * (second.peak - first.peak),
-    )
+    few, more = REHEARSED_BLOCKS
+    counts = Counter(config.model.blocks())
+    if counts.total() <= more:
+        return rehearse(config.model, list(counts.elements()), batch, dtype, checkpointing, on_gpu)
+    kept, peak, beside = 0, 0, []
+    for kind, count in counts.items():
+        first, second = (
+            rehearse(config.model, [kind] * number, batch, dtype, checkpointing, on_gpu) for number in REHEARSED_BLOCKS
+        )
+        each = Activations((second.kept - first.kept) // (more - few), (second.peak - first.peak) // (more - few))
+        kept, peak = kept + count * each.kept, peak + count * each.peak
+        beside.append(Activations(first.kept - few * each.kept, first.peak - few * each.peak))
+    # What is beside the blocks is there once; the worst moment is that of the kind that takes most at work.
+    return Activations(kept + max(each.kept for each in beside), peak + max(each.peak for each in beside))
 
 
 def rehearse(
-    model_config: ModelConfig, batch: int, dtype: torch.dtype, checkpointing: bool, on_gpu: bool
+    model_config: ModelConfig,
+    blocks: Sequence[BlockConfig],
+    batch: int,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    on_gpu: bool,
 ) -> Activations:
-    """A forward and backward pass on tensors without content, counted."""
+    """A forward and backward pass of a model with these blocks on tensors without content, counted."""
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
         # Every backend's operation has the same shapes, and the CPU's runs on any machine.
-        model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}))
+        model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}), blocks)
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(dtype)
         if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``

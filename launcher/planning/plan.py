@@ -83,9 +83,11 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     parts = costs.parameter_parts(model)
     total = sum(parts.values())
     others = total - parts.get(Ngrams.part, 0)
-    pairs, dense = costs.layer_pairs(model), costs.dense_pairs(model)
-    step = step_flops(costs.work(model, pairs, train.micro_batch), config)
-    as_dense = step_flops(costs.work(model, [dense] * model.layers, train.micro_batch), config)
+    work, dense = costs.work(model, train.micro_batch), costs.dense_pairs(model)
+    pairs = [layer.pairs for layer in work.layers]
+    step = step_flops(work, config)
+    with_dense = model.model_copy(update={"attention": {"type": "dense"}})
+    as_dense = step_flops(costs.work(with_dense, train.micro_batch), config)
     kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},

@@ -179,15 +179,15 @@ def train_step(
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
     for first in range(0, len(part.tokens), micro_batch):
         with StepPart.FORWARD.marked(engine.device):
-            total = sum_nats(engine, part, slice(first, first + micro_batch), context_nats)
+            total, loss = sum_nats(engine, part, slice(first, first + micro_batch), context_nats)
         nats += total.detach().double()
         if first + micro_batch < len(part.tokens):
-            step.accumulate(total * factor)
+            step.accumulate(loss * factor)
     # Judged before the last backward pass, which can still have the step dropped.
     rank_nats = ranks.gather_float64(nats, engine.device).tolist()
     loss_nats = sum(rank_nats) / batch.num_bytes
     refused = guards.judge_loss(loss_nats)
-    grad_norm = step.take(total * factor, drop=refused is not None)
+    grad_norm = step.take(loss * factor, drop=refused is not None)
     number = engine.global_steps
     verdict = refused or guards.judge_gradients(number, loss_nats, step.overflow(), step.loss_scale)
     if verdict and verdict.outcome != "skip":
@@ -213,19 +213,23 @@ def train_step(
     return line
 
 
-def sum_nats(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Tensor:
-    """The cross-entropy of some contexts of a batch, padding left out: () fp32.
+def sum_nats(
+    engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of some contexts of a batch, padding left out, and the loss to train on: () fp32 each.
 
-    ``context_nats`` gets the sum of each of them.
+    The loss has the auxiliary losses of the model's parts too, which are means over positions, for each byte.
+    ``context_nats`` gets the sum of each context.
     """
     tokens, lengths = batch.tokens[rows], batch.lengths[rows]
-    nats = engine(tokens.to(engine.device), return_nats=True)  # (B, N)
+    nats, auxiliary = engine(tokens.to(engine.device), return_nats=True, return_auxiliary=True)  # (B, N), ()
     if not bool((lengths == tokens.shape[1]).all()):
         real = torch.arange(tokens.shape[1]) < lengths[:, None]
         nats = nats.masked_fill(~real.to(engine.device), 0.0)
     if context_nats is not None:
         context_nats += nats.detach().double().sum(1).tolist()
-    return nats.sum()
+    total = nats.sum()
+    return total, total if auxiliary is None else total + auxiliary * int(lengths.sum())
 
 
 def lacks_evaluation(step: int, run: Run) -> bool:

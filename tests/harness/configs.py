@@ -19,6 +19,13 @@ ATTENTIONS: dict[str, Any] = {
     "fixed merged": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 4},
     "fixed interleaved": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},
     "fixed multihead": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2, "combine": "multihead"},
+    "heads": {
+        "heads": [
+            {"count": 1, "type": "local", "window": 5},
+            {"count": 1, "type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2},
+            {"count": 2, "type": "strided", "stride": 8, "combine": "multihead"},
+        ]
+    },
     "cycle": [{"type": "column", "stride": 8}, {"type": "local", "window": 8}, {"type": "dense"}],
 }
 
@@ -32,6 +39,18 @@ LATER: dict[str, Any] = {
     "convolution": 3,
     "feed_forward": {"type": "dense", "activation": "squared_relu"},
     "initialization": "zero_outputs",
+}
+
+# Models whose sub-layers are others than attention and a dense feed-forward in turn: each has to pass what all have in
+# common (tests/sparse_model/test_systems.py).
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "sandwich": {"layers": 4, "order": "s2 (sf)2 f2"},
+    "mixers alone": {"layers": 2, "order": "s2"},
+    "feed-forwards in turn": {
+        "layers": 3,
+        "feed_forward": [{"activation": "squared_relu"}, {"type": "dense"}],
+        "attention": ATTENTIONS["heads"],
+    },
 }
 
 

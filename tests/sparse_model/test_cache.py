@@ -13,7 +13,7 @@ from longstride.kernels.backends.cpu.decode import CachedRows
 from longstride.kernels.patterns import pattern_from_json
 from longstride.kernels.plan import ListedPositions, RegularPositions
 from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.cache import KeyValues
+from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.session import Session, even_length
 from tests.harness.configs import ATTENTIONS, small
 from tests.sparse_model.test_transformer import awake

@@ -9,6 +9,7 @@ from longstride.kernels import ConfigError
 from longstride.kernels.attention import BACKENDS
 from longstride.kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
 from longstride.sparse_model import ModelConfig
+from longstride.sparse_model.mixers import MIXERS
 from tests.harness.configs import ATTENTIONS, model_json, small
 
 
@@ -20,7 +21,7 @@ def test_every_schedule_loads_and_round_trips(attention: Any) -> None:
 
 def test_the_schedules_here_name_every_registered_pattern() -> None:
     entries = [entry for value in ATTENTIONS.values() for entry in (value if isinstance(value, list) else [value])]
-    assert {entry["type"] for entry in entries} == set(PATTERNS)
+    assert {entry["type"] for entry in entries if "type" in entry} == set(PATTERNS)
 
 
 def test_text_and_audio_fold_the_sequence_alike() -> None:
@@ -125,10 +126,12 @@ def test_a_decimal_ratio_is_exact() -> None:
 
 
 def test_the_schema_lists_every_pattern() -> None:
-    choices = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
-    assert [c["properties"]["type"]["const"] for c in choices[:-1]] == list(PATTERNS)
-    assert choices[-1]["type"] == "array"
-    assert not any("index" in c["properties"] for c in choices[:-1])
+    *patterns, by_head, listed = ModelConfig.model_json_schema()["properties"]["attention"]["anyOf"]
+    patterns, others = patterns[: len(PATTERNS)], patterns[len(PATTERNS) :]
+    assert [each["properties"]["type"]["const"] for each in patterns] == list(PATTERNS)
+    assert [each["properties"]["type"]["const"] for each in others] == list(MIXERS)
+    assert by_head["required"] == ["heads"] and listed["type"] == "array"
+    assert not any("index" in each["properties"] for each in patterns)
     assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import longstride.sparse_model.feed_forward as feed_forward
-from longstride.sparse_model.feed_forward import FeedForward, FeedForwardInChunks, sigmoid_gelu
+import longstride.sparse_model.feed_forwards.dense as feed_forward
+from longstride.sparse_model.feed_forwards.dense import FeedForward, FeedForwardInChunks, sigmoid_gelu
 from tests.harness.configs import small
 
 
@@ -49,7 +49,7 @@ def test_chunks_are_as_precise_as_the_plain_graph(dtype: torch.dtype) -> None:
 
 
 def test_long_inputs_go_in_chunks_and_keep_nothing_of_the_inner_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = FeedForward(small())
+    module = FeedForward(small(), "sigmoid_gelu")
     h = torch.randn(2, 40, 64, requires_grad=True)
     outputs, kept = [], []
     for limit in (80, 79):

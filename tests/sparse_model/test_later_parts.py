@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import longstride.sparse_model.tiles as tiles
 from longstride.sparse_model import ModelConfig, SparseTransformer
-from longstride.sparse_model.convolution import ShiftedSum
-from longstride.sparse_model.feed_forward import squared_relu
+from longstride.sparse_model.feed_forwards.dense import squared_relu
+from longstride.sparse_model.mixers.convolution import ShiftedSum
 from longstride.sparse_model.norm import EPS, TiledRMSNorm
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 from tests.harness.configs import ATTENTIONS, LATER, model_json, small

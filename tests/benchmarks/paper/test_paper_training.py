@@ -69,7 +69,7 @@ def test_only_the_dense_model_is_served_by_torch(pattern: str, monkeypatch: pyte
         seen.append(1)
         return sparse_attention(*arguments, **others)
 
-    monkeypatch.setattr("longstride.sparse_model.attention.sparse_attention", noted)
+    monkeypatch.setattr("longstride.sparse_model.mixers.attention.sparse_attention", noted)
     trained(pattern, steps=1)
     assert len(seen) == (0 if pattern == "dense" else CASE.layers)
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.training import training_step
 from benchmarks.training.training_step import attention_replaced, main, model_of, read_options, variants
-from longstride.sparse_model import attention
+from longstride.sparse_model.mixers import attention
 
 TINY = ["--device", "cpu", "--layers", "1", "--context", "32", "--stride", "8", "--summary", "2", "--repeats", "1"]
 

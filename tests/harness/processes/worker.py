@@ -78,10 +78,10 @@ def dump_logits(path: str) -> None:
 
 def work_in_chunks(rows: int) -> None:
     """Lets the model take even short contexts as it takes long ones: so many rows at a time."""
-    import longstride.sparse_model.feed_forward as feed_forward
+    import longstride.sparse_model.feed_forwards.dense as dense
     import longstride.sparse_model.output as output
 
-    feed_forward.LONG_ROWS = feed_forward.CHUNK_ROWS = output.CHUNK_ROWS = rows
+    dense.LONG_ROWS = dense.CHUNK_ROWS = output.CHUNK_ROWS = rows
 
 
 def remove_after_step_2(path: str) -> None:
@@ -216,13 +216,13 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     done = []
 
     def sum_and_spoil(engine: Any, *args: Any) -> Any:
-        total = sum_nats(engine, *args)
+        total, loss = sum_nats(engine, *args)
         is_last = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
         here = is_last and int(os.environ.get("RANK", "0")) == rank
         if here and engine.global_steps + 1 in steps and len(done) < how_often:
             done.append(engine.global_steps)
-            total = _SPOILS[what](total)
-        return total
+            total = loss = _SPOILS[what](total)
+        return total, loss
 
     loop.sum_nats = sum_and_spoil
     train_step = loop.train_step

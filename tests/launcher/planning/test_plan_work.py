@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config.run_config import load_config
-from longstride.launcher.planning.costs import dense_pairs, layer_pairs, parameter_parts, work
+from longstride.launcher.planning.costs import dense_pairs, parameter_parts, work
 from longstride.launcher.planning.plan import run_length
-from longstride.sparse_model import SparseTransformer, feed_forward
+from longstride.sparse_model import SparseTransformer, dense
 from tests.harness.configs import ATTENTIONS, LATER, small
 
 
@@ -26,11 +27,11 @@ def test_pairs_of_every_layer_are_those_of_the_masks(attention: Any) -> None:
         sum(int(head.mask(position[:, None], position[None, :]).sum()) for head in heads)
         for heads in config.layer_patterns()
     ]
-    assert layer_pairs(config) == wanted
+    assert [layer.pairs for layer in work(config).layers] == wanted
     assert dense_pairs(config) == 4 * 40 * 41 // 2
 
 
-@pytest.mark.parametrize("long_rows", [feed_forward.LONG_ROWS, 39], ids=["short", "long"])
+@pytest.mark.parametrize("long_rows", [dense.LONG_ROWS, 39], ids=["short", "long"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"feed_forward_ratio": 2, "query_key_ratio": 0.5}, LATER | {"convolution": None}],
@@ -40,15 +41,15 @@ def test_linear_operations_are_those_that_torch_counts(
     changes: dict[str, Any], long_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's counter does not look into the attention's op: what it sees is the linear layers."""
-    monkeypatch.setattr(feed_forward, "LONG_ROWS", long_rows)
+    monkeypatch.setattr(dense, "LONG_ROWS", long_rows)
     config = small(**changes)
     model, tokens = SparseTransformer(config), torch.randint(256, (1, 40))
     with FlopCounterMode(display=False) as forward:
         nats = model(tokens, return_nats=True)
     with FlopCounterMode(display=False) as backward:
         nats.sum().backward()
-    planned = work(config, [0] * config.layers)
-    whole = planned.whole
+    planned = work(config)
+    whole = replace(planned.whole, scores=0, values=0)
     assert forward.get_total_flops() == whole.linear == whole.forward
     assert backward.get_total_flops() == whole.backward
     assert planned.rest.linear == 2 * 40 * 64 * 256  # the logits alone are not recomputed
@@ -60,16 +61,19 @@ def test_attention_operations_are_those_of_its_products() -> None:
     model, tokens = SparseTransformer(config), torch.randint(256, (1, 40))
     with FlopCounterMode(display=False) as forward:
         model(tokens, return_nats=True)
-    planned = work(config, [4 * 40 * 40] * 3).whole
-    assert forward.get_total_flops() == planned.forward
-    assert (planned.scores, planned.values) == (2 * 3 * 4 * 1600 * 8, 2 * 3 * 4 * 1600 * 16)
+    planned = work(config).whole
+    assert planned.pairs == 3 * 4 * 40 * 41 // 2
+    assert (planned.scores, planned.values) == (2 * planned.pairs * 8, 2 * planned.pairs * 16)
+    beyond = 3 * 4 * 40 * 39 // 2  # pairs that are masked
+    assert forward.get_total_flops() == planned.forward + 2 * beyond * (8 + 16)
     # Five products for two: the scores again, and both factors of each.
-    assert planned.backward - work(config, [0] * 3).whole.backward == 3 * planned.scores + 2 * planned.values
+    without = replace(planned, scores=0, values=0)
+    assert planned.backward - without.backward == 3 * planned.scores + 2 * planned.values
 
 
 def test_a_convolution_is_counted_though_torch_does_not() -> None:
     """Two operations a weight and position: of three layers, three weights a channel."""
-    with_it, without = (work(small(convolution=each), [0] * 3).whole for each in (3, None))
+    with_it, without = (work(small(convolution=each)).whole for each in (3, None))
     assert with_it.linear - without.linear == 3 * 2 * 40 * 3 * 64
 
 

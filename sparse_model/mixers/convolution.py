@@ -40,7 +40,7 @@ class CausalConvolution(nn.Module):
         weights = torch.stack([weight.flip(0).roll(position + 1, 0) for position in range(len(weight))])
         return RecentRows(rows, weights[:, :, None, None])
 
-    def work(self, positions: int, pairs: int, batch: int) -> Work:
+    def work(self, positions: int, batch: int) -> Work:
         """Its products."""
         return Work(linear=2 * positions * self.weight.numel())
 

@@ -1,20 +1,42 @@
-"""Attention of one residual block. Letters: B batch, H heads, N positions, C width, D head width."""
+"""Attention over a pattern, the paper's mixer. Letters: B batch, H heads, N positions, C width, D head width."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from longstride.kernels import empty_cache, sparse_attention
+from longstride.kernels import empty_cache, num_pairs, sparse_attention
 from longstride.kernels.patterns import Pattern
-from longstride.sparse_model.cache import KeyValues
-from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.mixers.cache import KeyValues
+from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPatterns:
+    """Attention as the configuration asks for it: a pattern for each head."""
+
+    patterns: tuple[Pattern, ...]
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError unless all patterns divide the context evenly."""
+        for pattern in dict.fromkeys(self.patterns):
+            pattern.check(context)
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Which positions each head may read."""
+        return self.patterns
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
+        """The module."""
+        return Attention(network, self.patterns, rotary)
 
 
 @dataclass(slots=True)
@@ -40,23 +62,22 @@ class Attention(nn.Module):
 
     part = "attention"
 
-    def __init__(self, config: ModelConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None = None) -> None:
-        """Of one pattern a head; ``rotary`` is shared by a model's attentions, and made here where there is none."""
+    def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
         super().__init__()
-        self.config, self.heads, self.backend, self.patterns = config, config.heads, config.backend, patterns
-        self.widths = (config.query_key_width, config.query_key_width, config.width)
+        self.network, self.heads, self.backend, self.patterns = network, network.heads, network.backend, patterns
+        self.widths = (network.query_key_width, network.query_key_width, network.width)
         self.equal_widths = len(set(self.widths)) == 1
-        self.rotary, self.normed = rotary or Rotary.of(config), config.query_key_norm
+        self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
-        self.convolution = CausalConvolution(config.convolution, config.width) if config.convolution else None
-        self.query_key_value = nn.Linear(config.width, sum(self.widths), bias=config.bias)
-        self.projection = nn.Linear(config.width, config.width, bias=config.bias)
+        self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
+        self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
+        self.projection = nn.Linear(network.width, network.width, bias=network.bias)
         self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
 
     def initialize(self) -> None:
         """Set its linear layers."""
-        draw_linear(self.query_key_value, self.config)
-        draw_linear(self.projection, self.config, into_stream=True)
+        draw_linear(self.query_key_value, self.network)
+        draw_linear(self.projection, self.network, into_stream=True)
 
     def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor:
         """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
@@ -101,12 +122,34 @@ class Attention(nn.Module):
         recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, dtype)
         return AttentionState(KeyValues(keys, values, self.patterns, self.backend), recent)
 
-    def work(self, positions: int, pairs: int, batch: int) -> Work:
-        """With so many pairs of a query and a key in all heads together."""
+    def work(self, positions: int, batch: int) -> Work:
+        """Of the pairs that its patterns allow, its projections, and its convolution."""
+        pairs = sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
         widths = (width // self.heads for width in self.widths[1:])
-        own = Work(2 * positions * weights, *(2 * pairs * width for width in widths))
-        return own if self.convolution is None else own + self.convolution.work(positions, pairs, batch)
+        own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
+        return own if self.convolution is None else own + self.convolution.work(positions, batch)
+
+    def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """How its heads weigh the positions of one context, for pictures.
+
+        Args:
+            h: (1, N, C), as ``forward`` takes it.
+
+        Returns:
+            A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
+            the head's pattern allows. A row sums to 1, or to 0 where a query has no key.
+        """
+        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
+        q, k = (part[0] for part in self.heads_of(rows)[:2])  # (H, N, D)
+
+        def of_head(queries: Tensor, head: int) -> Tensor:
+            allowed = self.patterns[head].mask(queries[:, None], torch.arange(k.shape[1], device=k.device))
+            scores = (q[head, queries].double() @ k[head].double().T) * q.shape[-1] ** -0.5
+            weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
+            return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
+
+        return of_head
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""

@@ -1,15 +1,15 @@
-"""The feed-forward part of one residual block. Letters: R rows (positions of all contexts), C width, F inner width."""
+"""The paper's feed-forward: each row through the same two projections. Letters: R rows, C width, F inner width."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.sparse_model.config import ModelConfig
-from longstride.sparse_model.part import Work, draw_linear
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.part import FeedForwardConfig, Work, draw_linear
 
 LONG_ROWS = 1 << 17  # above so many rows, the backward pass computes the inner activations again
 CHUNK_ROWS = 1 << 14  # rows at a time, then
@@ -60,32 +60,43 @@ ACTIVATIONS = {
 }
 
 
+class DenseFeedForward(FeedForwardConfig):
+    """Two projections around an activation (section 5.2)."""
+
+    type: Literal["dense"] = "dense"
+    activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"  # the paper's; So et al. 2021
+
+    def make(self, network: NetworkConfig) -> FeedForward:
+        """The module."""
+        return FeedForward(network, self.activation)
+
+
 class FeedForward(nn.Module):
     """Two projections around the activation (section 5.2)."""
 
     part = "feed-forward"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, network: NetworkConfig, kind: str) -> None:
+        """``kind``: of activation."""
         super().__init__()
-        self.config = config
-        self.activation, _ = ACTIVATIONS[config.feed_forward.activation]
-        self.expand = nn.Linear(config.width, config.feed_forward_width, bias=config.bias)
-        self.contract = nn.Linear(config.feed_forward_width, config.width, bias=config.bias)
+        self.network, self.kind = network, kind
+        self.activation, _ = ACTIVATIONS[kind]
+        self.expand = nn.Linear(network.width, network.feed_forward_width, bias=network.bias)
+        self.contract = nn.Linear(network.feed_forward_width, network.width, bias=network.bias)
 
     def initialize(self) -> None:
         """Set its linear layers."""
-        draw_linear(self.expand, self.config)
-        draw_linear(self.contract, self.config, into_stream=True)
+        draw_linear(self.expand, self.network)
+        draw_linear(self.contract, self.network, into_stream=True)
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, N, C) to (B, N, C)."""
         if h.shape[:-1].numel() <= LONG_ROWS:
             return self.contract(self.activation(self.expand(h)))
         parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
-        kind = self.config.feed_forward.activation
-        return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, kind, CHUNK_ROWS).view(h.shape)
+        return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, self.kind, CHUNK_ROWS).view(h.shape)
 
-    def work(self, positions: int, pairs: int, batch: int) -> Work:
+    def work(self, positions: int, batch: int) -> Work:
         """Of long inputs the backward pass computes the first half again."""
         expand, contract = (2 * positions * linear.weight.numel() for linear in (self.expand, self.contract))
         return Work(linear=expand + contract, again=expand if batch * positions > LONG_ROWS else 0)

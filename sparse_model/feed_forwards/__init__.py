@@ -1,0 +1,48 @@
+"""Feed-forwards, which compute each row by itself: the letter f of an order, and `model.feed_forward` in JSON.
+
+To add one: a file with its configuration (a ``FeedForwardConfig``) and its module, and a line in ``FEED_FORWARDS``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longstride.kernels import ConfigError, Problem, nearest
+from longstride.sparse_model.feed_forwards import dense
+from longstride.sparse_model.feed_forwards.dense import DenseFeedForward
+from longstride.sparse_model.part import FeedForwardConfig
+
+FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseFeedForward}
+
+
+def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
+    """What `model.feed_forward` asks for: an object, or a list that the feed-forwards of a model take in turn.
+
+    An object without a type is dense.
+
+    Raises:
+        ConfigError: paths are relative to the model, as ``feed_forward.activation`` or ``feed_forward[1].count``.
+    """
+    listed = isinstance(value, list)
+    if listed and not value:
+        raise ConfigError(Problem("feed_forward", "the list needs at least one object"))
+    made, errors = [], []
+    for number, entry in enumerate(value if listed else [value]):
+        try:
+            if not isinstance(entry, dict):
+                raise ConfigError(Problem("", "must be an object, or a list of them", entry))
+            kind = entry.get("type", "dense")
+            if not isinstance(kind, str) or kind not in FEED_FORWARDS:
+                raise ConfigError.at("type", kind, f"not known; {nearest(str(kind), FEED_FORWARDS)}")
+            made.append(FEED_FORWARDS[kind].model_validate(entry))
+        except ConfigError as error:
+            errors.append(error.under(f"feed_forward[{number}]" if listed else "feed_forward"))
+    if errors:
+        raise ConfigError.joined(errors)
+    return tuple(made)
+
+
+def feed_forward_schema() -> dict[str, Any]:
+    """JSON schema of `model.feed_forward`."""
+    choices = [each.model_json_schema() for each in FEED_FORWARDS.values()]
+    return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}

@@ -1,0 +1,181 @@
+"""Mixers, which bring rows of several positions together: the letter s of an order, and `model.attention` in JSON.
+
+Attention over a pattern has the pattern's ``type``. To add another mixer: a file with its configuration (a
+``MixerConfig``) and its module, and a line in ``MIXERS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from longstride.kernels import ConfigError, Problem
+from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
+from longstride.sparse_model.mixers.attention import Attention, HeadPatterns
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.part import MixerConfig
+from longstride.sparse_model.strict import StrictModel
+
+MIXERS: dict[str, type[StrictModel]] = {}
+COMBINATIONS = ("merged", "interleaved", "multihead")
+RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
+
+
+def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, ...]:
+    """What `model.attention` asks for: the mixers that the layers take in turn.
+
+    One object, or a list of them. Each is a pattern, such as ``{"type": "fixed", "stride": 128, "summary": 32}``;
+    ``{"heads": [{"count": 4, "type": "local", "window": 256}, …]}`` with a pattern for some of the heads each; or the
+    type and the keys of another mixer. ``combine`` says how a pattern's factors meet: "merged" (one softmax over their
+    union, the default), "interleaved" (a factor a layer, in turn) or "multihead" (heads split over them).
+
+    Raises:
+        ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
+    """
+    listed = isinstance(value, list)  # an explicit cycle: one entry a layer
+    if listed and not value:
+        raise ConfigError(Problem("attention", "the list needs at least one pattern"))
+    cycle: list[MixerConfig] = []
+    errors = []
+    for number, entry in enumerate(value if listed else [value]):
+        try:
+            made = _from_entry(entry, network, listed)
+            for mixer in made:
+                mixer.check(network, network.context)
+            cycle += made
+        except ConfigError as error:
+            errors.append(error.under(f"attention[{number}]" if listed else "attention"))
+    if errors:
+        raise ConfigError.joined(errors)
+    return tuple(cycle)
+
+
+def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[MixerConfig]:
+    """The mixers that one object makes before it repeats: several only where a pattern is interleaved."""
+    if not isinstance(entry, dict):
+        raise ConfigError(Problem("", "must be a pattern object, or a list of them"))
+    kind = entry.get("type")
+    if isinstance(kind, str) and kind in MIXERS:
+        mixer: Any = MIXERS[kind].model_validate(entry)
+        return [mixer]
+    if "heads" in entry:
+        return [HeadPatterns(_patterns_of_groups(entry, network))]
+    pattern, combine = _pattern_and_combination(entry, network.context, others=["heads", *MIXERS])
+    factors = pattern.factors()
+    if combine == "merged":
+        return [HeadPatterns(_split([pattern], range(network.heads)))]
+    if combine == "multihead":
+        return [HeadPatterns(_split(_shared_out(factors, entry, network.heads), range(network.heads)))]
+    if listed and len(factors) > 1:
+        raise ConfigError.at("combine", combine, "a list is a cycle already: make each factor an entry of the list")
+    return [HeadPatterns(_split([factor], range(network.heads))) for factor in factors]
+
+
+def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
+    """Of an object with ``heads``: a pattern for each head, one group of heads after the other."""
+    if more := [str(key) for key in entry if key != "heads"]:
+        raise ConfigError(
+            *(Problem(key, "stands beside heads, whose entries say all; move it into them") for key in more)
+        )
+    groups = entry["heads"]
+    if not isinstance(groups, list) or not groups:
+        raise ConfigError(
+            Problem("heads", 'must be a list of patterns with counts; such as [{"count": 4, "type": "dense"}]')
+        )
+    patterns: list[Pattern] = []
+    errors = []
+    for number, group in enumerate(groups):
+        try:
+            patterns += _patterns_of_group(group, len(patterns), network.context)
+        except ConfigError as error:
+            errors.append(error.under(f"heads[{number}]"))
+    if errors:
+        raise ConfigError.joined(errors)
+    if len(patterns) != network.heads:
+        counts = [group["count"] for group in groups]
+        raise ConfigError.at("heads", counts, f"counts add up to {len(patterns)}; must be heads={network.heads}")
+    return tuple(patterns)
+
+
+def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, ...]:
+    """Of one group, whose first head has this number."""
+    if not isinstance(group, dict):
+        raise ConfigError(Problem("", "must be a pattern object with a count"))
+    if "count" not in group:
+        raise ConfigError(Problem("count", "missing: how many heads have this pattern"))
+    count = group["count"]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ConfigError.at("count", count, "must be an integer of at least 1")
+    own = {key: value for key, value in group.items() if key != "count"}
+    pattern, combine = _pattern_and_combination(own, context, beside=["count"])
+    if combine == "interleaved":
+        raise ConfigError.at(
+            "combine", combine, "takes turns by layer, and this is a group of heads; give merged or multihead"
+        )
+    factors = [pattern] if combine == "merged" else _shared_out(pattern.factors(), group, count)
+    return _split(factors, range(first, first + count))
+
+
+def _pattern_and_combination(
+    entry: dict[str, Any], context: int, *, beside: Sequence[str] = (), others: Sequence[str] = ()
+) -> tuple[Pattern, str]:
+    """A pattern object's pattern, and how its factors meet.
+
+    ``beside``: keys that were taken out of it. ``others``: what could stand in its place, for messages.
+    """
+    combine = entry.get("combine", "merged")
+    if combine not in COMBINATIONS:
+        raise ConfigError.at("combine", combine, f"must be one of {', '.join(COMBINATIONS)}")
+    own = {key: value for key, value in entry.items() if key != "combine"}
+    pattern = pattern_from_json(own, beside=["combine", *beside], others=others)
+    for key in RESOLVED_BY_HEAD:
+        if key in entry:
+            raise ConfigError.at(key, entry[key], "must be left out: heads take the sub-blocks in turn")
+    pattern.check(context)
+    return pattern, combine
+
+
+def _shared_out(factors: Sequence[Pattern], entry: dict[str, Any], heads: int) -> Sequence[Pattern]:
+    """Factors that so many heads can be split over evenly."""
+    if heads % len(factors):
+        rule = f"{entry['type']} splits over {len(factors)} factors: heads={heads} must be a multiple of that"
+        raise ConfigError.at("combine", entry["combine"], rule)
+    return factors
+
+
+def attention_schema() -> dict[str, Any]:
+    """JSON schema of `model.attention`, from the fields of the registered patterns and mixers."""
+    combine = {"combine": {"enum": list(COMBINATIONS)}}
+    count = {"count": {"type": "integer", "minimum": 1}}
+    groups = {"type": "array", "items": {"anyOf": _pattern_schemas(combine | count, "count")}, "minItems": 1}
+    by_head = {"type": "object", "properties": {"heads": groups}, "required": ["heads"], "additionalProperties": False}
+    mixers = [mixer.model_json_schema() for mixer in MIXERS.values()]
+    choices = [*_pattern_schemas(combine), *mixers, by_head]
+    return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}
+
+
+def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any]]:
+    """JSON schema of each pattern's object, with more keys beside its own, some of them required."""
+    kinds = {int: {"type": "integer"}, bool: {"type": "boolean"}, str: {"type": "string"}}
+    schemas = []
+    for kind, cls in PATTERNS.items():
+        hints = typing.get_type_hints(cls)
+        properties: dict[str, Any] = {"type": {"const": kind}, **more}
+        needed = ["type", *required]
+        for field in dataclasses.fields(cls):
+            if field.name in RESOLVED_BY_HEAD:
+                continue
+            options = [t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)]
+            literal = isinstance(options[0], str)
+            properties[field.name] = {"enum": options} if literal else kinds[options[0]]
+            if field.default is dataclasses.MISSING:
+                needed.append(field.name)
+        schemas.append({"type": "object", "properties": properties, "required": needed, "additionalProperties": False})
+    return schemas
+
+
+def _split(patterns: Sequence[Pattern], heads: range) -> tuple[Pattern, ...]:
+    """Heads split evenly over the patterns, each resolved for its head."""
+    return tuple(patterns[place * len(patterns) // len(heads)].for_head(head) for place, head in enumerate(heads))

@@ -1,0 +1,147 @@
+"""What all parts of a network share: its sizes, its options, and the order of its sub-layers.
+
+A part is made from this and from its own few lines of JSON. ``config`` joins both to the `model` object of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from longstride.kernels import ConfigError, Problem
+from longstride.sparse_model.strict import StrictModel
+
+POSITIVE = Field(gt=0)
+WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
+MOST_SUBLAYERS = 100_000
+
+
+class RotaryPositions(StrictModel):
+    """Queries and keys turned by their positions (Su et al. 2021)."""
+
+    base: Annotated[float, Field(gt=1)] = 10_000.0  # the slowest pair of channels turns once in about 2π·base positions
+
+
+class NetworkConfig(StrictModel):
+    """Sizes and options of a network, whatever its mixers, feed-forwards and embedding are."""
+
+    context: Annotated[int, POSITIVE]  # positions
+    layers: Annotated[int, POSITIVE]  # mixers; the paper's N
+    heads: Annotated[int, POSITIVE]
+    width: Annotated[int, POSITIVE]  # the paper's d
+    vocabulary: Annotated[int, POSITIVE] = 256
+    feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
+    query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after attention and after feed-forward
+    initialization: Literal["paper", "released", "zero_outputs"] = "released"
+    backend: Literal["auto", "triton", "cpu", "reference", "flex"] = "auto"  # of attention
+    # What follows came later than the paper. Each is off where it is left out.
+    order: str | None = None  # of mixers (s) and feed-forwards (f), such as "s6 (sf)10 f6"; null is (sf) x layers
+    norm: Literal["layer", "rms"] = "layer"
+    bias: bool = True  # of linear layers
+    rotary: RotaryPositions | None = None
+    query_key_norm: bool = False
+    convolution: Annotated[int, Field(ge=2)] | None = None  # positions that a row reads before attention, its own too
+
+    left_out_at_default: ClassVar[tuple[str, ...]] = (
+        "order",
+        "norm",
+        "bias",
+        "rotary",
+        "query_key_norm",
+        "convolution",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if problems := list(self.problems()):
+            raise ConfigError(*problems)
+        return self
+
+    def problems(self) -> Iterator[Problem]:
+        """What does not fit together: an order of other layers, ratios and heads that give no whole channels."""
+        try:
+            mixers = self.sublayers.count("s")
+            if mixers != self.layers:
+                rule = f"has {mixers} mixers (s) and must have layers={self.layers}; such as (sf){self.layers}"
+                yield Problem("order", rule, self.order)
+        except ConfigError as error:
+            yield from error.problems
+        heads, width = self.heads, self.width
+        if width % heads:
+            rule = f"{width} channels must divide into heads={heads}; nearest heads {_nearest_divisor(width, heads)}"
+            yield Problem("width", rule, width)
+        ratios = {"feed_forward_ratio": 1, "query_key_ratio": heads}  # and what their channels must be a multiple of
+        for name, multiple in ratios.items():
+            ratio = getattr(self, name)
+            channels = ratio * width
+            if not math.isfinite(channels):
+                yield Problem(name, f"times width {width} is beyond every number", ratio)
+                continue
+            good = max(1, round(channels / multiple)) * multiple / width
+            if round(channels) < 1 or abs(channels - round(channels)) > WHOLE:
+                yield Problem(name, f"times width {width} must be a whole number of channels; nearest {good}", ratio)
+            elif round(channels) % multiple and round(channels) != width:  # the width's own problem is told above
+                fitting = _nearest_divisor(math.gcd(width, round(channels)), heads)
+                rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
+                yield Problem(name, rule, ratio)
+            elif name == "query_key_ratio" and self.rotary and round(channels) // heads % 2:
+                rule = f"turns pairs of channels, and heads of queries have {round(channels) // heads}; give null"
+                even = [d for d in range(1, heads + 1) if round(channels) % (2 * d) == 0 and width % d == 0]
+                rule += f", or heads {even[-1]}" if even else ""
+                yield Problem("rotary", rule)
+
+    @property
+    def query_key_width(self) -> int:
+        """Channels of all heads' queries, and of their keys."""
+        return round(self.query_key_ratio * self.width)
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Channels inside the feed-forward part."""
+        return round(self.feed_forward_ratio * self.width)
+
+    @property
+    def sublayers(self) -> str:
+        """A letter for each sub-layer in their order: s a mixer, f a feed-forward (Press et al. 2020).
+
+        Raises:
+            ConfigError: ``order`` cannot be read.
+        """
+        return "sf" * self.layers if self.order is None else _sublayers(self.order)
+
+
+def _sublayers(order: str) -> str:
+    """What an order such as "s6 (sf)10 f6" stands for, a letter a sub-layer."""
+    wrong = "must be letters s and f, and groups of them, each with a number or none; such as s6 (sf)10 f6"
+    groups = [""]  # those that are open, the whole first
+    last = ""  # what a number repeats
+    tokens = re.findall(r"[sf()]|[0-9]+|\S", order)
+    for token, before in zip(tokens, ["(", *tokens], strict=False):
+        if token == "(":
+            groups.append("")
+        elif token in ("s", "f"):
+            last = token
+            groups[-1] += token
+        elif token == ")" and len(groups) > 1 and groups[-1]:
+            last = groups.pop()
+            groups[-1] += last
+        elif token.isdecimal() and before in ("s", "f", ")") and token.strip("0"):
+            if len(token) > len(str(MOST_SUBLAYERS)) or len(groups[-1]) + len(last) * int(token) > MOST_SUBLAYERS:
+                raise ConfigError.at("order", order, f"has more than {MOST_SUBLAYERS:,} sub-layers")
+            groups[-1] += last * (int(token) - 1)
+        else:
+            raise ConfigError.at("order", order, wrong)
+    if len(groups) > 1 or not groups[0]:
+        raise ConfigError.at("order", order, wrong)
+    return groups[0]
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    """The divisor of ``size`` nearest to ``wanted``; the smaller of two."""
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
