@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from benchmarks import recipe, systems
 from longstride.launcher.config.run_config import RunConfig
 
@@ -11,7 +13,7 @@ def test_every_row_is_a_configuration_of_its_own() -> None:
     for name, rows in systems.COMPARISONS.items():
         contents = [recipe.changed(recipe.changed(recipe.recipe(), systems.BASE), row.changes) for row in rows]
         configs = [RunConfig.model_validate(recipe.changed(content, needed)) for content in contents]
-        assert all(one.model != other.model for one, other in zip(configs, configs[1:], strict=False)), name
+        assert all(one.model != other.model for one, other in itertools.pairwise(configs)), name
         assert all(systems.sizes(content)["parameters"] > 100_000 for content in contents)
 
 
