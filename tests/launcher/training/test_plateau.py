@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from longstride.kernels import ConfigError
+from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
 from longstride.launcher.checkpoints.scores import Score
 from longstride.launcher.config.run_config import RunConfig, load_config
@@ -147,11 +148,24 @@ def test_rewound_and_killed_run_ends_where_the_undisturbed_one_does(config_file:
     check_ended(tmp_path / "run", ended.stderr[0])
 
 
+@pytest.mark.parametrize("step", ["worst", "-1", "1.5", ""])
+def test_step_that_is_none_is_refused(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", str(tmp_path), f"--step={step}"])
+    assert f"argument --step: {step}: must be the number of a step, or best" in capsys.readouterr().err
+
+
 def test_best_step_is_found_by_metrics_or_manifests_or_refused(trained: Trained, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(trained("alone", 1), tmp_path / "moved"))
+    whole = trained("alone", 1)
+    run = Path(shutil.copytree(whole, tmp_path / "moved"))
     assert open_checkpoint(run, "best").manifest.step == 8  # of a run that kept none, by its metrics alone
     (run / "metrics.jsonl").write_text(lines_of({4: 1.0, 6: 0.5, 8: 2.0}))
-    assert open_checkpoint(run, "best").manifest.step == 4  # 6 was evaluated, and is not there
+    output = tmp_path / "model"  # 6 was evaluated, and is not there
+    assert cli.main(["export", str(run), "--step", "best", "--no-check", "--output", str(output)]) == 0
+    assert json.loads((output / "config.json").read_text())["origin"]["step"] == 4
+    ended = spawn(["--config", str(whole.parent / "run.json"), f"train.output={run}", "--resume", "best"], 1)
+    assert ended.codes == [0] and f"going on from {checkpoint_folder(run, 4)}\n" in ended.stderr[0], ended.stderr
+    (run / "metrics.jsonl").write_text(lines_of({4: 1.0, 8: 2.0}))
     (checkpoint_folder(run, 4) / "manifest.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"step-00000004/manifest\.json"):
         open_checkpoint(run, "best")
