@@ -7,7 +7,7 @@ import errno
 import importlib.metadata
 import re
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -217,10 +217,10 @@ class _Save:
             raise self._files.failure
         return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
 
-    def _put_in_place(self, written: dict[str, FileRecord], best: list[Score]) -> None:
+    def _put_in_place(self, written: dict[str, FileRecord], best: Sequence[Score] = ()) -> None:
         # What DeepSpeed may have written past `_files` is read again, by one rank, so that none is left out.
         files = written | record_files(self._partial, known=written)
-        last = {"files": dict(sorted(files.items())), "best": best or None}
+        last = {"files": dict(sorted(files.items())), "best": list(best) or None}
         manifest = CheckpointManifest.model_validate(self._manifest | last)
         if lost := missized(self._partial, manifest):
             rule = "is not to be seen by the first process as it was written; all must write to one folder"

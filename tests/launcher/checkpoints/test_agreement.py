@@ -206,7 +206,7 @@ def test_checkpoint_without_a_file_of_another_rank_is_not_put_in_place(run: Path
     (elsewhere / "random-00001.pt").write_bytes(b"y" * 10)
     save: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
     with pytest.raises(OSError, match="is not to be seen by the first process as it was written") as caught:
-        _Save._put_in_place(save, record_files(elsewhere), [])
+        _Save._put_in_place(save, record_files(elsewhere))
     assert caught.value.filename == str(partial / "random-00001.pt")
     assert not final.exists()
     (elsewhere / "random-00001.pt").rename(partial / "random-00001.pt")
