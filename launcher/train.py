@@ -1,4 +1,4 @@
-"""`deepspeed launcher/train.py --config X.json [--resume auto|never|STEP] [--profile N] [path.to.key=value …]`.
+"""`deepspeed launcher/train.py --config X.json [--resume auto|best|never|STEP] [--profile N] [path.to.key=value …]`.
 
 `longstride train` starts the same. Every mistake of the user is found before a process group or a file is made.
 """
@@ -51,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         default="never",
-        metavar="auto|never|STEP",
-        help="go on from the newest checkpoint if there is one, never, or from that of a step (default: never)",
+        metavar="auto|best|never|STEP",
+        help="go on from the newest checkpoint if there is one, from the one with the lowest validation loss, never, "
+        "or from that of a step (default: never)",
     )
     add_trust_argument(parser)
     parser.add_argument(
@@ -145,7 +146,7 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Trainer, begin, prepare_folder
+    from longstride.launcher.training import Guards, GuardStopError, Plateau, Trainer, begin, prepare_folder
 
     config, ranks = run.config, run.ranks
     group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
@@ -156,9 +157,10 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             prepare_folder(run, checkpoint)
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
+            plateau = Plateau(run, checkpoint.manifest.plateau if checkpoint else None)
             code, ending = exit_codes.DONE, None
             try:
-                Trainer(run, engine, guards, watchdog).train(state)
+                Trainer(run, engine, guards, plateau, watchdog).train(state)
             except StopAskedError as stopping:
                 code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
             except GuardStopError as stopped:

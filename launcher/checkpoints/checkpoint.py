@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -28,6 +28,7 @@ from longstride.launcher.checkpoints.manifest import (
 from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
+from longstride.launcher.checkpoints.scores import known_scores, ranked
 from longstride.launcher.config import RunConfig, flattened
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.output import AgreedError, file_names
@@ -206,22 +207,32 @@ def list_checkpoints(run: Path, *, trusted: bool = False) -> tuple[list[Checkpoi
     return checkpoints, refused
 
 
-def open_checkpoint(run: Path, step: int | None, *, trusted: bool = False) -> Checkpoint:
-    """The checkpoint of a step, or the newest one; ``trusted``: whether its pickles may run the code they ask for.
+def open_checkpoint(run: Path, step: int | Literal["best"] | None, *, trusted: bool = False) -> Checkpoint:
+    """The checkpoint of a step, the newest one (None), or the one with the lowest validation loss.
+
+    ``trusted``: whether its pickles may run the code they ask for.
 
     Raises:
-        ConfigError: no such run, step or checkpoint.
+        ConfigError: no such run, step or checkpoint; none that was evaluated; or the best one is damaged.
     """
     if not run.is_dir():
         raise ConfigError(f"{run}: no such run folder")
     checkpoints, refused = list_checkpoints(run, trusted=trusted)
+    if step == "best" and checkpoints:
+        repeated = (score for each in checkpoints for score in each.manifest.best or ())
+        scores = known_scores(run, checkpoints[0].config.data.validation_split, repeated)
+        there = {*(each.manifest.step for each in checkpoints), *(each.step for each in refused)}
+        best = ranked(score for score in scores.values() if score.step in there)
+        step = best[0].step if best else step
     for checkpoint in checkpoints:
         if step in (None, checkpoint.manifest.step):
             return checkpoint
-    if step is not None and checkpoint_folder(run, step).is_dir():
+    if isinstance(step, int) and checkpoint_folder(run, step).is_dir():
         _opened(checkpoint_folder(run, step), trusted)  # says what is wrong with it
     held = ", ".join(str(checkpoint.manifest.step) for checkpoint in reversed(checkpoints)) or "none"
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    if step == "best":
+        wanted = f"no checkpoint of a step that {file_names.METRICS} or a manifest has a validation loss of"
     raise ConfigError(f"{run / file_names.CHECKPOINTS}: {wanted}; whole ones: {held}", *(each.line for each in refused))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints.scores import Score
 from longstride.launcher.config import RunConfig, load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import StrictModel
@@ -51,6 +52,10 @@ class CheckpointManifest(StrictModel):
     versions: dict[str, str]
     files: dict[str, FileRecord]
     probe: dict[str, Any] | None = None  # the model's loss on one context when it was saved
+    plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
+    best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
+
+    left_out_at_default = ("plateau", "best")
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:

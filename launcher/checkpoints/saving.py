@@ -7,7 +7,7 @@ import errno
 import importlib.metadata
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from longstride.launcher.checkpoints.manifest import (
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
 from longstride.launcher.checkpoints.saved_tables import tables_name
+from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.checkpoints.universal import universal_folder
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import parameter_groups, random_states
@@ -62,13 +63,24 @@ class Saver:
     def __init__(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> None:
         self._engine, self._config, self._ranks, self._say = engine, config, ranks, say
         self._run = Path(config.train.output)
-        self.saved = engine.global_steps  # the newest step that is safe
         self._pending: _Save | None = None
+        self.go_on()
 
-    def save(self, stream: StreamState, guards: dict[str, Any]) -> None:
-        """Saves the engine's step, or begins to; ``guards`` is what they remember. All ranks must call."""
+    def go_on(self) -> None:
+        """Begins anew with the run folder as it is, once the engine has come to one of its checkpoints."""
+        self.saved = self._engine.global_steps  # the newest step that is safe
+        self._scores: dict[int, Score] = {}  # of the first rank, by step
+        if self._config.train.keep_best and self._ranks.is_first:
+            repeated = (score for each in list_checkpoints(self._run)[0] for score in each.manifest.best or ())
+            self._scores = known_scores(self._run, self._config.data.validation_split, repeated)
+
+    def save(self, stream: StreamState, memory: dict[str, Any]) -> None:
+        """Saves the engine's step, or begins to. All ranks must call.
+
+        ``memory``: what the run remembers from step to step, by the manifest's keys.
+        """
         self.finish()
-        save = _Save(self._engine, self._config, stream, self._ranks, guards)
+        save = _Save(self._engine, self._config, stream, self._ranks, memory)
         with self._reporting(save.step):
             save.write(background=self._config.train.checkpoint_in_background)
             self._pending = save
@@ -88,18 +100,40 @@ class Saver:
         if save is None:
             return
         with self._reporting(save.step):
-            save.complete()
+            save.complete(self._best)
             self.saved = save.step
             if self._ranks.is_first:
                 self._tidy(save.step)
 
-    def save_last(self, stream: StreamState, guards: dict[str, Any]) -> bool:
+    def save_last(self, stream: StreamState, memory: dict[str, Any]) -> bool:
         """Saves the engine's step unless it is safe already; returns whether it is now. All ranks must call."""
         self.finish()
         if self.saved < self._engine.global_steps:
-            self.save(stream, guards)
+            self.save(stream, memory)
             self.finish()
         return self.saved == self._engine.global_steps
+
+    def keep_best(self, score: Score, stream: StreamState, memory: dict[str, Any]) -> None:
+        """Saves the engine's step if its evaluation is among the ``train.keep_best`` best. All ranks must call.
+
+        What is no longer among them is removed, unless it stays for another reason.
+        """
+        if not self._config.train.keep_best:
+            return
+        if self._ranks.is_first:
+            self._scores[score.step] = score
+        self.finish()  # what is under way may be one of the best
+        is_best = self._ranks.is_first and score in self._best(score.step)
+        if self.saved < score.step and self._ranks.gather_objects(is_best)[0]:
+            self.save(stream, memory)
+        elif self.saved == score.step and is_best:
+            self._tidy(score.step)
+
+    def _best(self, step: int) -> list[Score]:
+        """The best of the run's whole checkpoints and of a step that is one, or will be; best first."""
+        count = self._config.train.keep_best
+        there = {step, *_whole_steps(self._run)} if count else ()
+        return ranked(score for score in self._scores.values() if score.step in there)[:count]
 
     @contextlib.contextmanager
     def _reporting(self, step: int) -> Iterator[None]:
@@ -117,7 +151,7 @@ class Saver:
         train = self._config.train
         try:
             point_to(self._run, step)
-            retire(self._run, train.keep_last, train.keep_every)
+            retire(self._run, train.keep_last, train.keep_every, [score.step for score in self._best(step)])
             needed = sum(path.stat().st_size for path in checkpoint_folder(self._run, step).rglob("*"))
             free = free_bytes(self._run)
             if free < needed:
@@ -131,7 +165,7 @@ class _Save:
     """One checkpoint on its way to the disk."""
 
     def __init__(
-        self, engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks, guards: dict[str, Any]
+        self, engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks, memory: dict[str, Any]
     ) -> None:
         self._engine, self._config, self._ranks = engine, config, ranks
         self._run = Path(config.train.output)
@@ -146,9 +180,9 @@ class _Save:
             "zero_stage": config.zero_stage,
             "precision": config.precision,
             "stream": stream.to_json(),
-            "guards": guards,
             "parameter_groups": [group.names for group in parameter_groups(engine.module, config.train.optimizer)],
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+            **memory,
         }
 
     def write(self, *, background: bool) -> None:
@@ -165,12 +199,12 @@ class _Save:
             self._files.save(self._engine.tables.share(), str(path))
         self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
 
-    def complete(self) -> None:
-        """Makes a checkpoint of what was written, by a rename."""
+    def complete(self, best: Callable[[int], list[Score]]) -> None:
+        """Makes a checkpoint of what was written, by a rename; ``best`` says what the first rank's manifest repeats."""
         self._files.wait()
         shares = self._on_all_ranks(self._written)
         written = {name: record for share in shares for name, record in share.items()}
-        self._on_all_ranks(lambda: self._put_in_place(written) if self._ranks.is_first else None)
+        self._on_all_ranks(lambda: self._put_in_place(written, best(self.step)) if self._ranks.is_first else None)
 
     def _make_folder(self) -> None:
         remove_leftovers(self._run)
@@ -183,10 +217,11 @@ class _Save:
             raise self._files.failure
         return {path.relative_to(self._partial).as_posix(): record for path, record in self._files.records.items()}
 
-    def _put_in_place(self, written: dict[str, FileRecord]) -> None:
+    def _put_in_place(self, written: dict[str, FileRecord], best: Sequence[Score] = ()) -> None:
         # What DeepSpeed may have written past `_files` is read again, by one rank, so that none is left out.
         files = written | record_files(self._partial, known=written)
-        manifest = CheckpointManifest.model_validate(self._manifest | {"files": dict(sorted(files.items()))})
+        last = {"files": dict(sorted(files.items())), "best": list(best) or None}
+        manifest = CheckpointManifest.model_validate(self._manifest | last)
         if lost := missized(self._partial, manifest):
             rule = "is not to be seen by the first process as it was written; all must write to one folder"
             raise OSError(errno.ENOENT, rule, str(self._partial / lost[0]))
@@ -222,22 +257,27 @@ def error_line(error: Exception, path: Path) -> str:
     return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
 
 
-def retire(run: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
+def retire(run: Path, keep_last: int | None, keep_every: int | None, best: Container[int] = frozenset()) -> list[int]:
     """Removes the checkpoints that need not stay; returns their steps.
 
     The newest ``keep_last`` that are whole by their manifests and the sizes of their files stay, and so does every
-    step that ``keep_every`` divides. Without so many whole ones nothing is removed. A folder without a readable
-    manifest is left to a person.
+    step that ``keep_every`` divides or that is among the ``best``. Without so many whole ones nothing is removed. A
+    folder without a readable manifest is left to a person.
     """
     removed, whole = [], 0
     for checkpoint in list_checkpoints(run)[0] if keep_last is not None else ():
         step = checkpoint.manifest.step
         if whole != keep_last:  # newest first
             whole += not missized(checkpoint.folder, checkpoint.manifest)
-        elif keep_every is None or step % keep_every:
+        elif (keep_every is None or step % keep_every) and step not in best:
             remove_checkpoint(checkpoint.folder)
             removed.append(step)
     return removed
+
+
+def _whole_steps(run: Path) -> list[int]:
+    """The steps of the checkpoints that are whole by their manifests and the sizes of their files."""
+    return [each.manifest.step for each in list_checkpoints(run)[0] if not missized(each.folder, each.manifest)]
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def run_with_restarts(
             say(f"ended: {ended.description}; {error}")
             return ended.code
         steps = saved_steps(run)
-        where = f"step {resume}" if resume != "auto" else f"step {max(steps)}" if steps else "the start"
+        where = "the best step" if resume == "best" else f"step {resume}"
+        if resume == "auto":
+            where = f"step {max(steps)}" if steps else "the start"
         say(f"ended: {ended.description}; going on from {where} {placed}; restarts left: {left}")
         ended, attempted = supervise(launch), True
 
@@ -136,11 +139,14 @@ class ResumeOption:
         self._run, self._resume = run, resume
         # A run that resumes from an older step moves the checkpoints beyond it aside. While they are all there, it has
         # not begun, and the newest checkpoint is not its own.
-        self._beyond = self._checkpoints_beyond(int(resume)) if resume not in ("auto", "never") else set()
+        self._beyond = self._checkpoints_beyond(int(resume)) if resume not in ("auto", "best", "never") else set()
+        self._before = self._checkpoints_beyond(0)  # the best one is not known here: a run has begun once these change
 
     def for_restart(self) -> str:
         """The value for an attempt after the first."""
         if self._beyond and self._beyond <= self._checkpoints_beyond(int(self._resume)):
+            return self._resume
+        if self._resume == "best" and self._before == self._checkpoints_beyond(0):
             return self._resume
         return "auto"
 
@@ -191,15 +197,19 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def is_done(run: Path, last_step: int | None) -> bool:
-    """Whether the last step of a run is saved.
+    """Whether the last step of a run is saved, or the one after which `train.stop_when` ended it.
 
     ``last_step``: None for a run given in epochs; its config.json then says how many steps they are. A known step comes
     first: an earlier start with fewer steps may have written that file.
     """
+    saved = saved_steps(run)
+    with suppress(OSError, ValueError):
+        if int((run / file_names.OVER).read_text(encoding="ascii")) in saved:
+            return True
     if last_step is None:
         try:
             content = json.loads((run / file_names.CONFIG).read_text(encoding="utf-8"))
             last_step = content["train"]["steps"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
-    return last_step in saved_steps(run)
+    return last_step in saved

@@ -140,6 +140,13 @@ class GuardsConfig(StrictModel):
     max_rewinds: int = Field(default=3, gt=0, description="that do not get beyond the place; the next stops")
 
 
+class StopWhenConfig(StrictModel):
+    """When a run is over before its last step: its validation loss has come to a standstill."""
+
+    evaluations: int = Field(gt=0, description="in a row that did not improve")
+    by: float = Field(default=0.0, ge=0, description="bits per byte; an evaluation improves by more than this")
+
+
 class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
@@ -173,6 +180,9 @@ class TrainConfig(StrictModel):
     )
     keep_last: int | None = Field(default=None, gt=0, description="checkpoints that stay; null: all")
     keep_every: int | None = Field(default=None, gt=0, description="steps whose checkpoints stay for ever")
+    keep_best: int = Field(
+        default=0, ge=0, description="checkpoints with the lowest validation losses that are saved and stay"
+    )
     probe: bool = Field(
         default=True, description="save the loss on one context with every checkpoint, and hold a loaded model to it"
     )
@@ -180,9 +190,12 @@ class TrainConfig(StrictModel):
         default=1800.0, gt=0, description="of a collective: a process that waits longer ends"
     )
     max_seconds: float | None = Field(default=None, gt=0, description="until the run saves and stops; null: no limit")
+    stop_when: StopWhenConfig | None = Field(
+        default=None, description="the validation loss no longer falls; null: at the last step"
+    )
     guards: GuardsConfig = GuardsConfig()
 
-    left_out_at_default = ("optimizer", "compile")
+    left_out_at_default = ("optimizer", "compile", "keep_best", "stop_when")
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:
@@ -196,9 +209,15 @@ class TrainConfig(StrictModel):
         if self.final_learning_rate > self.learning_rate:
             rule = f"must be at most learning_rate {self.learning_rate}"
             problems.append(Problem("final_learning_rate", rule, self.final_learning_rate))
-        if self.keep_every is not None and self.keep_last is None:
-            rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
-            problems.append(Problem("keep_every", rule, self.keep_every))
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) and self.keep_last is None:
+                rule = "says what stays beside the last ones: give keep_last too, such as 2; without it all stay"
+                problems.append(Problem(name, rule, getattr(self, name)))
+        rule = "goes by evaluations on the way, and evaluate_every is 0: give it, such as 1000"
+        if self.keep_best and not self.evaluate_every:
+            problems.append(Problem("keep_best", rule, self.keep_best))
+        if self.stop_when and not self.evaluate_every:
+            problems.append(Problem("stop_when.evaluations", rule, self.stop_when.evaluations))
         if self.global_batch % self.micro_batch:
             divisor = f"micro_batch {self.micro_batch}"
             problems.append(_batch_problem("global_batch", self.global_batch, self.micro_batch, divisor))

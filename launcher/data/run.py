@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Run:
     ranks: Ranks
     data: RunData
     stop: StopFlag | None = None  # None: nothing asks for one
-    resume: str = "never"  # auto, never or a step
+    resume: str = "never"  # auto, best, never or a step
     epochs: float | None = None  # where the steps were given so
     profile_steps: int = 0  # that are recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
@@ -90,8 +91,8 @@ def check_output(output: str, resume: str) -> None:
     run = Path(output)
     if "://" in output:
         raise ConfigError.at("train.output", output, "must be a folder on this machine, or one that it mounts")
-    if resume not in ("auto", "never") and not (resume.isascii() and resume.isdecimal()):
-        raise ConfigError(f"--resume={resume}: must be auto, never or the number of a step")
+    if resume not in ("auto", "best", "never") and not (resume.isascii() and resume.isdecimal()):
+        raise ConfigError(f"--resume={resume}: must be auto, best, never or the number of a step")
     if run.exists() and not run.is_dir():
         raise ConfigError.at("train.output", output, "must be a folder, and is a file")
     nearest = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
@@ -104,6 +105,18 @@ def check_output(output: str, resume: str) -> None:
     if resume == "never" and taken:
         rule = f"holds a run already ({', '.join(taken)}); go on with --resume auto, or name another folder"
         raise ConfigError.at("train.output", output, rule)
+
+
+def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint") -> None:
+    """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
+
+    def step(text: str) -> int | str:
+        if text != "best" and not (text.isascii() and text.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
+        return text if text == "best" else int(text)
+
+    which = "best: that with the lowest validation loss; default: the newest"
+    parser.add_argument("--step", type=step, metavar="N|best", help=f"{what} ({which})")
 
 
 def check_replay(config: RunConfig, resume: str, replay: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ _SCALE = "colour: {} root of the weight, from 0 to the largest of each panel"
 
 def draw_attention(
     run: Path,
-    step: int | None,
+    step: int | Literal["best"] | None,
     context_number: int,
     head: int | None,
     queries: Sequence[int] | None,

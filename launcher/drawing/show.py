@@ -11,6 +11,7 @@ import numpy as np
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
+from longstride.launcher.data import add_step_argument
 from longstride.launcher.models import AVERAGE, TRAINED
 from longstride.launcher.output import file_names
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="position whose view is shown; for attention repeatable (default: some far apart)",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="attention: checkpoint (default: the newest)")
+    add_step_argument(parser, "attention: checkpoint")
     parser.add_argument(
         "--context-number", type=int, metavar="K", help="attention: of the validation split (default: 0)"
     )

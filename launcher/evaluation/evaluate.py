@@ -30,7 +30,7 @@ from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import add_trust_argument
-from longstride.launcher.data import Run, RunData, together
+from longstride.launcher.data import Run, RunData, add_step_argument, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.models import DTYPES, add_weights_argument
@@ -48,7 +48,7 @@ _MOST_ROWS = 1 << 19  # positions in work at a time: each thread holds the activ
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--step", type=int, default=None, metavar="N", help="checkpoint (default: the newest)")
+    add_step_argument(parser)
     parser.add_argument("--split", default=None, help="split to score (default: the run's validation split)")
     parser.add_argument("--data", default=None, metavar="DIR|URL", help="data folder (default: the run's)")
     parser.add_argument("--batch", type=int, default=None, help="contexts at once (default: the run's micro_batch)")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from longstride.launcher.checkpoints import (
     write_text,
 )
 from longstride.launcher.config import add_trust_argument
+from longstride.launcher.data import add_step_argument
 from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_card, refresh_stub
 from longstride.launcher.exports.weight_files import parse_size, write_weights
 from longstride.launcher.models import (
@@ -67,7 +68,7 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder; with --refresh, an exported folder")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export (default: the newest)")
+    add_step_argument(parser, "checkpoint to export")
     add_weights_argument(parser)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (default: fp32, exact)")
     size = f"weights above it are cut into several files (default: {DEFAULT_SHARD_SIZE})"
@@ -113,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def export(
     run_folder: Path,
-    step: int | None,
+    step: int | Literal["best"] | None,
     output: Path,
     options: Options | None = None,
     *,

@@ -6,6 +6,7 @@ CHECKPOINTS = "checkpoints"
 GUARDS = "guards"  # a file for each step that a guard rejected
 PROFILE = "profile"  # of some steps
 STACKS = "stacks"  # of ranks whose collective timed out
+OVER = ".over"  # the step after which train.stop_when has ended the run
 LOCK = ".lock"  # held by the run that writes to the folder
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"  # instead, where the weights are split over several files

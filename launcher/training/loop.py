@@ -15,14 +15,15 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from longstride.data_pipelines.order import Batch, StreamState
-from longstride.launcher.checkpoints import NotSavedError, Saver
+from longstride.launcher.checkpoints import NotSavedError, Saver, Score, error_line, write_text
 from longstride.launcher.data import GlobalBatch, Run
 from longstride.launcher.engine import EngineStep, StepPart, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
-from longstride.launcher.output import AgreedError, metrics_file
+from longstride.launcher.output import AgreedError, file_names, metrics_file
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopAskedError
 from longstride.launcher.training.guards import Guards, GuardStopError, as_number
+from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.profile import StepProfiler
 from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
@@ -32,15 +33,18 @@ from longstride.sparse_model import SparseTransformer
 class Trainer:
     """Takes the steps of a run on this rank, from where the engine stands to the last one."""
 
-    def __init__(self, run: Run, engine: DeepSpeedEngine, guards: Guards, watchdog: Watchdog) -> None:
-        self._run, self._engine, self._guards, self._watchdog = run, engine, guards, watchdog
+    def __init__(self, run: Run, engine: DeepSpeedEngine, guards: Guards, plateau: Plateau, watchdog: Watchdog) -> None:
+        self._run, self._engine, self._watchdog = run, engine, watchdog
+        self._guards, self._plateau = guards, plateau
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
         self._saver = Saver(engine, run.config, run.ranks, self._recorder.say)
         self._state: StreamState  # the next batch
         self._batches: Generator[GlobalBatch[Batch]]
 
     def train(self, state: StreamState | None) -> None:
-        """Trains to the last step, evaluating, recording and saving on the way. All ranks must call.
+        """Trains to the last step, or until the validation loss stands still. All ranks must call.
+
+        It evaluates, records and saves on the way.
 
         ``state``: the next batch; None is the first.
 
@@ -60,22 +64,27 @@ class Trainer:
             f"{numel:,} parameters, context {config.model.context:,}, {world_size} process"
             f"{'es' if world_size > 1 else ''} on {engine.device.type}, ZeRO {config.zero_stage}, {config.precision}"
         )
-        self._response = GuardResponse(run, engine, self._guards, self._recorder, self._state)
+        self._response = GuardResponse(run, engine, self._guards, self._plateau, self._recorder, self._state)
         steps_left = config.train.last_step - engine.global_steps
         profiler = StepProfiler(run, steps_left, engine.device, self._recorder.say)
         engine.train()
         try:
             if evaluation_is_missing:
                 self._evaluate()
-            while engine.global_steps < run.config.train.last_step:
+            while engine.global_steps < run.config.train.last_step and not self._plateau.reason:
                 profiler.before_step()
                 self._step()
             profiler.close()
             self._watchdog.at("the end")
             run.ranks.barrier()  # a rank that leaves while another still collects can abort it
             self._saver.finish()
+            is_over = engine.global_steps < run.config.train.last_step
+            if is_over:
+                self._saver.save_last(self._state, self._memory())
             if self._saver.saved < engine.global_steps:
                 raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
+            if is_over:
+                self._end_early()
         except (AgreedError, StopAskedError, GuardStopError) as ending:
             self._watchdog.at(f"saving step {engine.global_steps}")
             if not self._save_what_is_done() and isinstance(ending, StopAskedError):
@@ -103,7 +112,7 @@ class Trainer:
             rewound = self._response.act(verdict, line, batch, self._state)
         self._state = batch.part.state  # only now: where a guard has ended the run, its batch is still the next one
         if rewound:
-            self._saver.saved = engine.global_steps
+            self._saver.go_on()
             self._batches.close()
             self._open_batches(self._state)
             return
@@ -112,7 +121,7 @@ class Trainer:
         # Saved first: an evaluation that fails must not cost the checkpoint.
         if is_due(step, settings.checkpoint_every, settings.last_step):
             self._watchdog.at(f"saving step {step}")
-            self._saver.save(self._state, self._guards.memory())
+            self._saver.save(self._state, self._memory())
         if is_due(step, settings.evaluate_every, settings.last_step):
             self._evaluate()
 
@@ -137,11 +146,30 @@ class Trainer:
             self._recorder.say(f"step {step}: {carried}")
 
     def _evaluate(self) -> None:
-        """Evaluates after the engine's step, and records the result."""
+        """Evaluates after the engine's step, records the result, and saves the step if it is one of the best."""
         self._watchdog.at(f"evaluation after step {self._engine.global_steps}")
         line = evaluate_split(self._engine, self._run)
+        score = Score.of_line(line)
+        self._plateau.add(score)
         self._recorder.write(line)
         self._recorder.say(f"step {line['step']}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
+        self._watchdog.at(f"saving step {line['step']}")
+        self._saver.keep_best(score, self._state, self._memory())
+
+    def _end_early(self) -> None:
+        """Says why the run is over before its last step; by the file that it leaves `longstride train` knows it too."""
+        step = self._engine.global_steps
+        way = "--resume auto with more train.stop_when.evaluations goes on, with train.stop_when=null to the last step"
+        self._recorder.say(f"step {step}: the run is over, as {self._plateau.reason}; {way}")
+        if self._run.ranks.is_first:
+            try:
+                write_text(self._run.folder / file_names.OVER, f"{step}\n")
+            except OSError as error:
+                self._recorder.say(error_line(error, self._run.folder))
+
+    def _memory(self) -> dict[str, Any]:
+        """What a checkpoint keeps of guards and evaluations."""
+        return {"guards": self._guards.memory(), "plateau": self._plateau.memory()}
 
     def _save_what_is_done(self) -> bool:
         """Saves the engine's step where a run ends early; returns whether it is saved."""
@@ -153,7 +181,7 @@ class Trainer:
             where = f"--resume auto goes on from step {self._saver.saved}"
             self._recorder.say(f"step {step}: not saved, as its weights are no finite numbers; {where}")
             return False
-        saved = self._saver.save_last(self._state, self._guards.memory())
+        saved = self._saver.save_last(self._state, self._memory())
         if saved:
             self._recorder.say(f"step {step}: saved before the run ends; --resume auto goes on from there")
         return saved

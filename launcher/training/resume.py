@@ -11,7 +11,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepspeed import DeepSpeedEngine
 
@@ -40,6 +40,7 @@ from longstride.launcher.training.guards import (
     as_number,
     write_incident,
 )
+from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.recorder import Recorder
 
 _MARK = ".start-"  # of the file by which all ranks check that they share the run folder
@@ -77,7 +78,8 @@ def _read_start(run: Run) -> Start:
         lines = tuple(refusal.line for refusal in refusals)
         start = Start(tuple(checkpoints), lines, may_begin=not checkpoints and not refusals)
     else:
-        start = Start((open_checkpoint(run.folder, int(run.resume), trusted=run.trusted),), may_begin=False)
+        step: int | Literal["best"] = "best" if run.resume == "best" else int(run.resume)
+        start = Start((open_checkpoint(run.folder, step, trusted=run.trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
         checkpoint.check_matches(run.config, run.data.stream().fingerprint)
         last_step = run.config.train.last_step
@@ -150,6 +152,7 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         step = chosen.manifest.step if chosen else 0
         (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         moved = [metrics_file.cut_metrics(run.folder, step), *go_back_to(run.folder, step)]
+        (run.folder / file_names.OVER).unlink(missing_ok=True)
         write_json(run.folder / file_names.CONFIG, run.config.to_json())
         if chosen:
             say(f"going on from {chosen.folder}")
@@ -162,9 +165,16 @@ class GuardResponse:
     """What follows on a guard's verdict, for a run that starts at ``state``: it is recorded, and the run goes back."""
 
     def __init__(
-        self, run: Run, engine: DeepSpeedEngine, guards: Guards, recorder: Recorder, state: StreamState
+        self,
+        run: Run,
+        engine: DeepSpeedEngine,
+        guards: Guards,
+        plateau: Plateau,
+        recorder: Recorder,
+        state: StreamState,
     ) -> None:
-        self._run, self._engine, self._guards, self._recorder = run, engine, guards, recorder
+        self._run, self._engine, self._recorder = run, engine, recorder
+        self._guards, self._plateau = guards, plateau
         self._origin = Origin(step=engine.global_steps, stream=state.to_json())
 
     def act(self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState) -> bool:
@@ -219,6 +229,7 @@ class GuardResponse:
         apply_settings(self._engine, run.config.train)
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)
+        self._plateau.recall(checkpoint.manifest.plateau)
         self._origin = Origin(step=back, stream=after.to_json())
         self._recorder.advance(back, f"rewound from step {step}")
         self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")

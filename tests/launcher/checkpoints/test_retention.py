@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints
 from longstride.launcher.checkpoints.manifest import (
@@ -23,12 +27,13 @@ from longstride.launcher.checkpoints.saving import (
     retire,
     universal_folder,
 )
+from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.output.file_names import CHECKPOINTS
 from tests.harness.runs import configuration
 
 
-def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
+def make_checkpoint(run: Path, step: int, content: object = None, best: list[Score] | None = None) -> Path:
     """A folder that is whole by its manifest, with little in it."""
     folder = checkpoint_folder(run, step)
     (folder / "deepspeed").mkdir(parents=True)
@@ -44,6 +49,7 @@ def make_checkpoint(run: Path, step: int, content: object = None) -> Path:
         parameter_groups=[],
         versions={},
         files=record_files(folder),
+        best=best,
     )
     write_manifest(folder, manifest)
     return folder
@@ -107,6 +113,57 @@ def test_converted_form_goes_with_its_checkpoint(run: Path) -> None:
     assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == [".step-00000060.universal", "step-00000060"]
 
 
+@pytest.mark.parametrize("operation", range(1, 7))
+def test_best_ones_stay_wherever_a_removal_is_cut_short(
+    run: Path, operation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies at one of the six operations by which step 50 goes first; the next save makes up for it."""
+    done = []
+
+    def or_die(work: Callable[..., object]) -> Callable[..., object]:
+        def work_or_die(*arguments: object, **named: object) -> object:
+            done.append(work)
+            if len(done) == operation:
+                raise KeyboardInterrupt
+            return work(*arguments, **named)
+
+        return work_or_die
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", or_die(Path.rename))
+        patch.setattr("longstride.launcher.checkpoints.saving.flush_folder", or_die(flush_folder))
+        patch.setattr("longstride.launcher.checkpoints.saving.shutil.rmtree", or_die(shutil.rmtree))
+        with pytest.raises(KeyboardInterrupt):
+            retire(run, 1, None, [20, 40])
+    assert {20, 40, 60} <= set(steps(run))
+    retire(run, 1, None, [20, 40])
+    remove_leftovers(run)
+    assert [path.name for path in sorted((run / CHECKPOINTS).iterdir())] == [
+        "step-00000020", "step-00000040", "step-00000060"
+    ]  # fmt: skip
+
+
+def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
+    """Lower is better, then earlier; what was scored over other bytes comes last, and what is no number not at all."""
+
+    def score(step: int, bits: float | None, tokens: int = 64) -> Score:
+        return Score(step=step, split="validation", tokens=tokens, bits_per_byte=bits)
+
+    known = [score(1, 0.5, 32), score(2, 2.0), score(3, None), score(4, 1.5), score(5, 2.0), score(6, 0.7, 32)]
+    assert [each.step for each in ranked([*known, score(7, 3.0)])] == [4, 2, 5, 7, 1, 6]
+    assert [each.step for each in ranked(known)] == [1, 6, 4, 2, 5]  # the newest is over 32 bytes
+    folder = make_checkpoint(tmp_path, 7, best=[score(4, 1.5), score(2, 2.0)])
+    repeated = list_checkpoints(tmp_path)[0][0].manifest.best or []
+    assert known_scores(tmp_path, "validation", repeated) == {4: score(4, 1.5), 2: score(2, 2.0)}
+    assert known_scores(tmp_path, "test", repeated) == {}
+    line = {"step": 4, "split": "validation", "bits_per_byte": 1.25, "tokens": 64}
+    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(line)}\n{{"step": 9, "split": "validation"}}\n')
+    recorded = {4: score(4, 1.25), 9: score(9, None, 0)}
+    assert known_scores(tmp_path, "validation", repeated) == {2: score(2, 2.0)} | recorded
+    assert "best" not in (make_checkpoint(tmp_path, 8) / "manifest.json").read_text()
+    assert "best" in (folder / "manifest.json").read_text()
+
+
 def test_removal_cut_short_leaves_no_checkpoint_and_is_made_up_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (universal_folder(checkpoint_folder(run, 10)) / "weights").mkdir(parents=True)
     with monkeypatch.context() as patch:
@@ -152,6 +209,12 @@ def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:
     [
         ({"keep_last": 0}, "train.keep_last=0: must be greater than 0"),
         ({"keep_every": 100}, "train.keep_every=100: says what stays beside the last ones: give keep_last too"),
+        ({"keep_best": 3}, "train.keep_best=3: says what stays beside the last ones: give keep_last too"),
+        (
+            {"keep_best": 3, "keep_last": 1, "evaluate_every": 0},
+            "train.keep_best=3: goes by evaluations on the way, and evaluate_every is 0: give it, such as 1000",
+        ),
+        ({"keep_best": -1}, "train.keep_best=-1: must be greater than or equal to 0"),
     ],
 )
 def test_keys_are_checked(tmp_path: Path, change: dict[str, int], line: str) -> None:

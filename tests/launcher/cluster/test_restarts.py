@@ -202,6 +202,10 @@ def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path) -> 
     save(tmp_path, 8)
     assert option.for_restart() == "auto"  # its own by now
     assert ResumeOption(tmp_path, "never").for_restart() == "auto"
+    option = ResumeOption(tmp_path, "best")
+    assert option.for_restart() == "best"
+    (tmp_path / "checkpoints/step-00000008").rename(tmp_path / "checkpoints/step-00000008.replaced-2")
+    assert option.for_restart() == "auto"
 
 
 class Elsewhere:

@@ -114,7 +114,7 @@ def test_half_a_launchers_environment(
 
 def test_resume_that_is_no_step(refused: Callable[..., list[str]], config_file: Path) -> None:
     lines = refused("--config", str(config_file), "--resume", "yes")
-    assert lines == ["--resume=yes: must be auto, never or the number of a step"]
+    assert lines == ["--resume=yes: must be auto, best, never or the number of a step"]
 
 
 def test_resume_of_a_run_that_is_not_there(
@@ -272,7 +272,7 @@ def test_longstride_train_refuses_what_the_ranks_would(
 ) -> None:
     monkeypatch.setattr("longstride.launcher.cluster.start.supervise", lambda *_: pytest.fail("started"))
     assert cli.main(["train", "--config", str(config_file), "--resume", "bla"]) == WRONG_INPUT
-    assert "error: --resume=bla: must be auto, never or the number of a step" in capsys.readouterr().err
+    assert "error: --resume=bla: must be auto, best, never or the number of a step" in capsys.readouterr().err
     assert cli.main(["train", "--config", str(config_file)]) == WRONG_INPUT
     assert "holds a run already" in capsys.readouterr().err
 

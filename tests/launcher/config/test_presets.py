@@ -24,7 +24,8 @@ from longstride.sparse_model import SparseTransformer
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
 SYSTEMS = {"enwik8_sandwich": 208_425_216}  # docs/systems.md, with their parameters
-PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS)]
+DEEP = "dense_16384"  # which the paper mentions, without a figure of it
+PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS, DEEP)]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
 CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)
 ENWIK8 = (12_288, 30, 8, 512, 4, 1, 0.40, 80, 94_949_888)
@@ -78,7 +79,7 @@ def test_preset_is_the_papers(name: str) -> None:
     }[name.split("_")[0]]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, DEEP])
 def test_preset_trains_as_the_paper_does(name: str) -> None:
     config = preset(name)
     train, section = config.train, config.deepspeed
@@ -129,6 +130,14 @@ def test_variants_differ_in_attention_alone(one: str, other: str) -> None:
     assert first == second
 
 
+def test_deep_network_is_dense_at_16_384_positions() -> None:
+    model, document = preset(DEEP).model, DOCUMENT.read_text()
+    assert (model.context, model.layers) == (16_384, 256)
+    assert {heads[0] for heads in model.layer_patterns()} == {Dense()}
+    assert f"{sum(parameter_parts(model).values()):,} parameters" in document
+    assert f"({run_length(preset(DEEP), None).steps:,} steps)" in document
+
+
 def test_parts_of_two_layers_tell_the_parameters_of_all() -> None:
     model = preset("enwik8_fixed").model
     assert sum(parameter_parts(model).values()) == SparseTransformer.num_parameters(model)
@@ -145,7 +154,7 @@ def rows(columns: int) -> Iterator[list[str]]:
     """The rows of the document's tables that begin with a preset's name and have so many columns."""
     for line in DOCUMENT.read_text().splitlines():
         cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
-        if len(cells) == columns and cells[0] in PUBLISHED:
+        if len(cells) == columns and cells[0] in (*PUBLISHED, DEEP):
             yield cells
 
 
@@ -164,7 +173,7 @@ def test_documents_presets_are_the_files(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("memory", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_documents_figures_are_what_plan_says(memory: bool) -> None:
     found = list(rows(6))
-    assert len(found) >= 7
+    assert {name for name, *_ in found} >= {DEEP, *MUSIC}
     for name, step, dense_step, share, *peaks in found:
         config = preset(name)
         with_dense = config.model.model_copy(update={"attention": {"type": "dense"}})

@@ -15,6 +15,7 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.restarts import Progress, is_done, read_progress
+from longstride.launcher.output.file_names import OVER
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
 
 # Another process that takes the lock, says whether it got it, and holds it until it is told to end.
@@ -70,6 +71,9 @@ def test_progress_is_read_from_names_and_the_last_lines(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"train": {"steps": steps}}))
         assert is_done(tmp_path, None) is done
         assert is_done(tmp_path, 12) and not is_done(tmp_path, 16)  # whatever an earlier start was to do
+    for step, done in ((8, False), (4, True)):  # at which train.stop_when ended the run, not saved and saved
+        (tmp_path / OVER).write_text(f"{step}\n")
+        assert is_done(tmp_path, 16) is done
 
 
 def test_file_system_without_locks_costs_a_line(

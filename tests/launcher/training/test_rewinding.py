@@ -23,6 +23,7 @@ from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import recorder as metrics
 from longstride.launcher.training import resume
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict, read_incidents
+from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.resume import GuardResponse
 from tests.launcher.checkpoints.test_retention import make_checkpoint
@@ -48,7 +49,7 @@ class Folder:
         self.state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=6, global_batch=1)
         guards = Guards(config.train.guards)
         run = Run(config, Ranks(), RunData(config, Ranks()))
-        self.response = GuardResponse(run, self.engine, guards, self.recorder, self.state)
+        self.response = GuardResponse(run, self.engine, guards, Plateau(run), self.recorder, self.state)
         for step in range(1, 7):
             self.recorder.write({"step": step, "split": "train"})
 

@@ -1,0 +1,195 @@
+"""Runs that end because their validation loss stands still, and the checkpoints with the lowest one, which stay."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.kernels import ConfigError
+from longstride.launcher import cli
+from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
+from longstride.launcher.checkpoints.scores import Score
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.data.run import Run as Asked
+from longstride.launcher.data.run_data import RunData
+from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training.plateau import Plateau
+from tests.harness.processes.forked import ForkServer
+from tests.harness.runs import configuration, metrics, spawn
+
+Trained = Callable[..., Path]
+STOP = 'train.stop_when={"evaluations": 3, "by": 0.1}'
+SCORES = {2: 5.0, 4: 4.0, 6: 4.5, 8: 3.95, 10: 4.2, 12: 4.3, 14: 4.1}
+EVERY = ["train.steps=16", "train.evaluate_every=2", "train.checkpoint_every=6", "train.keep_last=1"]
+EXTRA = {"SCORES": json.dumps(SCORES)}
+OVER = "the validation loss has not improved by more than 0.1 bits per byte for 3 evaluations in a row"
+
+
+def score(step: int, bits: float | None, tokens: int = 64) -> Score:
+    return Score(step=step, split="validation", tokens=tokens, bits_per_byte=bits)
+
+
+def lines_of(scores: dict[int, float]) -> str:
+    lines = [
+        {"step": step, "split": "validation", "bits_per_byte": bits, "tokens": 64} for step, bits in scores.items()
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def plateau(config_file: Path) -> Callable[..., Plateau]:
+    """A function (memory) -> the plateau of a run whose metrics.jsonl is at tmp_path / "run"."""
+    config = load_config(config_file, [STOP])
+    Path(config.train.output).mkdir()
+    return lambda memory=None: Plateau(Asked(config, Ranks(), RunData(config, Ranks())), memory)
+
+
+def test_run_is_over_once_no_evaluation_has_improved_enough(plateau: Callable[..., Plateau]) -> None:
+    judge = plateau()
+    for step, bits, since in (
+        (2, 5.0, 0), (4, 4.0, 0), (6, 3.95, 1), (8, None, 2), (10, 3.875, 0), (12, 3.875, 1), (14, 3.8, 2), (14, 9.0, 2)
+    ):  # fmt: skip
+        judge.add(score(step, bits))
+        assert (judge.memory() or {})["since"] == since and judge.reason is None, step
+    judge.add(score(16, 9.0))
+    assert judge.reason == f"{OVER}: 3.8750 bits per byte at step 10 is the best"
+    judge.add(score(18, 9.0, tokens=32))  # over other bytes: a count of its own
+    assert judge.reason is None
+
+
+def test_memory_lacks_no_evaluation_and_counts_none_twice(plateau: Callable[..., Plateau], tmp_path: Path) -> None:
+    """Saved before its step was evaluated or behind that, by a run with stop_when or without: all go on alike."""
+    judge, path = plateau(), tmp_path / "run/metrics.jsonl"
+    memories: list[Any] = [None]
+    for step, bits in SCORES.items():
+        judge.add(score(step, bits))
+        memories.append(json.loads(json.dumps(judge.memory())))
+    path.write_text(lines_of(SCORES))
+    assert all(plateau(memory).memory() == memories[-1] for memory in memories)
+    path.unlink()  # what a manifest has is enough where nothing lies behind it
+    assert all(plateau(memory).memory() == memory for memory in memories[1:])
+
+
+def test_without_stop_when_nothing_is_remembered_or_saved(config_file: Path) -> None:
+    config = load_config(config_file)
+    judge = Plateau(Asked(config, Ranks(), RunData(config, Ranks())))
+    for step in range(1, 9):
+        judge.add(score(step, 5.0))
+    assert judge.memory() is None and judge.reason is None
+    assert not {"stop_when", "keep_best"} & config.to_json()["train"].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"stop_when": {"evaluations": 0}}, "train.stop_when.evaluations=0: must be greater than 0"),
+        ({"stop_when": {"evaluations": 2, "by": -1}}, "train.stop_when.by=-1: must be greater than or equal to 0"),
+        ({"stop_when": {"by": 0.5}}, "train.stop_when.evaluations: required, and missing"),
+        ({"stop_when": {"evaluation": 2}}, "train.stop_when.evaluation: unknown key; nearest evaluations"),
+        (
+            {"stop_when": {"evaluations": 2}, "evaluate_every": 0},
+            "train.stop_when.evaluations=2: goes by evaluations on the way, and evaluate_every is 0: give it",
+        ),
+    ],
+)
+def test_keys_are_checked(tmp_path: Path, change: dict[str, Any], line: str) -> None:
+    content = configuration(tmp_path, tmp_path / "run") | {"deepspeed": {}}
+    content["train"] |= change
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.model_validate(content)
+    assert any(told.startswith(line) for told in str(caught.value).splitlines()), caught.value
+
+
+def check_ended(run: Path, told: str) -> None:
+    """Over at step 10, saved, with the best two checkpoints beside the last one."""
+    assert f"step 10: the run is over, as {OVER}: 4.0000 bits per byte at step 4 is the best; --resume auto" in told
+    assert [line["step"] for line in metrics(run) if line["split"] == "train"] == list(range(1, 11))
+    assert (run / ".over").read_text() == "10\n"
+    found = {each.manifest.step: each.manifest for each in list_checkpoints(run)[0]}
+    assert sorted(found) == [4, 8, 10]
+    assert [each.step for each in found[10].best or []] == [8, 4]
+    assert (found[10].plateau or {}) == {
+        "step": 10,
+        "best": {**(found[10].plateau or {})["best"], "step": 4},
+        "since": 3,
+    }
+
+
+def test_run_ends_keeps_its_best_and_says_how_to_go_on(config_file: Path, tmp_path: Path) -> None:
+    """Steps 2, 4 and 8 are saved as the best ones, of which 2 goes; 6 as it is due, and goes; 10 as the last one."""
+    run = tmp_path / "run"
+    arguments = ["--config", str(config_file), *EVERY, "train.keep_best=2"]
+    for added, world_size in (([STOP], 2), ([STOP, "--resume", "auto", "deepspeed=zero1_bf16"], 1)):
+        ended = spawn([*arguments, *added], world_size, EXTRA)
+        assert ended.codes == [0] * world_size, ended.stderr
+        check_ended(run, ended.stderr[0])
+    ended = spawn([*arguments, "--resume", "auto", 'train.stop_when={"evaluations": 5, "by": 0.1}'], 2, EXTRA)
+    assert ended.codes == [0, 0], ended.stderr
+    assert "step 14: the run is over" in ended.stderr[0] and "for 5 evaluations in a row" in ended.stderr[0]
+    assert (run / ".over").read_text() == "14\n"
+    assert [each.manifest.step for each in list_checkpoints(run)[0]] == [14, 8, 4]
+    assert open_checkpoint(run, "best").manifest.step == 8
+
+
+def test_rewound_and_killed_run_ends_where_the_undisturbed_one_does(config_file: Path, tmp_path: Path) -> None:
+    """It goes from step 8 back to 6, is killed in step 10, and goes on as another number of processes and stage."""
+    arguments = ["--config", str(config_file), *EVERY, STOP, "train.keep_best=2", "train.guards.non_finite=rewind"]
+    hurt = {"SPOIL": "loss,1,8,8,1", "HALT": "step,10,killed"}
+    ended = spawn(arguments, 2, EXTRA | hurt)
+    assert ended.codes[1] == -9 and "step 6: going on from" in ended.stderr[0], ended.stderr
+    assert [each.manifest.step for each in list_checkpoints(tmp_path / "run")[0]] == [8, 4]
+    ended = spawn([*arguments, "--resume", "auto", "deepspeed=zero3_bf16"], 1, EXTRA)
+    assert ended.codes == [0], ended.stderr
+    check_ended(tmp_path / "run", ended.stderr[0])
+
+
+@pytest.mark.parametrize("step", ["worst", "-1", "1.5", ""])
+def test_step_that_is_none_is_refused(step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", str(tmp_path), f"--step={step}"])
+    assert f"argument --step: {step}: must be the number of a step, or best" in capsys.readouterr().err
+
+
+def test_best_step_is_found_by_metrics_or_manifests_or_refused(trained: Trained, tmp_path: Path) -> None:
+    whole = trained("alone", 1)
+    run = Path(shutil.copytree(whole, tmp_path / "moved"))
+    assert open_checkpoint(run, "best").manifest.step == 8  # of a run that kept none, by its metrics alone
+    (run / "metrics.jsonl").write_text(lines_of({4: 1.0, 6: 0.5, 8: 2.0}))
+    output = tmp_path / "model"  # 6 was evaluated, and is not there
+    assert cli.main(["export", str(run), "--step", "best", "--no-check", "--output", str(output)]) == 0
+    assert json.loads((output / "config.json").read_text())["origin"]["step"] == 4
+    ended = spawn(["--config", str(whole.parent / "run.json"), f"train.output={run}", "--resume", "best"], 1)
+    assert ended.codes == [0] and f"going on from {checkpoint_folder(run, 4)}\n" in ended.stderr[0], ended.stderr
+    (run / "metrics.jsonl").write_text(lines_of({4: 1.0, 8: 2.0}))
+    (checkpoint_folder(run, 4) / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"step-00000004/manifest\.json"):
+        open_checkpoint(run, "best")
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoint(run, "best")
+    rule = "no checkpoint of a step that metrics.jsonl or a manifest has a validation loss of; whole ones: 8"
+    assert str(caught.value).startswith(f"{run / 'checkpoints'}: {rule}")
+
+
+@pytest.mark.campaign
+def test_best_one_outlives_a_kill_at_every_operation_of_a_save(
+    server: ForkServer, config_file: Path, tmp_path: Path
+) -> None:
+    """Each save is that of a new best step, and removes the one before."""
+    run, newest = tmp_path / "run", 0
+    arguments = ["--config", str(config_file), "train.steps=400", "train.evaluate_every=1", "train.schedule=constant"]
+    arguments += ["train.keep_last=1", "train.keep_best=1", "train.checkpoint_every=0", "--resume", "auto"]
+    for last in [10**6, *range(1, 10**6)]:
+        assert server.run(arguments, 2, {"rank": 0, "work": "save", "last": last})[0] == -9, server.stderr()
+        best = open_checkpoint(run, "best")
+        best.verify()
+        assert best.manifest.step >= newest
+        newest = best.manifest.step
+        if len(server.operations()) < last < 10**6:
+            break
+    print(f"killed at {last} operations, the best one is of step {newest}")
