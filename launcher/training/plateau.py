@@ -66,7 +66,7 @@ class Plateau:
         if settings is None or memory.since < settings.evaluations:
             return None
         by = f" by more than {settings.by:g} bits per byte" if settings.by else ""
-        best = "none was a number"
+        since = ": none was a number"
         if memory.best is not None:
-            best = f"{memory.best.bits_per_byte:.4f} bits per byte at step {memory.best.step} is the best"
-        return f"the validation loss has not improved{by} for {memory.since} evaluations in a row: {best}"
+            since = f", since {memory.best.bits_per_byte:.4f} at step {memory.best.step}"
+        return f"the validation loss has not improved{by} for {memory.since} evaluations in a row{since}"

@@ -57,7 +57,7 @@ def test_run_is_over_once_no_evaluation_has_improved_enough(plateau: Callable[..
         judge.add(score(step, bits))
         assert (judge.memory() or {})["since"] == since and judge.reason is None, step
     judge.add(score(16, 9.0))
-    assert judge.reason == f"{OVER}: 3.8750 bits per byte at step 10 is the best"
+    assert judge.reason == f"{OVER}, since 3.8750 at step 10"
     judge.add(score(18, 9.0, tokens=32))  # over other bytes: a count of its own
     assert judge.reason is None
 
@@ -107,7 +107,7 @@ def test_keys_are_checked(tmp_path: Path, change: dict[str, Any], line: str) -> 
 
 def check_ended(run: Path, told: str) -> None:
     """Over at step 10, saved, with the best two checkpoints beside the last one."""
-    assert f"step 10: the run is over, as {OVER}: 4.0000 bits per byte at step 4 is the best; --resume auto" in told
+    assert f"step 10: the run is over, as {OVER}, since 4.0000 at step 4; --resume auto" in told
     assert [line["step"] for line in metrics(run) if line["split"] == "train"] == list(range(1, 11))
     assert (run / ".over").read_text() == "10\n"
     found = {each.manifest.step: each.manifest for each in list_checkpoints(run)[0]}
