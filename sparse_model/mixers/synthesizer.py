@@ -84,7 +84,9 @@ class SynthesizerConfig(StrictModel):
     ]  # of scores, or those that are mixed
     hidden: Annotated[int, POSITIVE] | None = None  # channels a head of a dense kind; null: those of its values
     rank: Annotated[int, POSITIVE] | None = None  # of factorized_random; null: 8, the paper's
-    blocks: Annotated[int, POSITIVE] | None = None  # the paper's a; null: the divisor of the context nearest to its root
+    blocks: Annotated[int, POSITIVE] | None = (
+        None  # the paper's a; null: the divisor of the context nearest to its root
+    )
     fixed: bool = False  # random tables stay as they were drawn
     pattern: Annotated[
         Any,
@@ -111,7 +113,9 @@ class SynthesizerConfig(StrictModel):
         if "attention" not in self.kind:
             for key, value in (("rotary", network.rotary), ("query_key_norm", network.query_key_norm)):
                 if value:
-                    yield Problem("kind", f"has no queries and keys for {key}; leave that out, or mix attention in", given)
+                    yield Problem(
+                        "kind", f"has no queries and keys for {key}; leave that out, or mix attention in", given
+                    )
             if network.query_key_ratio != 1:
                 yield Problem("kind", "has no queries and keys for query_key_ratio; give 1, or mix attention in", given)
         if "factorized_dense" in self.kind and network.context % (self.blocks or 1):
