@@ -35,7 +35,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem, empty_cache, nearest, num_pairs, sparse_attention
-from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
+from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_json
 from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
@@ -71,29 +71,37 @@ def _kinds(value: Any) -> tuple[Kind, ...]:
     return tuple(kinds)
 
 
+def _pattern(value: Any) -> Pattern:
+    """Of `pattern`."""
+    if isinstance(value, dict) and "index" in value:
+        raise ConfigError.at("index", value["index"], "must be left out: heads take the sub-blocks in turn")
+    return Dense() if value is None else pattern_from_json(value)
+
+
+_OF_KINDS = {"enum": list(KINDS)}
+_KIND_SCHEMA: dict[str, Any] = {"anyOf": [_OF_KINDS, {"type": "array", "items": _OF_KINDS, "minItems": 1}]}
+_PATTERN_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": list(PATTERNS)}}, "required": ["type"]},
+        {"type": "null"},
+    ]
+}
+
+
 class SynthesizerConfig(StrictModel):
     """A synthesizer as the configuration asks for it."""
 
     type: Literal["synthesizer"]
-    kind: Annotated[
-        Any,
-        BeforeValidator(_kinds),
-        WithJsonSchema(
-            {"anyOf": [{"enum": list(KINDS)}, {"type": "array", "items": {"enum": list(KINDS)}, "minItems": 1}]}
-        ),
-    ]  # of scores, or those that are mixed
+    # Of scores: one, or those that are mixed.
+    kind: Annotated[Any, BeforeValidator(_kinds), WithJsonSchema(_KIND_SCHEMA)]
     hidden: Annotated[int, POSITIVE] | None = None  # channels a head of a dense kind; null: those of its values
     rank: Annotated[int, POSITIVE] | None = None  # of factorized_random; null: 8, the paper's
-    blocks: Annotated[int, POSITIVE] | None = (
-        None  # the paper's a; null: the divisor of the context nearest to its root
-    )
+    blocks: Annotated[int, POSITIVE] | None = None  # the paper's a; null: the divisor of N nearest to its root
     fixed: bool = False  # random tables stay as they were drawn
+    # Which keys a query may read; null: all before it.
     pattern: Annotated[
-        Any,
-        BeforeValidator(pattern_from_json),
-        WithJsonSchema({"type": "object", "properties": {"type": {"enum": list(PATTERNS)}}, "required": ["type"]}),
-        Field(validate_default=True),
-    ] = {"type": "dense"}  # which keys a query may read
+        Any, BeforeValidator(_pattern), WithJsonSchema(_PATTERN_SCHEMA), Field(validate_default=True)
+    ] = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the kinds, the network's options or this context do not go together."""
@@ -153,6 +161,15 @@ class ScoredState:
     keys: Tensor | None  # (B, H, N, D)
     recent: RecentRows | None  # what its convolution reads
 
+    def add(self, values: Tensor, keys: Tensor | None, first: int) -> tuple[Tensor, Tensor | None]:
+        """Write the rows of positions from ``first`` on, and return all rows up to the last of them."""
+        last = first + values.shape[2]
+        self.values[:, :, first:last] = values
+        if self.keys is None or keys is None:
+            return self.values[:, :, :last], None
+        self.keys[:, :, first:last] = keys
+        return self.values[:, :, :last], self.keys[:, :, :last]
+
     def rearrange(self, order: Tensor, known: int) -> None:
         """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
         for rows in (self.values, self.keys):
@@ -167,6 +184,12 @@ class Synthesizer(nn.Module):
 
     part = "synthesizer"
     trained_as = "embeddings"  # its own tensors: tables with a row a position, as position embeddings are
+    random: Tensor  # those tables; each is there where a kind has it
+    random_queries: Tensor
+    random_keys: Tensor
+    dense_keys: Tensor
+    block_keys: Tensor
+    place_keys: Tensor
 
     def __init__(self, network: NetworkConfig, config: SynthesizerConfig, rotary: Rotary | None) -> None:
         super().__init__()
@@ -240,17 +263,15 @@ class Synthesizer(nn.Module):
         if self.whole_scores:
             if state is not None:
                 assert isinstance(state, ScoredState)
-                last = first + h.shape[1]
-                state.values[:, :, first:last], values = values, state.values[:, :, :last]
-                if state.keys is not None:
-                    state.keys[:, :, first:last], keys = keys, state.keys[:, :, :last]
+                values, keys = state.add(values, keys, first)
             out = self._weigh(given, keys, values, first)
-        elif state is None:
-            out = sparse_attention(queries, keys, values, self.patterns, scale=1.0, backend=self.backend)
         else:
-            assert isinstance(state, AttentionState)
-            if h.shape[1] == 1:
-                out = state.keys_values.step(queries[:, :, 0], keys[:, :, 0], values[:, :, 0], first)[:, :, None]
+            assert queries is not None and keys is not None and not isinstance(state, ScoredState)
+            if state is None:
+                out = sparse_attention(queries, keys, values, self.patterns, scale=1.0, backend=self.backend)
+            elif h.shape[1] == 1:
+                q, k, v = (each.squeeze(2) for each in (queries, keys, values))
+                out = state.keys_values.step(q, k, v, first).unsqueeze(2)
             else:
                 out = state.keys_values.begin(queries, keys, values)
         return self.projection(out.transpose(1, 2).flatten(2))
@@ -269,7 +290,9 @@ class Synthesizer(nn.Module):
         def of_all(table: Tensor) -> Tensor:
             return table[:, place].to(rows.dtype).expand(len(rows), -1, -1, -1)
 
-        queries, keys, blocks, places = [], [], None, None
+        queries: list[Tensor] = []
+        keys: list[Tensor] = []
+        blocks = places = None
         for kind, share in zip(self.kinds, self.shares(), strict=True):
             if kind == "attention":
                 queries.append(part["queries"] * (share * part["queries"].shape[-1] ** -0.5))
@@ -283,9 +306,8 @@ class Synthesizer(nn.Module):
             elif kind == "factorized_dense":
                 blocks = share * (part["blocks"].relu() @ self.block_keys.mT)
                 places = part["places"].relu() @ self.place_keys.mT
-        if len(queries) > 1:
-            queries, keys = [torch.cat(queries, -1)], [torch.cat(keys, -1)]
-        return Heads(part["values"], *queries or [None], *keys or [None], blocks, places)
+        q, k = (torch.cat(sides, -1) if len(sides) > 1 else next(iter(sides), None) for sides in (queries, keys))
+        return Heads(part["values"], q, k, blocks, places)
 
     def shares(self) -> Any:
         """α of each kind: () tensors, or 1.0 where there is one kind."""
@@ -348,7 +370,9 @@ class Synthesizer(nn.Module):
             ConfigError: the backend cannot run here.
         """
         value_width = self.network.width // self.heads
-        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, dtype)
+        recent = None
+        if self.convolution is not None:
+            recent = self.convolution.new_state(batch, length, device, dtype)
         if self.whole_scores:
             values, keys = (
                 torch.empty(batch, self.heads, length, width, device=device, dtype=dtype)
@@ -388,12 +412,14 @@ class Synthesizer(nn.Module):
         given = self.heads_of(self.rows(h if self.convolution is None else self.convolution(h)))
         context = h.shape[1]
 
+        def of_rows(x: Any, head: int, queries: Any = slice(None)) -> Any:
+            return None if x is None else x[:, head : head + 1, queries].double()
+
         def of_head(queries: Tensor, head: int) -> Tensor:
-            some = Heads(*(None if each is None else each[:, head : head + 1, queries].double() for each in given))
-            keys = None if given.keys is None else given.keys[:, head : head + 1].double()
+            some = Heads(*(of_rows(each, head, queries) for each in given))
             random = self.random[head : head + 1, queries, :context] if "random" in self.kinds else None
             allowed = self._allowed(self.patterns[head : head + 1], queries, context)[0]
-            scores = self._scores(some, keys, random, context)[0, 0]
+            scores = self._scores(some, of_rows(given.keys, head), random, context)[0, 0]
             weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 

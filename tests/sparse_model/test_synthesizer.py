@@ -195,6 +195,7 @@ def test_operations_are_those_that_torch_counts() -> None:
         ({"kind": "dense", "fixed": True}, "attention.fixed=true: is of random and factorized_random, and kind is"),
         ({"kind": "factorized_dense", "blocks": 7}, "attention.blocks=7: must divide context 40; nearest 8"),
         ({"kind": "dense", "pattern": {"type": "loca", "window": 3}}, 'attention.pattern.type="loca": must be a '),
+        ({"kind": "dense", "pattern": {"type": "fixed", "index": 1}}, "attention.pattern.index=1: must be left out"),
         (
             {"kind": "dense", "pattern": {"type": "fixed", "stride": 7, "summary": 1}},
             "attention.pattern.stride=7: must divide context 40; nearest 5, 8",
@@ -203,8 +204,8 @@ def test_operations_are_those_that_torch_counts() -> None:
             {"kind": "dense", "rotary": {}},
             'attention.kind="dense": has no queries and keys for rotary; leave that out, or mix attention in',
         ),
-        ({"kind": "random", "query_key_norm": True}, 'attention.kind="random": has no queries and keys for query_key_n'),
-        ({"kind": "random", "query_key_ratio": 0.5}, 'attention.kind="random": has no queries and keys for query_key_r'),
+        ({"kind": "random", "query_key_norm": True}, 'attention.kind="random": has no queries and keys for query'),
+        ({"kind": "random", "query_key_ratio": 0.5}, 'attention.kind="random": has no queries and keys for query'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
