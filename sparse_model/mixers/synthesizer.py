@@ -198,18 +198,16 @@ class Synthesizer(nn.Module):
         self.whole_scores = any(kind in WHOLE_SCORES for kind in self.kinds)
         self.rotary, self.normed = rotary, network.query_key_norm
         context, heads, width = network.context, network.heads, network.width
-        hidden = config.hidden or width // heads
-        self.hidden, self.rank = hidden, config.rank or RANK
+        hidden, rank = config.hidden or width // heads, config.rank or RANK
         # What one projection of a row gives, in this order: queries and keys first, as they are prepared.
-        of_kind = {
-            "attention": {"queries": network.query_key_width, "keys": network.query_key_width},
-            "dense": {"dense": heads * hidden},
-            "factorized_dense": {"blocks": heads * hidden, "places": heads * hidden},
-        }
-        self.widths: dict[str, int] = dict(of_kind["attention"]) if "attention" in self.kinds else {}
+        self.widths: dict[str, int] = {}
+        if "attention" in self.kinds:
+            self.widths |= {"queries": network.query_key_width, "keys": network.query_key_width}
         self.widths["values"] = width
-        for kind in ("dense", "factorized_dense"):
-            self.widths |= of_kind[kind] if kind in self.kinds else {}
+        if "dense" in self.kinds:
+            self.widths["dense"] = heads * hidden
+        if "factorized_dense" in self.kinds:
+            self.widths |= {"blocks": heads * hidden, "places": heads * hidden}
         self.convolution = CausalConvolution(network.convolution, width) if network.convolution else None
         self.rows = nn.Linear(width, sum(self.widths.values()), bias=network.bias)
         self.projection = nn.Linear(width, width, bias=network.bias)
@@ -219,8 +217,8 @@ class Synthesizer(nn.Module):
         if "random" in self.kinds:
             self._add_table("random", (context, context), 1, config.fixed)
         if "factorized_random" in self.kinds:
-            self._add_table("random_queries", (context, self.rank), 1, config.fixed)
-            self._add_table("random_keys", (context, self.rank), self.rank, config.fixed)
+            self._add_table("random_queries", (context, rank), 1, config.fixed)
+            self._add_table("random_keys", (context, rank), rank, config.fixed)
         if "dense" in self.kinds:
             self._add_table("dense_keys", (context, hidden), hidden)
         self.blocks = 0
@@ -229,7 +227,7 @@ class Synthesizer(nn.Module):
             self.blocks = config.blocks or min(_divisors(context), key=lambda d: abs(d - root))
             self._add_table("block_keys", (self.blocks, hidden), hidden)
             self._add_table("place_keys", (context // self.blocks, hidden), hidden)
-        products = {"attention": network.query_key_width // heads, "factorized_random": self.rank, "dense": hidden}
+        products = {"attention": network.query_key_width // heads, "factorized_random": rank, "dense": hidden}
         self.product_width = sum(products.get(kind, 0) for kind in self.kinds)  # D
 
     def _add_table(self, name: str, shape: tuple[int, int], fan_in: int, fixed: bool = False) -> None:
@@ -288,7 +286,7 @@ class Synthesizer(nn.Module):
         place = slice(first, first + rows.shape[1])
 
         def of_all(table: Tensor) -> Tensor:
-            return table[:, place].to(rows.dtype).expand(len(rows), -1, -1, -1)
+            return table.to(rows.dtype).expand(len(rows), -1, -1, -1)
 
         queries: list[Tensor] = []
         keys: list[Tensor] = []
@@ -298,11 +296,11 @@ class Synthesizer(nn.Module):
                 queries.append(part["queries"] * (share * part["queries"].shape[-1] ** -0.5))
                 keys.append(part["keys"])
             elif kind == "factorized_random":
-                queries.append(of_all(share * self.random_queries))
-                keys.append(of_all(self.random_keys))
+                queries.append(of_all(share * self.random_queries[:, place]))
+                keys.append(of_all(self.random_keys[:, place]))
             elif kind == "dense":
                 queries.append(share * part["dense"].relu())
-                keys.append(of_all(self.dense_keys))
+                keys.append(of_all(self.dense_keys[:, place]))
             elif kind == "factorized_dense":
                 blocks = share * (part["blocks"].relu() @ self.block_keys.mT)
                 places = part["places"].relu() @ self.place_keys.mT
