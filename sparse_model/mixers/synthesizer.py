@@ -286,7 +286,9 @@ class Synthesizer(nn.Module):
         place = slice(first, first + rows.shape[1])
 
         def of_all(table: Tensor) -> Tensor:
-            return table.to(rows.dtype).expand(len(rows), -1, -1, -1)
+            table = table.to(rows.dtype).expand(len(rows), -1, -1, -1)
+            # A card's tensor descriptors want strides that are not 0. Several kinds are copied side by side anyway.
+            return table if len(self.kinds) > 1 else table.contiguous()
 
         queries: list[Tensor] = []
         keys: list[Tensor] = []
