@@ -41,6 +41,24 @@ def windows(*widths: int) -> dict[str, Any]:
     return {"model.attention": [{"type": "local", "window": width} for width in widths]}
 
 
+def synthesizer(*kinds: str) -> dict[str, Any]:
+    """Scores of these kinds for all earlier positions, in contexts so short that a table of all pairs is small.
+
+    Positions have tables, as most of these kinds have no queries and keys to turn.
+    """
+    scores = {"type": "synthesizer", "kind": list(kinds)} if kinds else {"type": "dense"}
+    return {
+        "model.attention": scores,
+        "model.context": 256,
+        "model.heads": 4,
+        "model.embedding": {"type": "text", "row_width": 16},
+        "model.rotary": None,
+        "model.query_key_norm": None,
+        "train.micro_batch": 16,
+        "train.global_batch": 16,
+    }
+
+
 COMPARISONS: dict[str, tuple[Row, ...]] = {
     "sandwich": (
         Row("interleaved, (sf)4", {}),
@@ -51,6 +69,13 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
     "windows": (
         Row("windows that grow, 32 to 256", windows(32, 64, 128, 256)),
         Row("windows that shrink, 256 to 32", windows(256, 128, 64, 32)),
+    ),
+    "synthesizers": (
+        Row("vanilla attention over 256 bytes", synthesizer()),
+        Row("synthesizer: dense + vanilla", synthesizer("dense", "attention")),
+        Row("synthesizer: random + vanilla", synthesizer("random", "attention")),
+        Row("synthesizer: dense", synthesizer("dense")),
+        Row("synthesizer: factorized random", synthesizer("factorized_random")),
     ),
 }
 

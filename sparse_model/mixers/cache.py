@@ -17,24 +17,33 @@ from longstride.kernels.patterns import Pattern
 class KeyValues:
     """Keys (B, H, N, D) and values (B, H, N, Dv) of one attention; rows that are not written yet hold anything."""
 
-    def __init__(self, keys: Tensor, values: Tensor, patterns: Sequence[Pattern], backend: str = "auto") -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        patterns: Sequence[Pattern],
+        backend: str = "auto",
+        scale: float | None = None,
+    ) -> None:
         """An empty cache.
 
         Args:
             keys, values: the memory to write to.
             patterns: one a head.
             backend: of attention. For "flex", which has no single queries, those run on "auto".
+            scale: factor of the scores; 1/sqrt(D) where None.
 
         Raises:
             ConfigError: the backend cannot run here.
         """
-        self.keys, self.values, self.patterns, self.backend = keys, values, patterns, backend
+        self.keys, self.values, self.patterns, self.backend, self.scale = keys, values, patterns, backend, scale
         self._key_rows, self._value_rows = (x.permute(2, 0, 1, 3) for x in (keys, values))
-        self._attend_one = CachedAttention(keys, values, patterns, backend="auto" if backend == "flex" else backend)
+        single = "auto" if backend == "flex" else backend
+        self._attend_one = CachedAttention(keys, values, patterns, scale=scale, backend=single)
 
     def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...]]:
         """A copy has its own memory, and makes its own views of it."""
-        return KeyValues, (self.keys, self.values, self.patterns, self.backend)
+        return KeyValues, (self.keys, self.values, self.patterns, self.backend, self.scale)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the first n rows and return their ``sparse_attention``.
@@ -50,7 +59,7 @@ class KeyValues:
         self.keys[:, :, :rows] = k
         self.values[:, :, :rows] = v
         self._attend_one.forget()
-        return sparse_attention(q, k, v, self.patterns, backend=self.backend)
+        return sparse_attention(q, k, v, self.patterns, scale=self.scale, backend=self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         """Write one row and return its row of ``sparse_attention``, from the keys that its pattern allows.

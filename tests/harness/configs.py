@@ -51,7 +51,37 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "feed_forward": [{"activation": "squared_relu"}, {"type": "dense"}],
         "attention": ATTENTIONS["heads"],
     },
-}
+    "random synthesizer": {
+        "layers": 2,
+        "convolution": 3,
+        "attention": {
+            "type": "synthesizer", "kind": "random",
+            "pattern": {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2},
+        },
+    },
+    "products of a synthesizer": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "attention": {
+            "type": "synthesizer", "kind": ["factorized_random", "dense", "attention"], "rank": 3, "hidden": 5,
+            "pattern": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2},
+        },
+    },
+    "factorized dense synthesizer, and all": {
+        "layers": 2,
+        "query_key_ratio": 0.5,
+        "rotary": {"base": 1000},
+        "attention": [
+            {"type": "synthesizer", "kind": ["attention", "factorized_dense"], "blocks": 10, "hidden": 7},
+            {
+                "type": "synthesizer", "fixed": True, "pattern": {"type": "local", "window": 9},
+                "kind": ["random", "factorized_random", "dense", "factorized_dense", "attention"],
+            },
+        ],
+    },
+}  # fmt: skip
 
 
 def model_json(**changes: Any) -> dict[str, Any]:

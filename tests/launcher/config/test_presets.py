@@ -23,7 +23,7 @@ from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
-SYSTEMS = {"enwik8_sandwich": 208_425_216}  # docs/systems.md, with their parameters
+SYSTEMS = {"enwik8_sandwich": 208_425_216, "enwik8_synthesizer": 66_491_928}  # docs/systems.md, with their parameters
 DEEP = "dense_16384"  # which the paper mentions, without a figure of it
 PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS, DEEP)]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters

@@ -1,0 +1,426 @@
+"""Synthesizer: attention whose scores need not be products of queries and keys (Tay et al. 2020, section 3).
+
+Letters: B batch, H heads, N positions of the model's context, n of what is computed, C width, D channels of queries and
+keys, Dv of values, k rank, a·b = N.
+
+The scores of a head, which a softmax over the allowed keys follows as in attention:
+
+- random: a learned table S[i, j] (H, N, N), the same for every input.
+- factorized_random: S[i, j] = R1[i] · R2[j], two learned tables (H, N, k).
+- dense: S[i, j] = relu(W1 x_i) · W2[j]: from the row alone that reads, with a learned table W2 (H, N, hidden).
+- factorized_dense: S[i, j] = A_i[j // b] · B_i[j mod b], where A_i and B_i, of a and b numbers, are each such a dense
+  product. The paper repeats both vectors to N columns and multiplies them. One is repeated number by number and the
+  other as a whole, so that every column has a pair of its own.
+- attention: products of queries and keys, divided by √D.
+
+Several are mixed: S = Σ α_s S_s, with α a learned softmax, one number a kind and layer, which begins even.
+
+Tables have N rows, and N is the model's context. Shorter contexts use their first rows and columns.
+
+All but random and factorized_dense are attention with learned keys or queries, and a mixture of them is attention whose
+channels stand side by side. So they cost what their pattern costs in time and memory: O(N·√N) with strided and fixed
+patterns. The other two hold N² scores a head (random in its weights too) under any pattern, which only masks them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import torch
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from torch import Tensor, nn
+
+from longstride.kernels import ConfigError, Problem, empty_cache, nearest, num_pairs, sparse_attention
+from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_json
+from longstride.sparse_model.mixers.attention import AttentionState
+from longstride.sparse_model.mixers.cache import KeyValues
+from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.part import Work, draw, draw_linear
+from longstride.sparse_model.rotary import PreparedHeads, Rotary
+from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model.tiles import wide_of
+
+Kind = Literal["random", "factorized_random", "dense", "factorized_dense", "attention"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WHOLE_SCORES = ("random", "factorized_dense")  # kinds whose scores are computed for all pairs
+RANK = 8  # the paper's k
+# Keys that are of some kinds alone.
+OF_KINDS = {
+    "hidden": ("dense", "factorized_dense"),
+    "rank": ("factorized_random",),
+    "blocks": ("factorized_dense",),
+    "fixed": ("random", "factorized_random"),
+}
+
+
+def _kinds(value: Any) -> tuple[Kind, ...]:
+    """One kind, or a list of those that are mixed."""
+    kinds = value if isinstance(value, list) else [value]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError.at("", value, f"must be a kind of scores, or a list of them; {nearest(str(kind), KINDS)}")
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise ConfigError.at("", value, 'must name each kind once; such as ["random", "attention"]')
+    if kinds == ["attention"]:
+        raise ConfigError.at("", value, 'is attention without a synthesizer: give {"type": "dense"}, or mix a kind in')
+    return tuple(kinds)
+
+
+def _pattern(value: Any) -> Pattern:
+    """Of `pattern`."""
+    if isinstance(value, dict) and "index" in value:
+        raise ConfigError.at("index", value["index"], "must be left out: heads take the sub-blocks in turn")
+    return Dense() if value is None else pattern_from_json(value)
+
+
+_OF_KINDS = {"enum": list(KINDS)}
+_KIND_SCHEMA: dict[str, Any] = {"anyOf": [_OF_KINDS, {"type": "array", "items": _OF_KINDS, "minItems": 1}]}
+_PATTERN_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": list(PATTERNS)}}, "required": ["type"]},
+        {"type": "null"},
+    ]
+}
+
+
+class SynthesizerConfig(StrictModel):
+    """A synthesizer as the configuration asks for it."""
+
+    type: Literal["synthesizer"]
+    # Of scores: one, or those that are mixed.
+    kind: Annotated[Any, BeforeValidator(_kinds), WithJsonSchema(_KIND_SCHEMA)]
+    hidden: Annotated[int, POSITIVE] | None = None  # channels a head of a dense kind; null: those of its values
+    rank: Annotated[int, POSITIVE] | None = None  # of factorized_random; null: 8, the paper's
+    blocks: Annotated[int, POSITIVE] | None = None  # the paper's a; null: the divisor of N nearest to its root
+    fixed: bool = False  # random tables stay as they were drawn
+    # Which keys a query may read; null: all before it.
+    pattern: Annotated[
+        Any, BeforeValidator(_pattern), WithJsonSchema(_PATTERN_SCHEMA), Field(validate_default=True)
+    ] = None
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError where the kinds, the network's options or this context do not go together."""
+        if problems := list(self._problems(network)):
+            raise ConfigError(*problems)
+        try:
+            self.pattern.check(context)
+        except ConfigError as error:
+            raise error.under("pattern") from None
+
+    def _problems(self, network: NetworkConfig) -> Iterator[Problem]:
+        given = self.kind[0] if len(self.kind) == 1 else list(self.kind)
+        for key, kinds in OF_KINDS.items():
+            value = getattr(self, key)
+            if value not in (None, False) and not set(kinds) & set(self.kind):
+                yield Problem(key, f"is of {' and '.join(kinds)}, and kind is {given}; leave it out", value)
+        if "attention" not in self.kind:
+            for key, value in (("rotary", network.rotary), ("query_key_norm", network.query_key_norm)):
+                if value:
+                    yield Problem(
+                        "kind", f"has no queries and keys for {key}; leave that out, or mix attention in", given
+                    )
+            if network.query_key_ratio != 1:
+                yield Problem("kind", "has no queries and keys for query_key_ratio; give 1, or mix attention in", given)
+        if "factorized_dense" in self.kind and network.context % (self.blocks or 1):
+            near = min(_divisors(network.context), key=lambda d: abs(d - (self.blocks or 1)))
+            yield Problem("blocks", f"must divide context {network.context}; nearest {near}", self.blocks)
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Which positions each head may read."""
+        return tuple(self.pattern.for_head(head) for head in range(network.heads))
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> Synthesizer:
+        """The module."""
+        return Synthesizer(network, self, rotary)
+
+
+def _divisors(context: int) -> list[int]:
+    return [d for d in range(1, context + 1) if context % d == 0]
+
+
+class Heads(NamedTuple):
+    """What the rows of some positions give to their heads."""
+
+    values: Tensor  # (B, H, n, Dv)
+    queries: Tensor | None  # (B, H, n, D), scaled; None where no kind is a product
+    keys: Tensor | None  # (B, H, n, D)
+    blocks: Tensor | None  # (B, H, n, a): A_i, scaled; None where no kind is factorized_dense
+    places: Tensor | None  # (B, H, n, b): B_i
+
+
+@dataclass(slots=True)
+class ScoredState:
+    """What a synthesizer that computes all scores knows of earlier positions."""
+
+    values: Tensor  # (B, H, N, Dv)
+    keys: Tensor | None  # (B, H, N, D)
+    recent: RecentRows | None  # what its convolution reads
+
+    def add(self, values: Tensor, keys: Tensor | None, first: int) -> tuple[Tensor, Tensor | None]:
+        """Write the rows of positions from ``first`` on, and return all rows up to the last of them."""
+        last = first + values.shape[2]
+        self.values[:, :, first:last] = values
+        if self.keys is None or keys is None:
+            return self.values[:, :, :last], None
+        self.keys[:, :, first:last] = keys
+        return self.values[:, :, :last], self.keys[:, :, :last]
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        for rows in (self.values, self.keys):
+            if rows is not None:
+                rows[:, :, :known] = rows[order, :, :known]
+        if self.recent is not None:
+            self.recent.rearrange(order)
+
+
+class Synthesizer(nn.Module):
+    """Projects to heads, weighs values by synthesized scores, and projects back (Tay et al. 2020, section 3)."""
+
+    part = "synthesizer"
+    trained_as = "embeddings"  # its own tensors: tables with a row a position, as position embeddings are
+    random: Tensor  # those tables; each is there where a kind has it
+    random_queries: Tensor
+    random_keys: Tensor
+    dense_keys: Tensor
+    block_keys: Tensor
+    place_keys: Tensor
+
+    def __init__(self, network: NetworkConfig, config: SynthesizerConfig, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.network, self.heads, self.kinds, self.backend = network, network.heads, config.kind, network.backend
+        self.patterns = config.head_patterns(network)
+        self.whole_scores = any(kind in WHOLE_SCORES for kind in self.kinds)
+        self.rotary, self.normed = rotary, network.query_key_norm
+        context, heads, width = network.context, network.heads, network.width
+        hidden, rank = config.hidden or width // heads, config.rank or RANK
+        # What one projection of a row gives, in this order: queries and keys first, as they are prepared.
+        self.widths: dict[str, int] = {}
+        if "attention" in self.kinds:
+            self.widths |= {"queries": network.query_key_width, "keys": network.query_key_width}
+        self.widths["values"] = width
+        if "dense" in self.kinds:
+            self.widths["dense"] = heads * hidden
+        if "factorized_dense" in self.kinds:
+            self.widths |= {"blocks": heads * hidden, "places": heads * hidden}
+        self.convolution = CausalConvolution(network.convolution, width) if network.convolution else None
+        self.rows = nn.Linear(width, sum(self.widths.values()), bias=network.bias)
+        self.projection = nn.Linear(width, width, bias=network.bias)
+        self.stacked_rows = {"rows": tuple(self.widths.values())}  # matrices in one, see ``parameter_roles``
+        self.mixing = nn.Parameter(torch.zeros(len(self.kinds))) if len(self.kinds) > 1 else None
+        self.tables: dict[str, int] = {}  # names, and the d of their first values
+        if "random" in self.kinds:
+            self._add_table("random", (context, context), 1, config.fixed)
+        if "factorized_random" in self.kinds:
+            self._add_table("random_queries", (context, rank), 1, config.fixed)
+            self._add_table("random_keys", (context, rank), rank, config.fixed)
+        if "dense" in self.kinds:
+            self._add_table("dense_keys", (context, hidden), hidden)
+        self.blocks = 0
+        if "factorized_dense" in self.kinds:
+            root = math.sqrt(context)
+            self.blocks = config.blocks or min(_divisors(context), key=lambda d: abs(d - root))
+            self._add_table("block_keys", (self.blocks, hidden), hidden)
+            self._add_table("place_keys", (context // self.blocks, hidden), hidden)
+        products = {"attention": network.query_key_width // heads, "factorized_random": rank, "dense": hidden}
+        self.product_width = sum(products.get(kind, 0) for kind in self.kinds)  # D
+
+    def _add_table(self, name: str, shape: tuple[int, int], fan_in: int, fixed: bool = False) -> None:
+        """A table for each head. Scores begin small, so that each query begins near the mean of its values."""
+        self.tables[name] = fan_in
+        table = torch.empty(self.heads, *shape)
+        if fixed:
+            self.register_buffer(name, table)
+        else:
+            setattr(self, name, nn.Parameter(table))
+
+    def initialize(self) -> None:
+        """Set its linear layers and tables; mixtures begin even."""
+        draw_linear(self.rows, self.network)
+        draw_linear(self.projection, self.network, into_stream=True)
+        for name, fan_in in self.tables.items():
+            draw(getattr(self, name), self.network, fan_in)
+
+    def forward(self, h: Tensor, state: AttentionState | ScoredState | None = None, first: int = 0) -> Tensor:
+        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N.
+
+        Raises:
+            ValueError: several positions that do not begin at 0.
+        """
+        if first and h.shape[1] != 1:
+            raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
+        if self.convolution is not None:
+            h = self.convolution(h, None if state is None else state.recent, first)
+        given = self.heads_of(self.rows(h), first)
+        values, queries, keys, *_ = given
+        if self.whole_scores:
+            if state is not None:
+                assert isinstance(state, ScoredState)
+                values, keys = state.add(values, keys, first)
+            out = self._weigh(given, keys, values, first)
+        else:
+            assert queries is not None and keys is not None and not isinstance(state, ScoredState)
+            if state is None:
+                out = sparse_attention(queries, keys, values, self.patterns, scale=1.0, backend=self.backend)
+            elif h.shape[1] == 1:
+                q, k, v = (each.squeeze(2) for each in (queries, keys, values))
+                out = state.keys_values.step(q, k, v, first).unsqueeze(2)
+            else:
+                out = state.keys_values.begin(queries, keys, values)
+        return self.projection(out.transpose(1, 2).flatten(2))
+
+    def heads_of(self, rows: Tensor, first: int = 0) -> Heads:
+        """What the projected rows (B, n, channels) of positions from ``first`` on give to their heads."""
+        if "attention" in self.kinds and (self.rotary is not None or self.normed):
+            channels, width = 2 * self.widths["queries"], self.widths["queries"] // self.heads
+            table = None if self.rotary is None else self.rotary.table(rows.device)[first : first + rows.shape[1]]
+            rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
+        parts = rows.split(list(self.widths.values()), dim=-1)
+        by_head = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        part = dict(zip(self.widths, by_head, strict=True))
+        place = slice(first, first + rows.shape[1])
+
+        def of_all(table: Tensor) -> Tensor:
+            table = table.to(rows.dtype).expand(len(rows), -1, -1, -1)
+            # A card's tensor descriptors want strides that are not 0. Several kinds are copied side by side anyway.
+            return table if len(self.kinds) > 1 else table.contiguous()
+
+        queries: list[Tensor] = []
+        keys: list[Tensor] = []
+        blocks = places = None
+        for kind, share in zip(self.kinds, self.shares(), strict=True):
+            if kind == "attention":
+                queries.append(part["queries"] * (share * part["queries"].shape[-1] ** -0.5))
+                keys.append(part["keys"])
+            elif kind == "factorized_random":
+                queries.append(of_all(share * self.random_queries[:, place]))
+                keys.append(of_all(self.random_keys[:, place]))
+            elif kind == "dense":
+                queries.append(share * part["dense"].relu())
+                keys.append(of_all(self.dense_keys[:, place]))
+            elif kind == "factorized_dense":
+                blocks = share * (part["blocks"].relu() @ self.block_keys.mT)
+                places = part["places"].relu() @ self.place_keys.mT
+        q, k = (torch.cat(sides, -1) if len(sides) > 1 else next(iter(sides), None) for sides in (queries, keys))
+        return Heads(part["values"], q, k, blocks, places)
+
+    def shares(self) -> Any:
+        """α of each kind: () tensors, or 1.0 where there is one kind."""
+        return [1.0] if self.mixing is None else self.mixing.to(wide_of(self.mixing)).softmax(0).unbind()
+
+    def _weigh(self, given: Heads, keys: Tensor | None, values: Tensor, first: int) -> Tensor:
+        """The weighed values (B, H, n, Dv) of rows from ``first`` on, which read the first m positions.
+
+        Args:
+            given: of the rows.
+            keys, values: (B, H, m, ·).
+            first: position of the first row.
+        """
+        rows, reads = given.values.shape[2], values.shape[2]
+        place = torch.arange(first, first + rows, device=values.device)
+        random = self.random[:, first : first + rows, :reads] if "random" in self.kinds else None
+        allowed = self._allowed(self.patterns, place, reads)
+        scores = self._scores(given, keys, random, reads)
+        # Not -inf, so that a query without keys has no NaN; what it reads becomes 0 below.
+        weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).to(values.dtype)
+        if len(weights) == 1 < len(values):  # alike for all contexts: one product for them together
+            together = weights[0] @ values.permute(1, 2, 0, 3).flatten(2)
+            out = together.unflatten(-1, (len(values), -1)).permute(2, 0, 1, 3)
+        else:
+            out = weights @ values
+        return out.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+
+    def _scores(self, given: Heads, keys: Tensor | None, random: Tensor | None, reads: int) -> Tensor:
+        """(B, H, n, m) in fp32 (fp64 for fp64), or (1, H, n, m) where no input has a part in them.
+
+        Args:
+            given: of n rows.
+            keys: (B, H, m, D).
+            random: rows and columns (H, n, m) of the random table.
+            reads: m.
+        """
+        wide = wide_of(given.values)
+        parts = []
+        if random is not None:
+            parts.append(random[None].to(wide) * self.shares()[self.kinds.index("random")])
+        if given.queries is not None and keys is not None:
+            parts.append(given.queries.to(wide) @ keys.to(wide).mT)
+        if given.blocks is not None and given.places is not None:
+            some = given.blocks[..., : -(-reads // given.places.shape[-1]), None].to(wide)
+            parts.append((some * given.places[..., None, :].to(wide)).flatten(-2)[..., :reads])
+        return sum(parts[1:], parts[0])
+
+    def _allowed(self, patterns: tuple[Pattern, ...], queries: Tensor, reads: int) -> Tensor:
+        """Which of the first m positions some queries (n,) may read: (H, n, m) bool, or (1, n, m) for all heads."""
+        keys = torch.arange(reads, device=queries.device)
+        distinct = {pattern: pattern.mask(queries[:, None], keys) for pattern in dict.fromkeys(patterns)}
+        return torch.stack([distinct[pattern] for pattern in (patterns if len(distinct) > 1 else patterns[:1])])
+
+    def new_state(
+        self, batch: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> AttentionState | ScoredState:
+        """An empty state with room for ``length`` positions.
+
+        Raises:
+            ConfigError: the backend cannot run here.
+        """
+        value_width = self.network.width // self.heads
+        recent = None
+        if self.convolution is not None:
+            recent = self.convolution.new_state(batch, length, device, dtype)
+        if self.whole_scores:
+            values, keys = (
+                torch.empty(batch, self.heads, length, width, device=device, dtype=dtype)
+                for width in (value_width, self.product_width)
+            )
+            return ScoredState(values, keys if self.product_width else None, recent)
+        keys, values = (
+            empty_cache(batch, self.heads, length, width, self.patterns, device=device, dtype=dtype)
+            for width in (self.product_width, value_width)
+        )
+        return AttentionState(KeyValues(keys, values, self.patterns, self.backend, scale=1.0), recent)
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Of its projections, and of the pairs that its patterns allow; of all pairs where it computes all scores."""
+        pairs = sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
+        linear = 2 * positions * (self.rows.weight.numel() + self.projection.weight.numel())
+        value_width = self.network.width // self.heads
+        if self.whole_scores:  # which are kept for the backward pass, and not computed again
+            every = self.heads * positions**2
+            if self.blocks:
+                linear += 2 * positions * (self.block_keys.numel() + self.place_keys.numel())
+            own = Work(pairs, linear + 2 * every * self.product_width, 0, 2 * every * value_width)
+        else:
+            own = Work(pairs, linear, 2 * pairs * self.product_width, 2 * pairs * value_width)
+        return own if self.convolution is None else own + self.convolution.work(positions, batch)
+
+    def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """How its heads weigh the positions of one context, for pictures.
+
+        Args:
+            h: (1, N, C), as ``forward`` takes it.
+
+        Returns:
+            A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
+            the head's pattern allows. A row sums to 1, or to 0 where a query has no key.
+        """
+        given = self.heads_of(self.rows(h if self.convolution is None else self.convolution(h)))
+        context = h.shape[1]
+
+        def of_rows(x: Any, head: int, queries: Any = slice(None)) -> Any:
+            return None if x is None else x[:, head : head + 1, queries].double()
+
+        def of_head(queries: Tensor, head: int) -> Tensor:
+            some = Heads(*(of_rows(each, head, queries) for each in given))
+            random = self.random[head : head + 1, queries, :context] if "random" in self.kinds else None
+            allowed = self._allowed(self.patterns[head : head + 1], queries, context)[0]
+            scores = self._scores(some, of_rows(given.keys, head), random, context)[0, 0]
+            weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
+            return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
+
+        return of_head
