@@ -53,7 +53,7 @@ class Local(PatternDefaults):
 
 @dataclass(frozen=True)
 class Window(NaturalOrder):
-    """The last ``size`` positions; with a ``grain`` the query's block of so many, up to itself, and whole ones before."""
+    """The last ``size`` positions; with a ``grain`` g those of the query's block of g, and of whole ones before it."""
 
     size: int  # positions, a multiple of the grain
     grain: int = 1

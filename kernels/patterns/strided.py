@@ -34,7 +34,7 @@ class Strided(PatternDefaults):
 
     With ``num_factors`` p above 2 there are factors between the two (section 4.2 has any p). Factor j reads at the
     distances that are multiples of stride^(j-1) below stride^j, the last one at all multiples of stride^(p-1). Where
-    the stride is the p-th root of N, that is O(N · ᵖ√N) pairs, and p layers, a factor each, reach every earlier position.
+    the stride is the p-th root of N, that is O(N · ᵖ√N) pairs; p layers, a factor each, reach every earlier position.
     """
 
     stride: int  # positions; the paper's l
