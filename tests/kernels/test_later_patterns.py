@@ -194,14 +194,15 @@ def test_draws_shorten_the_way() -> None:
 
 
 def test_draws_are_spread_evenly_and_differ_by_head_and_seed() -> None:
-    query = torch.full((4096,), 40)
-    heads = [BigBird(1, 2, 3, 4, seed=seed, index=head) for seed in (0, 1) for head in range(2048)]
-    found = torch.tensor([[int(one) for one in pattern.draws(query[:1])] for pattern in heads])
+    query = torch.tensor([40])
+    heads = [BigBird(1, 2, 3, 4, seed=seed, index=head) for seed in (0, 1) for head in range(512)]
+    found = torch.tensor([[int(one) for one in pattern.draws(query)] for pattern in heads])
     assert bool((found >= 3).all() and (found <= 38).all())
     assert all(len(set(row)) == 4 for row in found.tolist())
-    count = torch.bincount(found.flatten(), minlength=39)[3:]  # 36 blocks, 16,384 draws: 455 each, deviation 20
-    assert bool(((count - 4096 * 4 / 36).abs() < 5 * 20).all())
-    assert len({tuple(row) for row in found.tolist()}) > 4000
+    count = torch.bincount(found.flatten(), minlength=39)[3:]  # of 36 blocks
+    mean = found.numel() / 36
+    assert bool(((count - mean).abs() < 5 * mean**0.5).all())
+    assert len({tuple(row) for row in found.tolist()}) > 1000
 
 
 # What it costs
