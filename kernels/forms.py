@@ -59,16 +59,23 @@ class Fold:
 
 
 class Bound(NamedTuple):
-    """One end of a row's interval: ``step * (r // period) + clip(r % period + offset, least, most)``."""
+    """One end of a row's interval: ``step * (r // period) + clip(r % period + offset, least, most)``.
+
+    With a ``grain`` the bound rises in stairs of so many rows: ``r % period`` is rounded down to a multiple of it.
+    """
 
     step: int
     offset: int
     least: int
     most: int
+    grain: int = 1
 
     def __call__(self, row: Row, period: int) -> Row:
         """This end of the intervals of rows, as a column."""
-        rest = row % period + self.offset
+        rest = row % period
+        if self.grain > 1:
+            rest -= rest % self.grain
+        rest = rest + self.offset
         if isinstance(rest, int):
             return row // period * self.step + min(max(rest, self.least), self.most)
         return row // period * self.step + rest.clamp(self.least, self.most)
@@ -80,11 +87,13 @@ class Bound(NamedTuple):
         return steps + runs * self._ramp_total(period) + self._ramp_total(rest)
 
     def _ramp_total(self, rows: int) -> int:
-        """The sum of ``clip(r + offset, least, most)`` over 0 <= r < rows."""
-        rising = min(max(self.least - self.offset, 0), rows)  # the first row above the least value
-        level = min(max(self.most - self.offset, rising), rows)  # the first at the greatest
-        ramp = (level - rising) * (2 * self.offset + rising + level - 1) // 2
-        return rising * self.least + ramp + (rows - level) * self.most
+        """The sum of ``clip(r + offset, least, most)`` over 0 <= r < rows, r rounded down to a whole stair."""
+        stairs, rest = divmod(rows, self.grain)
+        rising = min(max(-((self.offset - self.least) // self.grain), 0), stairs)  # the first stair above the least
+        level = min(max(-((self.offset - self.most) // self.grain), rising), stairs)  # the first at the greatest
+        ramp = (level - rising) * (2 * self.offset + (rising + level - 1) * self.grain) // 2
+        last = min(max(stairs * self.grain + self.offset, self.least), self.most)  # of a stair that is not whole
+        return (rising * self.least + ramp + (stairs - level) * self.most) * self.grain + rest * last
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class View:
         return int(self.bounds.low[row]), int(self.bounds.high[row])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # heads that draw, or shift, have parts of their own
 def view(part: PatternPart, context: int, rows: Side) -> View:
     """A part for N = ``context`` positions, seen from its queries or its keys; cached."""
     if rows == "keys":

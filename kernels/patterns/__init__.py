@@ -9,12 +9,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from longstride.kernels.errors import ConfigError, Problem, nearest
-from longstride.kernels.patterns.base import Pattern, PatternPart
+from longstride.kernels.patterns.base import Pattern, PatternPart, written_fields
+from longstride.kernels.patterns.bigbird import BigBird
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import Column
 from longstride.kernels.patterns.dense import Dense
 from longstride.kernels.patterns.fixed import Fixed
 from longstride.kernels.patterns.local import Local
+from longstride.kernels.patterns.longformer import Longformer
+from longstride.kernels.patterns.longnet import LongNet
 from longstride.kernels.patterns.strided import Strided
 from longstride.kernels.patterns.summary import Summary
 
@@ -26,6 +29,9 @@ PATTERNS: dict[str, type] = {
     "block": Block,
     "summary": Summary,
     "fixed": Fixed,
+    "longformer": Longformer,
+    "longnet": LongNet,
+    "bigbird": BigBird,
 }
 
 
@@ -67,7 +73,7 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
 
 
 def pattern_to_json(pattern: Pattern) -> dict[str, object]:
-    """The JSON object that ``pattern_from_json`` turns back into an equal pattern, all fields given.
+    """The JSON object that ``pattern_from_json`` turns back into an equal pattern, all its ``written_fields`` given.
 
     Raises:
         ConfigError: the pattern's class is not registered.
@@ -77,6 +83,6 @@ def pattern_to_json(pattern: Pattern) -> dict[str, object]:
     if not kinds:
         raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
     value: dict[str, object] = {"type": kinds[0]}
-    for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
-        value[field.name] = getattr(pattern, field.name)
+    for name, entry in written_fields(pattern).items():
+        value[name] = list(entry) if isinstance(entry, tuple) else entry
     return value

@@ -5,7 +5,8 @@ Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+import dataclasses
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -86,6 +87,10 @@ class NaturalOrder:
 class PatternDefaults:
     """What most patterns have in common: heads are alike, there is one factor, and any context will do."""
 
+    left_out_at_default: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields that came later: so what was written before stays equal
+
     def for_head(self, head: int) -> Pattern:
         """All heads are alike."""
         return self  # type: ignore[return-value]
@@ -106,10 +111,25 @@ class SinglePart(NaturalOrder, PatternDefaults):
         return (self,)  # type: ignore[return-value]
 
 
-def require_positive(name: str, value: object) -> None:
-    """Raise ConfigError unless the value is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError.at(name, value, "must be an integer of at least 1")
+def written_fields(pattern: Pattern) -> dict[str, object]:
+    """The fields of a pattern by their names, without those that its class leaves out at their default."""
+    left_out = getattr(pattern, "left_out_at_default", ())
+    return {
+        field.name: getattr(pattern, field.name)
+        for field in dataclasses.fields(pattern)  # type: ignore[arg-type]
+        if field.name not in left_out or getattr(pattern, field.name) != field.default
+    }
+
+
+def written_repr(pattern: Pattern) -> str:
+    """As a dataclass writes itself, of the fields that are written."""
+    return f"{type(pattern).__name__}({', '.join(f'{k}={v!r}' for k, v in written_fields(pattern).items())})"
+
+
+def require_positive(name: str, value: object, least: int = 1) -> None:
+    """Raise ConfigError unless the value is an integer of at least 1, or of another ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError.at(name, value, f"must be an integer of at least {least}")
 
 
 def require_divides(name: str, value: int, context: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of
-from longstride.kernels.patterns.base import SinglePart, require_divides, require_positive
+from longstride.kernels.patterns.base import PatternDefaults, PatternPart, require_divides, require_positive
 
 
 def column_order(context: int, stride: int) -> Order:
@@ -21,15 +21,42 @@ def column_order(context: int, stride: int) -> Order:
     return position[position < context]
 
 
-class InColumns:
-    """Every ``stride``-th earlier position but the last ``skip`` of them, column after column."""
+@dataclass(frozen=True)
+class Column(PatternDefaults):
+    """Every ``stride``-th earlier position, self included (Child et al. 2019, section 4.3, second strided factor)."""
 
-    stride: int  # positions
-    skip: int  # entries; 1 leaves out the query itself
+    stride: int  # positions; the paper's l
+
+    def __post_init__(self) -> None:
+        require_positive("stride", self.stride)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
-        return (q - k >= self.skip * self.stride) & ((q - k) % self.stride == 0)
+        return (k <= q) & ((q - k) % self.stride == 0)
+
+    def parts(self) -> tuple[PatternPart, ...]:
+        """The whole column."""
+        return (Entries(self.stride),)
+
+    def check(self, context: int) -> None:
+        """Raise ConfigError unless the stride divides the context."""
+        require_divides("stride", self.stride, context)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Some entries of the query's column, which is every ``stride``-th position: those ``skip`` and more above it."""
+
+    stride: int  # positions
+    skip: int = 0  # entries; 1 leaves out the query itself
+    count: int | None = None  # entries; None: up to the top of the column
+    start: int = 0  # no position before this one
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        """Original positions q and k, broadcastable; True where q attends to k."""
+        above = (q - k) // self.stride
+        allowed = (above >= self.skip) & ((q - k) % self.stride == 0) & (k >= self.start)
+        return allowed if self.count is None else allowed & (above - self.skip < self.count)
 
     def query_order(self, context: int) -> Order:
         """Column after column."""
@@ -40,33 +67,25 @@ class InColumns:
         return column_order(context, self.stride)
 
     def by_query(self, context: int) -> Bounds | Intervals:
-        """Each query reads its own column from the top to ``skip`` entries above itself (0: to itself)."""
+        """Each query reads its own column from ``skip`` entries above itself (0: from itself) up."""
         rows = context // self.stride
-        if context % self.stride == 0:
-            return Bounds(context, rows, constant(0, rows), Bound(rows, 1 - self.skip, 0, rows))
+        count = None if self.count is None else min(self.count, context)
+        if context % self.stride == 0 and self.start % self.stride == 0:
+            top = min(self.start // self.stride, rows)
+            low = constant(top, rows) if count is None else Bound(rows, 1 - self.skip - count, top, rows)
+            return Bounds(context, rows, low, Bound(rows, 1 - self.skip, top, rows))
         row = torch.arange(context)
         position = positions_of(column_order(context, self.stride))
-        top = row - (row if position is None else position) // self.stride
-        return Intervals(top, torch.maximum(row + 1 - self.skip, top))
+        position = row if position is None else position
+        before = (min(self.start, context) - position % self.stride + self.stride - 1) // self.stride  # in this column
+        top_row = row - position // self.stride + before.clamp_min(0)
+        high = torch.maximum(row + 1 - self.skip, top_row)
+        return Intervals(top_row if count is None else torch.maximum(row + 1 - self.skip - count, top_row), high)
 
     def by_key(self, context: int) -> Bounds | None:
-        """Each key is read from ``skip`` entries below itself to the end of its column."""
+        """Each key is read from ``skip`` entries below itself down."""
         rows = context // self.stride
-        if context % self.stride:
+        if context % self.stride or self.start:
             return None
-        return Bounds(context, rows, Bound(rows, self.skip, 0, rows), constant(rows, rows))
-
-
-@dataclass(frozen=True)
-class Column(InColumns, SinglePart):
-    """Every ``stride``-th earlier position, self included (Child et al. 2019, section 4.3, second strided factor)."""
-
-    stride: int  # positions; the paper's l
-    skip = 0  # no field
-
-    def __post_init__(self) -> None:
-        require_positive("stride", self.stride)
-
-    def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
-        require_divides("stride", self.stride, context)
+        high = constant(rows, rows) if self.count is None else Bound(rows, min(self.skip + self.count, rows), 0, rows)
+        return Bounds(context, rows, Bound(rows, self.skip, 0, rows), high)

@@ -3,55 +3,89 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Literal
 
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
-from longstride.kernels.patterns.base import PatternDefaults, PatternPart, require_divides, require_positive
-from longstride.kernels.patterns.column import Column, InColumns
+from longstride.kernels.patterns.base import (
+    Pattern,
+    PatternDefaults,
+    PatternPart,
+    require_divides,
+    require_positive,
+    written_repr,
+)
+from longstride.kernels.patterns.column import Column, Entries
 from longstride.kernels.patterns.local import Local
 
-
-@dataclass(frozen=True)
-class DistantColumn(InColumns):
-    """A column without its last ``skip`` entries, which the local window already holds."""
-
-    stride: int
-    skip: int
+MOST_FACTORS = 32  # two positions apart each, they would span every context
+FAR = 1 << 62  # a stride beyond every position that still fits in 64 bits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strided(PatternDefaults):
     """A window of ``stride`` joined with every ``stride``-th position (Child et al. 2019, section 4.3).
 
     ``span`` chooses the window: "released" counts ``stride`` positions, self included, as the authors' code does;
     "paper" counts one more, as the set in the paper does.
+
+    With ``num_factors`` p above 2 there are factors between the two (section 4.2 has any p). Factor j reads at the
+    distances that are multiples of stride^(j-1) below stride^j, the last one at all multiples of stride^(p-1). Where
+    the stride is the p-th root of N, that is O(N · ᵖ√N) pairs; p layers, a factor each, reach every earlier position.
     """
 
     stride: int  # positions; the paper's l
     span: Literal["paper", "released"] = "released"
+    num_factors: int = 2  # the paper's p
+
+    left_out_at_default = ("num_factors",)
 
     def __post_init__(self) -> None:
         require_positive("stride", self.stride)
         if self.span not in ("paper", "released"):
             raise ConfigError.at("span", self.span, "must be paper or released")
+        require_positive("num_factors", self.num_factors, least=2)
+        if self.num_factors > MOST_FACTORS:
+            raise ConfigError.at("num_factors", self.num_factors, f"must be at most {MOST_FACTORS}")
+
+    __repr__ = written_repr
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""
-        local, column = self.factors()
-        return local.mask(q, k) | column.mask(q, k)
+        return reduce(or_, (factor.mask(q, k) for factor in self.factors()))
 
-    def factors(self) -> tuple[Local, Column]:
-        """Local, then column."""
-        return Local(self.stride + (self.span == "paper")), Column(self.stride)
+    def factors(self) -> tuple[Pattern, ...]:
+        """Local, then the dilated windows between where there are more than two, then column."""
+        *between, last = self._strides()
+        dilated = (Local(self.stride, stride) for stride in between)
+        return (Local(self._window()), *dilated, Column(last))
 
     def parts(self) -> tuple[PatternPart, ...]:
-        """The window, and the column's entries before it."""
-        local, _ = self.factors()
-        skip = -(-local.window // self.stride)  # the window holds the offsets 0, stride, … below its width
-        return local, DistantColumn(self.stride, skip)
+        """The window, and of each further factor the entries before it: they have no others in common."""
+        window = Local(self._window())
+        *between, last = self._strides()
+        # The window holds the distances 0, stride, … below its width; of the others, each holds the query itself.
+        skips = {stride: -(-window.window // stride) for stride in (*between, last)}
+        dilated = (Entries(s, skips[s], self.stride - skips[s]) for s in between if skips[s] < self.stride)
+        return (*window.parts(), *dilated, Entries(last, skips[last]))
+
+    def _window(self) -> int:
+        return self.stride + (self.span == "paper")
+
+    def _strides(self) -> list[int]:
+        """Of the factors after the first."""
+        return [min(self.stride**power, FAR) for power in range(1, self.num_factors)]
 
     def check(self, context: int) -> None:
-        """Raise ConfigError unless the stride divides the context."""
-        require_divides("stride", self.stride, context)
+        """Raise ConfigError unless the stride, or the largest power that a factor has, divides the context."""
+        power = self.num_factors - 1
+        if power == 1:
+            require_divides("stride", self.stride, context)
+        elif context % self._strides()[-1]:
+            good = [s for s in range(1, context + 1) if s**power <= context and context % s**power == 0]
+            near = min(good, key=lambda s: abs(s - self.stride))
+            rule = f"its power {power} must divide context {context}; nearest {near}"
+            raise ConfigError.at("stride", self.stride, rule)

@@ -171,8 +171,13 @@ def view(pattern: Pattern, cell: int, grid: Grid, rows: range, columns: range, c
 
 
 def matrix_size(patterns: list[Pattern], context: int) -> int:
-    """Positions of a matrix that shows the longest stride a few times, within limits."""
-    sizes = [getattr(pattern, "stride", getattr(pattern, "window", 0)) for pattern in patterns]
+    """Positions of a matrix that shows the longest stride, window or segment a few times, within limits."""
+    sizes = [0]
+    for pattern in patterns:
+        of = functools.partial(getattr, pattern)
+        sizes.append(of("stride", 0) ** (of("num_factors", 2) - 1))
+        sizes.append(of("window", 0) * of("dilation", of("block", 1)))
+        sizes += of("segments", ())
     return min(context, MOST_POSITIONS, max(LEAST_POSITIONS, SHOWN_STRIDES * max(sizes)))
 
 

@@ -168,6 +168,11 @@ def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any
         for field in dataclasses.fields(cls):
             if field.name in RESOLVED_BY_HEAD:
                 continue
+            if typing.get_origin(hints[field.name]) is tuple:  # of any number of one type
+                items = kinds[typing.get_args(hints[field.name])[0]]
+                properties[field.name] = {"type": "array", "items": items, "minItems": 1}
+                needed.append(field.name)
+                continue
             options = [t for t in (typing.get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None)]
             literal = isinstance(options[0], str)
             properties[field.name] = {"enum": options} if literal else kinds[options[0]]

@@ -45,6 +45,7 @@ SHAPES = {
     "natural": ((0, 0, 1),),  # local, block
     "folded": ((1, 1, 1),),  # column
     "merged": ((0, 0, 1), (0, 1, 1)),  # fixed
+    "stairs": ((0, 0, 3), (0, 1, 3)),  # window and first keys by blocks
     "listed": ((2, 2, 2),),  # anything else
 }
 

@@ -26,6 +26,10 @@ ATTENTIONS: dict[str, Any] = {
             {"count": 2, "type": "strided", "stride": 8, "combine": "multihead"},
         ]
     },
+    "strided in three factors": {"type": "strided", "stride": 2, "num_factors": 3, "combine": "interleaved"},
+    "longformer": {"type": "longformer", "window": 3, "dilation": 2},
+    "longnet": {"type": "longnet", "segments": [4, 8], "dilations": [1, 4]},
+    "bigbird": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1},
     "cycle": [{"type": "column", "stride": 8}, {"type": "local", "window": 8}, {"type": "dense"}],
 }
 

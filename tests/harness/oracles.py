@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,33 @@ from torch import Tensor
 from longstride.kernels.attention import head_patterns, sparse_attention
 from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.backends.reference import pattern_mask
+from longstride.kernels.forms import intervals_of, positions_of
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 MEAN_RATIO = 2.0  # of the same-precision error
 LARGEST_RATIO = 4.0
 ULPS = 4  # where the same-precision error is 0
-EXAMPLE_VALUES = {"window": 11, "stride": 8, "summary": 2, "num_summaries": 3}  # any other integer field gets 5
+EXAMPLE_VALUES: dict[str, Any] = {  # of the required fields; any other gets 5
+    "window": 11,
+    "stride": 8,
+    "summary": 2,
+    "num_summaries": 3,
+    "segments": [4, 8],
+    "dilations": [1, 2],
+}
+EXAMPLES_OF = {"bigbird": {"block": 4, "window": 2, "globals": 1, "random": 2}}  # where they mean something else
 VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do not reach
     {"type": "local", "window": 1},
+    {"type": "local", "window": 5, "dilation": 4},
     {"type": "column", "stride": 1},
     {"type": "strided", "stride": 8, "span": "paper"},
+    {"type": "strided", "stride": 2, "num_factors": 4},
     {"type": "summary", "stride": 8, "summary": 2, "include_self": True},
     {"type": "summary", "stride": 9, "summary": 2, "num_summaries": 3},
     {"type": "fixed", "stride": 8, "summary": 8},
     {"type": "fixed", "stride": 9, "summary": 2, "num_summaries": 3},
+    {"type": "longformer", "window": 5, "dilation": 4},
 )
 
 
@@ -64,8 +76,41 @@ def example_patterns() -> list[Pattern]:
     examples: list[Pattern] = []
     for name, cls in PATTERNS.items():
         required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        examples.append(pattern_from_json({"type": name, **{f: EXAMPLE_VALUES.get(f, 5) for f in required}}))
+        values = {field: EXAMPLE_VALUES.get(field, 5) for field in required}
+        examples.append(pattern_from_json({"type": name, **values, **EXAMPLES_OF.get(name, {})}))
     return examples + [pattern_from_json(variant) for variant in VARIANTS]
+
+
+def mask_of(pattern: Pattern, context: int) -> Tensor:
+    """(N, N) bool: the definition."""
+    position = torch.arange(context)
+    return pattern.mask(position[:, None], position[None, :])
+
+
+def assert_parts_are_the_mask(pattern: Pattern, context: int) -> None:
+    """Assert that the parts of a head's pattern are disjoint and make it up, each by intervals in its own orders."""
+    natural = torch.arange(context)
+    union = torch.zeros(context, context, dtype=torch.bool)
+    for part in pattern.parts():
+        mask = part.mask(natural[:, None], natural[None, :])
+        assert not (union & mask).any(), f"{part} holds pairs of an earlier part"
+        union |= mask
+        query_order, key_order = positions_of(part.query_order(context)), positions_of(part.key_order(context))
+        query_order = natural if query_order is None else query_order
+        key_order = natural if key_order is None else key_order
+        low, high = intervals_of(part.by_query(context))
+        column = torch.arange(len(key_order))
+        inside = (column >= low[:, None]) & (column < high[:, None])
+        assert torch.equal(query_order.sort().values, natural)
+        assert len(key_order.unique()) == len(key_order)
+        assert bool((low <= high).all() and (low.diff() >= 0).all() and (high.diff() >= 0).all()), part
+        assert torch.equal(inside, mask[query_order][:, key_order]), part
+        assert int(mask.sum()) == int(inside.sum()), "a key was left out"
+        by_key = part.by_key(context)
+        if by_key is not None:
+            low, high = by_key(torch.arange(len(key_order)))
+            assert torch.equal((natural >= low[:, None]) & (natural < high[:, None]), inside.T)
+    assert torch.equal(union, mask_of(pattern, context)), pattern
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bool = False) -> Inputs:

@@ -21,6 +21,7 @@ KERNELS = ("forward", "dkdv", "dq")
 DEFAULTS = [
     *(f"{kernel}:{case}" for kernel in KERNELS for case in ("bfloat16:64:folded", "float16:128:natural")),
     "forward:bfloat16:64:merged",
+    *(f"{kernel}:bfloat16:64:stairs" for kernel in KERNELS),
     "dkdv:bfloat16:64:natural:resume",
     "dq:bfloat16:64:merged",
     "closed:bfloat16:64:folded:resume",

@@ -7,7 +7,7 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.kernels.attention import BACKENDS
-from longstride.kernels.patterns import PATTERNS, Block, Column, Dense, Fixed, Local, Strided, Summary
+from longstride.kernels.patterns import PATTERNS, BigBird, Block, Column, Dense, Fixed, Local, LongNet, Strided, Summary
 from longstride.sparse_model import ModelConfig
 from longstride.sparse_model.mixers import MIXERS
 from tests.harness.configs import ATTENTIONS, model_json, small
@@ -49,6 +49,13 @@ def test_heads_take_distinct_summaries() -> None:
     assert heads == tuple(Fixed(8, 2, 4, index=index) for index in range(4))
 
 
+def test_heads_take_their_own_offsets_and_draws() -> None:
+    (heads, *_) = small(attention=ATTENTIONS["longnet"]).layer_patterns()
+    assert heads == tuple(LongNet((4, 8), (1, 4), index=index) for index in range(4))
+    (heads, *_) = small(attention=ATTENTIONS["bigbird"]).layer_patterns()
+    assert heads == tuple(BigBird(4, 2, 1, 1, index=index) for index in range(4))
+
+
 def test_a_list_is_a_cycle_over_the_layers() -> None:
     layers = small(attention=ATTENTIONS["cycle"], layers=5).layer_patterns()
     assert [heads[0] for heads in layers] == [Column(8), Local(8), Dense(), Column(8), Local(8)]
@@ -78,6 +85,10 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
          'attention[0].combine="interleaved": a list is a cycle already: make each factor an entry of the list'),
         ({"attention": {"type": "strided", "stride": 8, "combine": "multihead"}, "heads": 1},
          'attention.combine="multihead": strided splits over 2 factors: heads=1 must be a multiple of that'),
+        ({"attention": {"type": "longnet", "segments": [4, 16], "dilations": [1, 2]}},
+         "attention.segments=[4, 16]: the last must divide context 40; nearest [4, 20]"),
+        ({"attention": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 8}},
+         "attention.random=8: window + globals + random must not exceed the 10 blocks of context 40; largest 7"),
         ({"heads": 5}, "width=64: 64 channels must divide into heads=5; nearest heads 4"),
         ({"heads": 7}, "width=64: 64 channels must divide into heads=7; nearest heads 8"),
         ({"query_key_ratio": 0.3},
@@ -131,6 +142,9 @@ def test_the_schema_lists_every_pattern() -> None:
     assert [each["properties"]["type"]["const"] for each in patterns] == list(PATTERNS)
     assert [each["properties"]["type"]["const"] for each in others] == list(MIXERS)
     assert by_head["required"] == ["heads"] and listed["type"] == "array"
+    (longnet,) = (each for each in patterns if each["properties"]["type"]["const"] == "longnet")
+    assert longnet["properties"]["segments"] == {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    assert longnet["required"] == ["type", "segments", "dilations"]
     assert not any("index" in each["properties"] for each in patterns)
     assert model_json().keys() <= ModelConfig.model_json_schema()["properties"].keys()
 

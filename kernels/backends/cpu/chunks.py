@@ -69,7 +69,7 @@ class Chunks:
         return sum(batch.count * batch.rows * batch.width for batch in self.batches)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def chunked(part: PatternPart, context: int, alignment: int = 1) -> Chunks:
     """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached.
 

@@ -38,8 +38,7 @@ FIELDS = (
     *(f"row_{name}" for name in FOLD),
     *(f"column_{name}" for name in FOLD),
     *(f"bounds_{name}" for name in FOLD[:3]),
-    *(f"low_{name}" for name in Bound._fields),
-    *(f"high_{name}" for name in Bound._fields),
+    *(f"{end}_{name}" for end in ("low", "high") for name in (*Bound._fields, "magic", "bits")),  # of the grain
 )
 SOURCE_FIELDS = ("base", "length", "list", "width", *FOLD)
 UNREACHED = 1 << 30  # a period, or a width, beyond every position
@@ -51,6 +50,7 @@ class Form(IntEnum):
     NATURAL = 0  # positions are row numbers
     FOLDED = 1  # closed form
     LISTED = 2  # vectors
+    STAIRS = 3  # of intervals: closed form with a grain, a division more
 
 
 class Shape(IntEnum):
@@ -181,8 +181,7 @@ def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form
         *fold_fields(one.row_order),
         *fold_fields(one.column_order),
         *divisor(bounds.period),
-        *bounds.low,
-        *bounds.high,
+        *(field for bound in (bounds.low, bounds.high) for field in (*bound[:-1], *divisor(bound.grain))),
     ]
 
 
@@ -241,8 +240,14 @@ def forms_of(heads: Sequence[Sequence[View]]) -> tuple[tuple[Form, ...], tuple[F
     segments = list(zip(*heads, strict=True))
     rows = tuple(max(form_of(one.row_order) for one in segment) for segment in segments)
     columns = tuple(max(form_of(one.column_order) for one in segment) for segment in segments)
-    listed = (any(not isinstance(one.bounds, Bounds) for one in segment) for segment in segments)
-    return rows, columns, tuple(Form.LISTED if found else Form.FOLDED for found in listed)
+    return rows, columns, tuple(map(_form_of_bounds, segments))
+
+
+def _form_of_bounds(segment: Sequence[View]) -> Form:
+    if any(not isinstance(one.bounds, Bounds) for one in segment):
+        return Form.LISTED
+    ends = (end for one in segment if isinstance(one.bounds, Bounds) for end in (one.bounds.low, one.bounds.high))
+    return Form.STAIRS if any(end.grain > 1 for end in ends) else Form.FOLDED
 
 
 def divisor(period: int) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
 LISTED = tl.constexpr(int(Form.LISTED))
+STAIRS = tl.constexpr(int(Form.STAIRS))
 
 NATURAL_SHAPE = tl.constexpr(int(Shape.NATURAL))
 COLUMN_SHAPE = tl.constexpr(int(Shape.COLUMN))
@@ -116,12 +117,15 @@ def intervals(row, inside, fields, data, FORM: tl.constexpr):
         period, magic, bits = load_divisor(fields + BOUNDS)
         whole = divided(row, magic, bits)
         rest = row - whole * period
-        low, high = _bound(whole, rest, fields + LOW), _bound(whole, rest, fields + HIGH)
+        low, high = _bound(whole, rest, fields + LOW, FORM), _bound(whole, rest, fields + HIGH, FORM)
     return low, high
 
 
 @triton.jit
-def _bound(whole, rest, fields):
+def _bound(whole, rest, fields, FORM: tl.constexpr):
+    if FORM == STAIRS:
+        grain, magic, bits = load_divisor(fields + 4)
+        rest = divided(rest, magic, bits) * grain
     clipped = tl.minimum(tl.maximum(rest + tl.load(fields + 1), tl.load(fields + 2)), tl.load(fields + 3))
     return whole * tl.load(fields) + clipped
 

@@ -13,7 +13,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from longstride.kernels import ConfigError
-from longstride.kernels.patterns import Fixed, Strided, Summary
+from longstride.kernels.patterns import BigBird, Fixed, Local, LongNet, Strided, Summary
 from longstride.launcher import cli
 from longstride.launcher.drawing.pattern import (
     FIRST,
@@ -117,6 +117,8 @@ def test_matrix_shows_some_strides_and_never_all_of_a_long_context() -> None:
     assert matrix_size([Strided(128)], 12288) == 512
     assert matrix_size([Strided(1024)], 2**20) == matrix_size([Strided(2**15)], 2**20) == 4096
     assert matrix_size([Strided(8)], 64) == 64
+    assert matrix_size([Strided(8, num_factors=4)], 12288) == matrix_size([Local(128, dilation=4)], 12288) == 2048
+    assert matrix_size([LongNet((64, 256), (1, 4)), BigBird(64, 3, 1, 1)], 12288) == 1024
 
 
 def test_picture_has_a_view_and_a_matrix_for_each_distinct_pattern(tmp_path: Path) -> None:
