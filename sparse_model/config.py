@@ -56,6 +56,21 @@ class ImageEmbedding(StrictModel):
         return (self.height, self.width, self.channels)
 
 
+class LearnedEmbedding(StrictModel):
+    """One position table with a row for each position of the context (Radford et al. 2018, GPT; Image GPT)."""
+
+    type: Literal["learned"]
+
+    @property
+    def modality(self) -> str:
+        """What the bytes are, where nothing else tells: it fits all, and most are text."""
+        return "text"
+
+    def table_sizes(self, context: int) -> tuple[int, ...]:
+        """As many rows as positions."""
+        return (context,)
+
+
 class TokenEmbedding(StrictModel):
     """No position tables: positions come from ``rotary``, convolutions and the patterns themselves."""
 
@@ -144,7 +159,7 @@ class ModelConfig(StrictModel):
     heads: Annotated[int, POSITIVE]
     width: Annotated[int, POSITIVE]  # the paper's d
     attention: Annotated[Any, WithJsonSchema(_attention_schema())]
-    embedding: FoldedEmbedding | ImageEmbedding | TokenEmbedding = Field(discriminator="type")
+    embedding: FoldedEmbedding | ImageEmbedding | LearnedEmbedding | TokenEmbedding = Field(discriminator="type")
     vocabulary: Annotated[int, POSITIVE] = 256
     feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
     query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
@@ -153,6 +168,7 @@ class ModelConfig(StrictModel):
     backend: Literal["auto", "triton", "cpu", "reference", "flex"] = "auto"  # of attention
     # What follows came later than the paper. Each is off where it is left out.
     norm: Literal["layer", "rms"] = "layer"
+    norm_epsilon: Annotated[float, POSITIVE] | None = None  # null: layer 1e-5, as torch has it; rms 1e-6
     bias: bool = True  # of linear layers
     rotary: RotaryPositions | None = None
     query_key_norm: bool = False
@@ -160,7 +176,9 @@ class ModelConfig(StrictModel):
     feed_forward: DenseFeedForward = DenseFeedForward()
     ngrams: NgramTables | None = None  # added to the token embedding
 
-    left_out_at_default = ("norm", "bias", "rotary", "query_key_norm", "convolution", "feed_forward", "ngrams")
+    left_out_at_default = (
+        "norm", "norm_epsilon", "bias", "rotary", "query_key_norm", "convolution", "feed_forward", "ngrams",
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -190,7 +190,7 @@ def _write(
         "format": Exported.FORMAT,
         "model": model,
         "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
-        "data": {"modality": data.modality.name, "properties": data.properties},
+        "data": data.to_json(),
         **hub_fields(),
         "fingerprint": fingerprint.hexdigest(),
         "origin": {
@@ -205,9 +205,9 @@ def _write(
         },
     }
     write_json(folder / file_names.CONFIG, content)
-    for name, text in hub_files(config.model).items():
+    for name, text in hub_files(config.model, data.palette is not None).items():
         write_text(folder / name, text)
-    card = model_card(run_folder, checkpoint, options.kind, options.dtype, fingerprint.hexdigest())
+    card = model_card(run_folder, checkpoint, data, options.kind, options.dtype, fingerprint.hexdigest())
     write_text(folder / file_names.MODEL_CARD, card)
 
 
