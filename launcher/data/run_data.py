@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -159,6 +159,11 @@ class RunData:
     def palette(self) -> Palette | None:
         """By which pictures are read; None where tokens are bytes. Raises DataError for a damaged one."""
         return self._folder.palette
+
+    @property
+    def properties(self) -> Mapping[str, int]:
+        """What all documents have in common."""
+        return self._folder.manifest.properties
 
     @property
     def unit(self) -> str:

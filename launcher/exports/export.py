@@ -183,7 +183,7 @@ def _write(
 ) -> None:
     """Weights, config.json, the files for transformers and the card, each on the disk once it is written."""
     config, manifest = checkpoint.config, checkpoint.manifest
-    model, data = config.to_json()["model"], ModelData.of_run(config)
+    model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
     fingerprint = Fingerprint(model)
     write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint)
     content: dict[str, Any] = {

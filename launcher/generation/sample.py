@@ -158,6 +158,9 @@ def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Requ
     if count < 1:
         raise ConfigError(f"--count={count}: must be at least 1")
     prompts, prompted = _prompts(arguments, data, context)
+    if len(prompts[0]) % data.token_bytes:
+        rule = f"must be whole {data.unit}s of {data.token_bytes} bytes; take --prompt-image"
+        raise ConfigError(f"--prompt: has {len(prompts[0])} bytes: {rule}")
     num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
     return Request(
         data, prompts, count, num_bytes, prompted, output_files(arguments.output, data, count, len(prompted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, Modality
 from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.kernels import ConfigError
+from longstride.launcher.config import load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import ImageEmbedding, ModelConfig
 
@@ -65,10 +67,13 @@ class ModelData:
             raise ConfigError(f"--modality={name}: {rule}") from None
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> ModelData:
-        """From a run's data folder, where it is still on this machine; else from the model's embedding.
+    def of_run(cls, config: RunConfig, run: Path | None = None) -> ModelData:
+        """From a run's data folder, where it is still on this machine; else from the run, or the model's embedding.
 
         Nothing is downloaded for it.
+
+        Raises:
+            ConfigError: what the run folder tells of its tokens cannot be read.
         """
         from longstride.data_pipelines.shards import DataFolder
 
@@ -80,6 +85,8 @@ class ModelData:
                 if folder.palette is not None:
                     return cls(kind, properties, folder.palette)
                 return cls(kind, {**properties, **sizes})
+        if run is not None and (run / file_names.DATA).is_file():
+            return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
         return cls(MODALITIES[config.data.modality or config.model.embedding.modality], sizes)
 
     def to_json(self) -> dict[str, Any]:
