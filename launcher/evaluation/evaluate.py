@@ -32,7 +32,7 @@ from longstride.launcher.config import add_trust_argument
 from longstride.launcher.data import Run, RunData, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.models import DTYPES, add_weights_argument
+from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
@@ -83,6 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
     data = RunData(config, ranks, arguments.data)
+    if data.palette != ModelData.of_run(config, arguments.run).palette:
+        rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
+        raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
     contexts()  # raises what does not fit before a process group is made
     start = time.perf_counter()

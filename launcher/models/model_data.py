@@ -68,7 +68,7 @@ class ModelData:
 
     @classmethod
     def of_run(cls, config: RunConfig, run: Path | None = None) -> ModelData:
-        """From a run's data folder, where it is still on this machine; else from the run, or the model's embedding.
+        """From what a ``run`` folder tells, or its data folder if that is on this machine, or the model's embedding.
 
         Nothing is downloaded for it.
 
@@ -77,6 +77,8 @@ class ModelData:
         """
         from longstride.data_pipelines.shards import DataFolder
 
+        if run is not None and (run / file_names.DATA).is_file():
+            return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
         sizes = _picture_size(config.model)
         if "://" not in config.data.path:
             with contextlib.suppress(DataError, OSError):
@@ -85,8 +87,6 @@ class ModelData:
                 if folder.palette is not None:
                     return cls(kind, properties, folder.palette)
                 return cls(kind, {**properties, **sizes})
-        if run is not None and (run / file_names.DATA).is_file():
-            return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
         return cls(MODALITIES[config.data.modality or config.model.embedding.modality], sizes)
 
     def to_json(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Trainer:
             with StepPart.DATA.marked(engine.device):
                 batch = next(self._batches)
             line = train_step(
-                engine, batch, settings.micro_batch, self._run.ranks, self._guards, unit=self._run.data.unit
+                engine, batch, settings.micro_batch, self._run.ranks, self._guards, None, self._run.data.unit
             )
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = batch.num_bytes / line["seconds"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model.norm import norm_of
 
 # layers, heads, width, and the parameters that follow; the paper tells 76 M, 455 M and 1362 M.
 SIZES = {
@@ -40,6 +41,19 @@ def test_learned_positions_are_a_row_each() -> None:
     rows = model.embedding(tokens)
     known = torch.cat([model.embedding.start[None], model.embedding.tokens.weight[tokens[0, :-1]]])
     assert torch.equal(rows[0], known + model.embedding.positions[0].weight)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_epsilon_of_norms_is_the_configurations(kind: str) -> None:
+    content = image_gpt(1, 1, 8, context=6, colours=5).model_dump(mode="json") | {"norm": kind, "norm_epsilon": 0.5}
+    norm = norm_of(ModelConfig.model_validate(content)).double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.5).sqrt()
+    for rows in (slice(None), slice(0, 1)):  # a context, and a row of generation
+        torch.testing.assert_close(norm(x[:, rows]), expected[:, rows], rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in (norm(x), expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.transformers

@@ -16,6 +16,7 @@ from PIL import Image
 
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.config import RunConfig
@@ -164,6 +165,15 @@ def test_a_run_is_told_in_bits_per_pixel(run: Path, tmp_path: Path, capsys: pyte
     assert len(json.loads((tmp_path / "positions.json").read_text())["positions"]["bits_per_pixel"]) == HEIGHT * WIDTH
     for what in ("loss", "attention"):
         assert cli.main(["show", what, str(run), "--output", str(tmp_path / f"{what}.png")]) == 0
+
+
+def test_another_palette_of_as_many_colours_is_refused(
+    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    colours = DataFolder(data).palette.colours ^ 1
+    build([data.parent / "source"], tmp_path / "data", modality="image", palette=Palette(colours))
+    assert cli.main(["evaluate", str(run), "--data", str(tmp_path / "data")]) == 2
+    assert "told by another palette than the run's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gone", [False, True])
