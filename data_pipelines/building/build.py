@@ -58,8 +58,7 @@ def build(
     taken whatever its name. ``palette``: by which pictures will be read, or the number of its colours, which are then
     found from pixels of the train split, drawn by ``seed``. An identical data folder that is already there is left as
     it is. ``crew``: the processes that build together, all with the same arguments (None: the processes of the MPI job,
-    if there is one). The first
-    rank's arguments count, and ``progress`` is called there alone.
+    if there is one). The first rank's arguments count, and ``progress`` is called there alone.
 
     Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
     output that overlap, where nothing or only one split is found, for an output that holds anything else or cannot be

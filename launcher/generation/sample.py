@@ -311,8 +311,9 @@ def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
 def _write_output(request: Request, sampled: Iterator[Tensor]) -> None:
     """To standard output: one sample byte by byte, several one after another once all are there."""
     if len(request.prompts) * request.count == 1:
-        contents = (request.data.content(tokens.cpu().numpy()).tobytes() for tokens in sampled)
-        samples: list[Iterable[bytes]] = [itertools.chain(request.prompts, contents)]
+        data, (prompt,) = request.data, request.prompts
+        tokens = itertools.chain([data.tokens(prompt)], (token.cpu().numpy() for token in sampled))
+        samples: list[Iterable[bytes]] = [(data.content(each).tobytes() for each in tokens)]
     else:
         samples = [[sample.tobytes()] for sample in _collected(request, sampled)]
     for number, pieces in enumerate(samples, start=1):

@@ -75,17 +75,18 @@ class ModelData:
         Raises:
             ConfigError: what the run folder tells of its tokens cannot be read.
         """
-        from longstride.data_pipelines.shards import DataFolder
+        from longstride.data_pipelines.shards import DataManifest, load_palette
+        from longstride.data_pipelines.stores import open_store
 
         if run is not None and (run / file_names.DATA).is_file():
             return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
         sizes = _picture_size(config.model)
         if "://" not in config.data.path:
             with contextlib.suppress(DataError, OSError):
-                folder = DataFolder(config.data.path)
-                kind, properties = MODALITIES[folder.manifest.modality], folder.manifest.properties
-                if folder.palette is not None:
-                    return cls(kind, properties, folder.palette)
+                manifest = DataManifest.load(store := open_store(config.data.path))
+                kind, properties = MODALITIES[manifest.modality], manifest.properties
+                if manifest.palette is not None:
+                    return cls(kind, properties, load_palette(store, manifest.palette))
                 return cls(kind, {**properties, **sizes})
         return cls(MODALITIES[config.data.modality or config.model.embedding.modality], sizes)
 
