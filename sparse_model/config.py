@@ -56,6 +56,21 @@ class ImageEmbedding(StrictModel):
         return (self.height, self.width, self.channels)
 
 
+class LearnedEmbedding(StrictModel):
+    """One position table with a row for each position of the context (Radford et al. 2018, GPT; Image GPT)."""
+
+    type: Literal["learned"]
+
+    @property
+    def modality(self) -> str:
+        """What the bytes are, where nothing else tells: it fits all, and most are text."""
+        return "text"
+
+    def table_sizes(self, context: int) -> tuple[int, ...]:
+        """As many rows as positions."""
+        return (context,)
+
+
 class TokenEmbedding(StrictModel):
     """No position tables: positions come from ``rotary``, convolutions and the patterns themselves."""
 
@@ -119,7 +134,7 @@ class ModelConfig(NetworkConfig):
     """
 
     attention: Annotated[Any, WithJsonSchema(attention_schema())]
-    embedding: FoldedEmbedding | ImageEmbedding | TokenEmbedding = Field(discriminator="type")
+    embedding: FoldedEmbedding | ImageEmbedding | LearnedEmbedding | TokenEmbedding = Field(discriminator="type")
     feed_forward: Annotated[Any, WithJsonSchema(feed_forward_schema()), BeforeValidator(_with_defaults)] = (
         DenseFeedForward().model_dump(mode="json")
     )

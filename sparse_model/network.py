@@ -43,6 +43,7 @@ class NetworkConfig(StrictModel):
     # What follows came later than the paper. Each is off where it is left out.
     order: str | None = None  # of mixers (s) and feed-forwards (f), such as "s6 (sf)10 f6"; null is (sf) x layers
     norm: Literal["layer", "rms"] = "layer"
+    norm_epsilon: Annotated[float, POSITIVE] | None = None  # null: layer 1e-5, as torch has it; rms 1e-6
     bias: bool = True  # of linear layers
     rotary: RotaryPositions | None = None
     query_key_norm: bool = False

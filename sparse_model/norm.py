@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.tiles import tiles, wide_of
 
-EPS = 1e-6  # added to the mean square
+EPS = 1e-6  # added to the mean square, where a configuration says nothing else
 
 
 class LayerNorm(nn.LayerNorm):
@@ -28,28 +28,29 @@ class RMSNorm(nn.Module):
 
     part = "norms"
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float = EPS) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, h: Tensor) -> Tensor:
         """(…, C) to (…, C)."""
         if h.device.type != "cpu":
-            return F.rms_norm(h, h.shape[-1:], self.weight, EPS)
+            return F.rms_norm(h, h.shape[-1:], self.weight, self.eps)
         if h.shape[-2] == 1:  # a single row: fewer calls
-            return (h * inverse_rms(h)).mul_(self.weight).to(h.dtype)
-        return TiledRMSNorm.apply(h.flatten(0, -2), self.weight).view(h.shape)
+            return (h * inverse_rms(h, eps=self.eps)).mul_(self.weight).to(h.dtype)
+        return TiledRMSNorm.apply(h.flatten(0, -2), self.weight, self.eps).view(h.shape)
 
 
 def norm_of(network: NetworkConfig) -> nn.Module:
     """The norm that a network asks for, at its first values: weights 1, biases 0."""
-    return RMSNorm(network.width) if network.norm == "rms" else LayerNorm(network.width)
+    kind = RMSNorm if network.norm == "rms" else LayerNorm
+    return kind(network.width) if network.norm_epsilon is None else kind(network.width, eps=network.norm_epsilon)
 
 
-def inverse_rms(x: Tensor, out: Tensor | None = None) -> Tensor:
+def inverse_rms(x: Tensor, out: Tensor | None = None, eps: float = EPS) -> Tensor:
     """1 / √(mean x² + ε) over the last axis: (…, C) to (…, 1) in fp32 (fp64 for fp64)."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_of(x))
-    return torch.addcmul(length.new_full((), EPS), length, length, value=1 / x.shape[-1], out=out).rsqrt_()
+    return torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1], out=out).rsqrt_()
 
 
 class TiledRMSNorm(torch.autograd.Function):
@@ -60,17 +61,17 @@ class TiledRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         out, scales = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide_of(x))
         weights = weight.to(wide_of(x))
         for place, (rows,) in tiles(x, 0, scratch=1):
-            scale = inverse_rms(rows.copy_(x[place]), out=scales[place])
+            scale = inverse_rms(rows.copy_(x[place]), out=scales[place], eps=eps)
             out[place] = rows.mul_(scale).mul_(weights)
         ctx.save_for_backward(x, weight, scales)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scales = ctx.saved_tensors
         grad_x, weights = torch.empty_like(x), weight.to(scales.dtype)
         grad_weight = torch.zeros_like(weights)
@@ -81,4 +82,4 @@ class TiledRMSNorm(torch.autograd.Function):
             # What is along a row does not change its direction, which is all that the output has of it.
             along = (products @ weights).div_(-x.shape[1])[:, None]
             grad_x[place] = grad.mul_(weights).addcmul_(rows, along).mul_(scales[place])
-        return grad_x, grad_weight.to(weight.dtype)
+        return grad_x, grad_weight.to(weight.dtype), None

@@ -24,7 +24,8 @@ ORDER = {
         "embedding", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [
-        "errors", "settings", "durable", "modalities", "stores", "shards", "documents", "datasets", "order", "building",
+        "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",
+        "building",
     ],
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from longstride.data_pipelines.building.crew import Crew, join_crew
 from longstride.data_pipelines.building.folders import (
     PresentOutput,
@@ -21,13 +23,17 @@ from longstride.data_pipelines.building.folders import (
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings, DatasetSettings, FileSettings
 from longstride.data_pipelines.building.shard_writer import Piece, write_shard
 from longstride.data_pipelines.datasets import dataset_named, default_input, fetched_input
-from longstride.data_pipelines.documents import OpenInput
+from longstride.data_pipelines.documents import Document, OpenInput
 from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Properties, modality_named
+from longstride.data_pipelines.palette import CHANNELS, Palette, make_palette
 from longstride.data_pipelines.shards import DataManifest, Progress, ShardRecord
 
 SHARD_BYTES = 16 * 2**20  # default content bytes of a shard
+SAMPLED_DOCUMENTS = 2**12  # at most, that a palette is made of
+SAMPLED_PIXELS = 2**17  # of all of them together; for large palettes as many as _PIXELS_A_COLOUR ask for
+_PIXELS_A_COLOUR = 8
 
 
 def build(
@@ -41,6 +47,7 @@ def build(
     validation_fraction: float = 0.05,
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
+    palette: int | Palette | None = None,
     progress: Progress | None = None,
     crew: Crew | None = None,
 ) -> DataManifest:
@@ -48,9 +55,10 @@ def build(
 
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all). Hidden files,
     ``__pycache__``, symlinks and files or folders named in ``exclude`` are left out. A file named in ``inputs`` is
-    taken whatever its name. An identical data folder that is already there is left as it is. ``crew``: the processes
-    that build together, all with the same arguments (None: the processes of the MPI job, if there is one). The first
-    rank's arguments count, and ``progress`` is called there alone.
+    taken whatever its name. ``palette``: by which pictures will be read, or the number of its colours, which are then
+    found from pixels of the train split, drawn by ``seed``. An identical data folder that is already there is left as
+    it is. ``crew``: the processes that build together, all with the same arguments (None: the processes of the MPI job,
+    if there is one). The first rank's arguments count, and ``progress`` is called there alone.
 
     Raises DataError, on all ranks, for an input that is missing, unreadable or changes meanwhile, for inputs and an
     output that overlap, where nothing or only one split is found, for an output that holds anything else or cannot be
@@ -67,6 +75,7 @@ def build(
             validation_fraction=validation_fraction,
             shard_bytes=shard_bytes,
             seed=seed,
+            palette=palette,
         )
         paths = [Path(path) for path in inputs]
         return _Coordinator(paths, Path(output), settings, lambda: settings.plan(paths))
@@ -82,6 +91,7 @@ def build_dataset(
     unpublished: bool = False,
     download: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    palette: int | Palette | None = None,
     progress: Progress | None = None,
     crew: Crew | None = None,
 ) -> DataManifest:
@@ -97,7 +107,7 @@ def build_dataset(
 
     def coordinate() -> _Coordinator:
         dataset = dataset_named(name)
-        settings = DatasetSettings(dataset, unpublished, shard_bytes)
+        settings = DatasetSettings(dataset, unpublished, shard_bytes, palette)
         place = Path(given) if given is not None else default_input(dataset)
         return _Coordinator(
             [place],
@@ -127,6 +137,9 @@ class _Orders:
     place: UnfinishedFolder | None  # None: nothing is written
     output: Path
     content_bytes: int
+    palette: int | Palette | None  # to be made, or taken
+    sampled: Sequence[Document]  # of which a palette is made
+    seed: int  # of the pixels that are taken of each
 
 
 class _Coordinator:
@@ -150,6 +163,9 @@ class _Coordinator:
             place=self._output.place,
             output=output,
             content_bytes=plan.content_bytes,
+            palette=settings.palette,
+            sampled=plan.spread("train", SAMPLED_DOCUMENTS) if isinstance(settings.palette, int) else (),
+            seed=getattr(settings, "seed", 0),
         )
 
     def tasks(self) -> Iterator[_Task]:
@@ -166,10 +182,10 @@ class _Coordinator:
         self._records[record.name] = record
         self.done_bytes += record.content_bytes
 
-    def finish(self) -> DataManifest:
+    def finish(self, palette: Palette | None) -> DataManifest:
         """Makes the output appear, or checks the one that is there. Raises DataError where that fails."""
-        manifest = self._plan.manifest(self._records)
-        self._output.finish(manifest)
+        manifest = self._plan.manifest(self._records, palette)
+        self._output.finish(manifest, palette)
         return manifest
 
     def close(self) -> None:
@@ -186,8 +202,9 @@ def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, cr
             orders = crew.broadcast(coordinator.orders if coordinator else None)
             assert orders is not None  # the first rank has a coordinator
             try:
+                palette = _settled_palette(crew, orders)
                 _make_shards(crew, coordinator, orders, progress)
-                manifest = crew.broadcast(crew.on_first(lambda: coordinator.finish() if coordinator else None))
+                manifest = crew.broadcast(crew.on_first(lambda: coordinator.finish(palette) if coordinator else None))
             except DataError as error:
                 if orders.place is None or not orders.place.holds_finished:
                     raise
@@ -201,6 +218,29 @@ def _build(coordinate: Callable[[], _Coordinator], progress: Progress | None, cr
         finally:
             if coordinator is not None:
                 coordinator.close()
+
+
+def _settled_palette(crew: Crew, orders: _Orders) -> Palette | None:
+    """The palette, on the first rank; made there of pixels that all ranks look up. Which rank looked does not count."""
+    wanted = orders.palette
+    if not isinstance(wanted, int):
+        return wanted
+    each = -(-max(SAMPLED_PIXELS, _PIXELS_A_COLOUR * wanted) // len(orders.sampled))
+    modality = modality_named(orders.modality)
+
+    def own_pixels() -> np.ndarray:
+        drawn = []
+        with OpenInput() as open_input:
+            for number in range(crew.rank, len(orders.sampled), crew.size):
+                document = orders.sampled[number]
+                content = document.read(open_input, modality, orders.properties, 0, document.size)
+                pixels = np.frombuffer(content, dtype=np.uint8).reshape(-1, CHANNELS)
+                words = np.random.Philox(key=np.array([orders.seed, number], dtype=np.uint64)).random_raw(each)
+                drawn.append(pixels[words % np.uint64(len(pixels))])
+        return np.concatenate([np.empty((0, CHANNELS), dtype=np.uint8), *drawn])
+
+    found = crew.on_each(own_pixels)
+    return crew.on_first(lambda: make_palette(np.concatenate(found), wanted))
 
 
 def _make_shards(crew: Crew, coordinator: _Coordinator | None, orders: _Orders, progress: Progress | None) -> None:

@@ -29,6 +29,7 @@ from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece
 from longstride.data_pipelines.durable import durable_file, flush_folder
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
+from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
@@ -139,7 +140,7 @@ class PresentOutput:
     def finished(self, name: str, pieces: list[Piece]) -> None:
         """None: every shard is compared."""
 
-    def finish(self, manifest: DataManifest) -> None:
+    def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
         """Raises DataError where the folder is not, to the last bit, what the build would have made.
 
         Else removes what is left of a build that was killed after its output was whole.
@@ -274,8 +275,11 @@ class UnfinishedBuild:
         is_planned = (record.name, record.samples, record.content_bytes) == planned
         return record if sizes == recorded_sizes and is_planned else None
 
-    def finish(self, manifest: DataManifest) -> None:
+    def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
         """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
+        if palette is not None:
+            with durable_file(self.place.data / Palette.FILE_NAME, self.place.partial) as file:
+                file.write(palette.to_ppm())
         with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
         with os_errors_as_data_errors(self._output):

@@ -18,7 +18,9 @@ from longstride.data_pipelines.datasets import Dataset
 from longstride.data_pipelines.documents import Document, FileDocument, LeftOut, find_documents, mix
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
+from longstride.data_pipelines.palette import Palette, check_count
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
+from longstride.data_pipelines.stores import StoredFile
 
 
 class BuildSettings(ABC):
@@ -26,15 +28,28 @@ class BuildSettings(ABC):
 
     modality: Modality
     shard_bytes: int  # content bytes of a shard at most
+    palette: int | Palette | None  # colours of one to be made, or one that is there
 
     def check(self) -> None:
         """Raises DataError for a value that is not allowed."""
+        if isinstance(self.palette, int):
+            check_count(self.palette)
+        if self.palette is not None and not self.modality.has_palettes:
+            size = self.palette if isinstance(self.palette, int) else len(self.palette)
+            raise DataError(f"palette={size}: is of pictures, and this is {self.modality.name}; take modality image")
         if self.shard_bytes < 1:
             raise DataError(f"shard_bytes={self.shard_bytes}: must be at least 1, such as 16777216")
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """As the manifest records it."""
+
+    @property
+    def _palette_json(self) -> dict[str, Any]:
+        """How many colours were asked for, or which palette; nothing without one, as it always was."""
+        if self.palette is None:
+            return {}
+        return {"palette": self.palette if isinstance(self.palette, int) else palette_file(self.palette).sha256}
 
     @abstractmethod
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
@@ -52,6 +67,7 @@ class FileSettings(BuildSettings):
     validation_fraction: float
     shard_bytes: int
     seed: int
+    palette: int | Palette | None = None
 
     def check(self) -> None:
         for name in self.wanted:
@@ -83,6 +99,7 @@ class FileSettings(BuildSettings):
             "shard_bytes": self.shard_bytes,
             "sample_bytes": SAMPLE_BYTES,
             "seed": self.seed,
+            **self._palette_json,
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
@@ -116,6 +133,7 @@ class DatasetSettings(BuildSettings):
     dataset: Dataset
     unpublished: bool  # whether content that differs from the published one is taken
     shard_bytes: int
+    palette: int | Palette | None = None
 
     @property
     def modality(self) -> Modality:  # type: ignore[override]  # the dataset's
@@ -128,6 +146,7 @@ class DatasetSettings(BuildSettings):
             "unpublished": self.unpublished,
             "shard_bytes": self.shard_bytes,
             "sample_bytes": SAMPLE_BYTES,
+            **self._palette_json,
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
@@ -149,6 +168,12 @@ class BuildPlan:
     def content_bytes(self) -> int:
         """Content bytes over all splits."""
         return sum(document.size for members in self.splits.values() for document in members)
+
+    def spread(self, split: str, count: int) -> list[Document]:
+        """Documents of a split, evenly spread over it: all, or so many."""
+        members = self.splits[split]
+        count = min(count, len(members))
+        return [members[place * len(members) // count] for place in range(count)]
 
     def shards(self) -> Iterator[tuple[str, list[Piece]]]:
         """The name of each shard, in canonical order, and its pieces. Computed anew each time, a shard at a time."""
@@ -175,7 +200,7 @@ class BuildPlan:
         whole = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         return {"settings": whole.hexdigest(), "files": documents.hexdigest()}
 
-    def manifest(self, records: Mapping[str, ShardRecord]) -> DataManifest:
+    def manifest(self, records: Mapping[str, ShardRecord], palette: Palette | None = None) -> DataManifest:
         """The manifest of the whole, from the records of all shards by name."""
         shards: dict[str, list[ShardRecord]] = {split: [] for split in self.splits}
         for name, record in records.items():
@@ -186,10 +211,17 @@ class BuildPlan:
             )
             for split, members in self.splits.items()
         }
-        return DataManifest(self.settings.modality.name, self.properties, splits, self.made)
+        file = None if palette is None else palette_file(palette)
+        return DataManifest(self.settings.modality.name, self.properties, splits, self.made, palette=file)
 
     @property
     def made(self) -> dict[str, Any]:
         """How the set was made, for the manifest: nothing of the machine or the moment."""
         left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.symlinks}
         return {"settings": self.settings.to_json(), "left_out": left_out}
+
+
+def palette_file(palette: Palette) -> StoredFile:
+    """A palette as the manifest has it."""
+    content = palette.to_ppm()
+    return StoredFile(Palette.FILE_NAME, len(content), hashlib.sha256(content).hexdigest())

@@ -42,6 +42,7 @@ class Image(Modality):
     build_option = Option("--image-size", "HxW", "crop and resize pictures (default: all have one size)")
     packing = False
     divisible = False
+    has_palettes = True
     unit = "dimension"  # a byte is the value of one channel
     prompt_help = "pictures to complete"
     prompt_files = "+"

@@ -71,6 +71,7 @@ class Modality(ABC):
     build_option: Option | None = None  # of `data build`, which asks for them
     packing: bool = True  # whether documents are laid end to end by default; else each has contexts of its own
     divisible: bool = True  # whether a long document may become several samples
+    has_palettes: bool = False  # whether content is red, green and blue, which a palette may stand for
 
     # A model's samples.
     unit: str = "byte"  # what papers call the thing that a byte of content stands for

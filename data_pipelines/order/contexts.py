@@ -2,7 +2,8 @@
 
 N positions of a context. Documents are either *packed*, laid end to end with or without a separator and cut every N
 bytes, or have contexts of their own, which begin every ``hop`` bytes; the last one is shorter. One picture is one
-context, of exactly its size.
+context, of exactly its size. A position is a byte; where the data folder has a palette, it is a pixel, whose token is
+the number of its colour.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties
 from longstride.data_pipelines.order.lanes import shard_order
+from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.data_pipelines.shards import SampleReader, Split
 
 _KEPT_ORDERS = 4  # epochs whose shard order is held: lanes read one epoch and what the one before it left over
@@ -37,7 +39,9 @@ class Visit:
     end: int
 
 
-def settle_cut(cut: Cut, context: int, modality: Modality, properties: Properties) -> Cut:
+def settle_cut(
+    cut: Cut, context: int, modality: Modality, properties: Properties, palette: Palette | None = None
+) -> Cut:
     """The cut with everything said: packing, and the hop where documents are not packed.
 
     Raises DataError where it does not fit the documents.
@@ -45,6 +49,8 @@ def settle_cut(cut: Cut, context: int, modality: Modality, properties: Propertie
     if context < 1:
         raise DataError(f"context={context}: must be at least 1")
     if modality.packing if cut.packing is None else cut.packing:
+        if palette is not None:
+            raise DataError("packing=true: each picture of a palette has a context of its own; set packing=false")
         if cut.hop is not None:
             raise DataError(f"hop={cut.hop}: packed documents are cut every {context} bytes; set packing=false")
         if cut.separator is not None and not 0 <= cut.separator <= 255:
@@ -55,15 +61,17 @@ def settle_cut(cut: Cut, context: int, modality: Modality, properties: Propertie
     hop = context if cut.hop is None else cut.hop
     if not 1 <= hop <= context:
         raise DataError(f"hop={hop}: must be from 1 to the context {context}, or bytes would never be read")
-    size = modality.document_bytes(properties)
+    size, what = modality.document_bytes(properties), "bytes"
+    if size is not None and palette is not None:
+        size, what = size // CHANNELS, f"{palette.unit}s"
     if size not in (None, context):
-        raise DataError(f"context={context}: must be {size}, the bytes of every {modality.name} of this set")
+        raise DataError(f"context={context}: must be {size}, the {what} of every {modality.name} of this set")
     return Cut(packing=False, hop=hop)
 
 
 def cut_contexts(split: Split, context: int, cut: Cut) -> "Contexts":
     """The contexts of a split. Raises DataError where the cut does not fit the documents."""
-    settled = settle_cut(cut, context, split.modality, split.manifest.properties)
+    settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
         return PackedContexts(split, context, settled.separator)
     return DocumentContexts(split, context, settled.hop)
@@ -88,11 +96,16 @@ class Contexts(ABC):
 
     @abstractmethod
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, N) uint8, and their lengths into (n,) int64.
+        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, N) ``dtype``; their lengths into (n,) int64.
 
         In the order of ``seed``; None is the canonical order, of one epoch. What a row has beyond its length is 0.
         Raises DataError, naming shard and sample, for any damage.
         """
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of tokens: uint8, but for the numbers of a large palette."""
+        return np.dtype(np.uint8) if self.split.palette is None else self.split.palette.dtype
 
     def place(self, unit: int, seed: int) -> str:
         """The shard in which a unit lies, for messages."""
@@ -154,13 +167,15 @@ class DocumentContexts(Contexts):
     """Contexts that hold bytes of one document alone; a unit is a context."""
 
     def __init__(self, split: Split, context: int, hop: int) -> None:
-        self._hop = hop
+        self._palette = split.palette
+        width = 1 if self._palette is None else CHANNELS  # bytes of a position
+        self._bytes, self._hop = width * context, width * hop
         if split.modality.document_bytes(split.manifest.properties) is not None:  # the manifest counts them
             units = np.array([shard.documents for shard in split.shards], dtype=np.int64)
         else:  # every index is read, once
-            key = context, hop
+            key = self._bytes, self._hop
             if key not in split.tables:
-                counts = [int(contexts_in(sizes, context, hop).sum()) for sizes in split.document_sizes()]
+                counts = [int(contexts_in(sizes, *key).sum()) for sizes in split.document_sizes()]
                 split.tables[key] = np.array(counts, dtype=np.int64)
             units = split.tables[key]
         super().__init__(split, context, units, 1, f"documents/{context}/{hop}")
@@ -174,13 +189,15 @@ class DocumentContexts(Contexts):
             numbers = np.arange(visit.start, visit.end)
             documents = np.searchsorted(before, numbers, side="right") - 1
             starts = edges[documents] + (numbers - before[documents]) * self._hop  # (n,), in the shard's content
-            sizes = np.minimum(self.context, edges[documents + 1] - starts)
+            sizes = np.minimum(self._bytes, edges[documents + 1] - starts)
             # Contexts of a shard lie one behind the other, and may overlap: each byte is read once.
             content = np.empty(int((starts + sizes).max()) - int(starts[0]), dtype=np.uint8)
             reader.fill(visit.shard, int(starts[0]), content)
-            for row, start, size in zip(rows[done:], (starts - starts[0]).tolist(), sizes.tolist(), strict=False):
-                row[:size] = content[start : start + size]
-            lengths[done : done + len(starts)] = sizes
+            places = zip((starts - starts[0]).tolist(), sizes.tolist(), strict=True)
+            for number, (start, size) in enumerate(places, start=done):
+                tokens = content[start : start + size]
+                tokens = tokens if self._palette is None else self._palette.tokens(tokens)
+                rows[number, : len(tokens)], lengths[number] = tokens, len(tokens)
             done += len(starts)
 
     def goes_on(self, number: int) -> bool:
@@ -191,8 +208,8 @@ class DocumentContexts(Contexts):
 
     def _before(self, number: int) -> np.ndarray:
         """(documents + 1,) int64: contexts before each document of a shard, and in all."""
-        shard, key = self.split.open(number), (self.context, self._hop)
+        shard, key = self.split.open(number), (self._bytes, self._hop)
         if key not in shard.tables:
             sizes = np.diff(shard.document_edges)
-            shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(sizes, self.context, self._hop))])
+            shard.tables[key] = np.concatenate([[0], np.cumsum(contexts_in(sizes, *key))])
         return shard.tables[key]

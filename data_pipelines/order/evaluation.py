@@ -32,7 +32,7 @@ class EvaluationBatch:
     What a batch holds follows from the split, the cut and B alone: the number of ranks only says who gets which.
     """
 
-    tokens: Tensor  # (B, N) uint8
+    tokens: Tensor  # (B, N), of the types that ``Batch`` has
     lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 where a row only fills up the batch
     scored_from: Tensor  # (B,) int64: the bytes of the row before it are scored in the row before, and only seen here
     sample_ids: Tensor  # (B,) int64: the context's number within the split, PADDING_ID for a row without bytes
@@ -91,7 +91,7 @@ def read_context(
     cut: Cut | None = None,
     remote: RemoteSettings | None = None,
 ) -> Tensor:
-    """Context ``number`` of a split, as ``evaluation_contexts`` numbers them: (n,) uint8, n from 1 to N.
+    """Context ``number`` of a split, as ``evaluation_contexts`` numbers them: (n,) as in ``Batch``, n from 1 to N.
 
     Raises DataError where there is no such context, and for any damage.
     """
@@ -100,7 +100,7 @@ def read_context(
         nearest = min(max(number, 0), windows.count - 1)
         rule = f"must be from 0 to {windows.count - 1}, a context of the split; nearest {nearest}"
         raise DataError(f"context_number={number}: {rule}")
-    row = np.zeros(context, dtype=np.uint8)
+    row = np.zeros(context, dtype=windows.dtype)
     length, _ = windows.read(SampleReader(windows.split), number, row)
     return torch.from_numpy(row[:length])
 
@@ -123,7 +123,7 @@ class _Windows:
 
     def __init__(self, split: Split, context: int, cut: Cut, min_context: int) -> None:
         modality, properties = split.modality, split.manifest.properties
-        settled = settle_cut(replace(cut, hop=None), context, modality, properties)
+        settled = settle_cut(replace(cut, hop=None), context, modality, properties, split.palette)
         if not 0 <= min_context < context:
             nearest = min(max(min_context, 0), context - 1)
             raise DataError(
@@ -141,9 +141,10 @@ class _Windows:
         else:
             self._contexts = DocumentContexts(split, context, self._hop)
             self.count = self._contexts.total_units
+        self.dtype = self._contexts.dtype
 
     def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
-        """Write window ``number`` into ``row``, (N,) uint8, 0 beyond its length.
+        """Write window ``number`` into ``row``, (N,) ``dtype``, 0 beyond its length.
 
         Returns its length and the first byte of it to be scored. Raises DataError for any damage.
         """
@@ -164,7 +165,7 @@ def _batches(
 ) -> Iterator[EvaluationBatch]:
     reader = SampleReader(windows.split)
     for _ in range(num_batches):
-        tokens = np.zeros((batch_size, context), dtype=np.uint8)
+        tokens = np.zeros((batch_size, context), dtype=windows.dtype)
         lengths, scored_from = np.zeros((2, batch_size), dtype=np.int64)
         ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
         for row, number in enumerate(islice(numbers, batch_size)):

@@ -75,7 +75,7 @@ class Substitution:
 class LaneRows:
     """Some lanes' contexts of one step."""
 
-    tokens: np.ndarray  # (lanes, N) uint8
+    tokens: np.ndarray  # (lanes, N), of the type that the contexts have
     lengths: np.ndarray  # (lanes,) int64
     sample_ids: np.ndarray  # (lanes,) int64
     substitutions: tuple[Substitution, ...]
@@ -92,7 +92,7 @@ class LanesReader:
         in_sequence = max(1, SampleReader.READ_BYTES // contexts.context)
         self._size = settings.block_contexts if self._shuffled else in_sequence  # S
         self._readers = [SampleReader(contexts.split) for _ in own]
-        self._rows = np.empty((len(own), 0, contexts.context), dtype=np.uint8)  # (L, S, N)
+        self._rows = np.empty((len(own), 0, contexts.context), dtype=contexts.dtype)  # (L, S, N)
         self._loaded: tuple[int, int] | None = None  # epoch and block
 
     def take(self, epoch: int, step: int) -> LaneRows:
@@ -114,7 +114,7 @@ class LanesReader:
         self._loaded = None
         count = min(self._size, self._lanes.steps_in(epoch) - block * self._size)
         if self._rows.shape[1] != count:
-            self._rows = np.empty((len(self._own), count, self._contexts.context), dtype=np.uint8)
+            self._rows = np.empty((len(self._own), count, self._contexts.context), dtype=self._rows.dtype)
         self._lengths = np.empty((len(self._own), count), dtype=np.int64)
         self._ids = np.empty_like(self._lengths)
         self._order = np.empty_like(self._lengths)

@@ -24,8 +24,8 @@ from longstride.data_pipelines.shards import DataFolder
 class Batch:
     """One rank's part of one step. What a row has beyond its length is padding, and not to be learned."""
 
-    tokens: Tensor  # (G / W, N) uint8
-    lengths: Tensor  # (G / W,) int64, bytes of each context, 1 to N
+    tokens: Tensor  # (G / W, N) uint8; of a palette of more than 256 colours int16, or int32
+    lengths: Tensor  # (G / W,) int64, positions of each context, 1 to N
     sample_ids: Tensor  # (G / W,) int64: the contexts' numbers, see lanes.py
     state: StreamState  # after this batch: a stream that is given it begins with the next one
     substitutions: tuple[Substitution, ...] = ()  # contexts of this rank that stand in for damaged ones

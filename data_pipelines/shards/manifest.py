@@ -4,6 +4,7 @@
     train-00000.tar         plain tar (ustar), one member a sample: train-00000-0000000.txt, train-00000-0000001.txt ...
     train-00000.index.npy   where each sample lies, its length and CRC-32: 25 bytes a sample
     validation-00000.tar    ...
+    palette.ppm             where pictures are read by a palette: its colours
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
      "made": how it was built, "splits": {"train": {"documents": 12, "shards": [a line a shard, ...]}, ...},
@@ -12,6 +13,8 @@
 A sample is a document of the input, or a part of a long one. Its key names split, shard and place, so that a member of
 another shard is never mistaken for it. A member is a file that other programs open as it is (.txt, .ppm, .wav): its
 *payload* is the *content*, the bytes of contexts, behind the header that such a file needs.
+
+A folder with a palette has format_version 4, and ``"palette"`` with the file's name, size and SHA-256.
 
 A folder that ``longstride data index`` wrote holds the manifest and the indexes of tars that others made. Its
 format_version is 3, and ``"tars"`` says where the tars lie: a path relative to the manifest, an absolute one, or a URL.
@@ -25,7 +28,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import PurePosixPath
@@ -35,6 +38,7 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.settings import REBUILD
 from longstride.data_pipelines.stores import Store, StoredFile, reading_file
 
@@ -107,12 +111,7 @@ class ShardRecord:
     def load_index(self, store: Store) -> np.ndarray:
         """The index: (samples,) INDEX_DTYPE. Raises DataError where it is missing or not what was built."""
         file = self.index_file
-        content = _read(store, file)
-        if _sha256(content) != file.sha256 and store.discard(file):
-            content = _read(store, file)
-        path = store.path_for_messages(file.name)
-        if _sha256(content) != file.sha256:
-            raise DataError(f"{path}: the index is damaged (its SHA-256 is not the manifest's); {REBUILD}")
+        content, path = read_checked(store, file, "the index"), store.path_for_messages(file.name)
         index = np.frombuffer(content, dtype=INDEX_DTYPE, offset=len(content) - self.samples * INDEX_DTYPE.itemsize)
         totals = int(index["length"].sum(dtype=np.int64)), int(index["ends"].sum(dtype=np.int64))
         if totals != (self.content_bytes, self.documents):
@@ -150,12 +149,14 @@ class DataManifest:
     FORMAT: ClassVar[str] = "longstride-shards"
     FORMAT_VERSION: ClassVar[int] = 2  # of a folder that holds its shards
     INDEXED_VERSION: ClassVar[int] = 3  # of an index of other people's tars
+    PALETTE_VERSION: ClassVar[int] = 4  # of a folder that holds its shards and a palette
 
     modality: str
     properties: Mapping[str, int]  # of every document, as the modality means them: height, width, rate ...
     splits: Mapping[str, SplitRecord]
     made: Mapping[str, Any]  # the build's settings and what it left out; no times and no machine's paths
     tars: str | None = None  # where the tars lie that others made; None: the shards lie beside the manifest
+    palette: StoredFile | None = None  # by which pixels are read; None: content is read byte by byte
 
     @classmethod
     def load(cls, store: Store) -> "DataManifest":
@@ -176,10 +177,10 @@ class DataManifest:
         if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
             raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
         version = whole.get("format_version")
-        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION):
+        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION, cls.PALETTE_VERSION):
             raise DataError(
-                f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} and "
-                f"{cls.INDEXED_VERSION}; update Longstride or rebuild"
+                f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} to "
+                f"{cls.PALETTE_VERSION}; update Longstride or rebuild"
             )
         try:
             splits = {
@@ -187,7 +188,8 @@ class DataManifest:
                 for name, split in whole["splits"].items()
             }
             tars = whole["tars"] if version == cls.INDEXED_VERSION else None
-            manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars)
+            palette = StoredFile(**whole["palette"]) if version == cls.PALETTE_VERSION else None
+            manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars, palette)
             fingerprint = manifest.fingerprint
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
@@ -196,6 +198,8 @@ class DataManifest:
         if tars is not None and (not isinstance(tars, str) or not tars):
             raise DataError(f"{path}: tars={tars!r}: must say where the tars lie: a path or a URL, such as ../shards")
         modality_named(manifest.modality)
+        if palette is not None and palette.name != Palette.FILE_NAME:
+            raise DataError(f"{path}: {palette.name!r} is no palette's name; {REBUILD}")
         for shard in manifest.shards():
             if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
                 raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
@@ -231,11 +235,13 @@ class DataManifest:
         return "\n".join([*lines, "  }", "}"]) + "\n"
 
     def _head(self) -> dict[str, Any]:
+        version = self.FORMAT_VERSION if self.tars is None else self.INDEXED_VERSION
         return {
             "format": self.FORMAT,
-            "format_version": self.FORMAT_VERSION if self.tars is None else self.INDEXED_VERSION,
+            "format_version": version if self.palette is None else self.PALETTE_VERSION,
             "modality": self.modality,
             "properties": dict(self.properties),
+            **({} if self.palette is None else {"palette": asdict(self.palette)}),
             "made": dict(self.made),
             "documents": {name: split.documents for name, split in self.splits.items()},
         }
@@ -276,9 +282,26 @@ def _index_header_bytes(digits: int) -> int:
     return header.tell()
 
 
-def _read(store: Store, file: StoredFile) -> bytes:
-    with reading_file(store.path_for_messages(file.name)):
-        return store.local(file).read_bytes()
+def read_checked(store: Store, file: StoredFile, what: str) -> bytes:
+    """The content of a small file. Raises DataError where it is missing, or not what the manifest says."""
+    path = store.path_for_messages(file.name)
+    for last in (False, True):
+        with reading_file(path):
+            content = store.local(file).read_bytes()
+        if _sha256(content) == file.sha256:
+            return content
+        if last or not store.discard(file):
+            break
+    raise DataError(f"{path}: {what} is damaged (its SHA-256 is not the manifest's); {REBUILD}")
+
+
+def load_palette(store: Store, file: StoredFile) -> Palette:
+    """The palette of a data folder. Raises DataError where it is missing, damaged or none."""
+    content = read_checked(store, file, "the palette")
+    try:
+        return Palette.from_ppm(content)
+    except DataError as error:
+        raise DataError(f"{store.path_for_messages(file.name)}: {error}; {REBUILD}") from None
 
 
 def _sha256(content: bytes) -> str:

@@ -24,8 +24,9 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.settings import REPAIR, RemoteSettings
-from longstride.data_pipelines.shards.manifest import BLOCK_BYTES, DataManifest, ShardRecord, member_ends
+from longstride.data_pipelines.shards.manifest import BLOCK_BYTES, DataManifest, ShardRecord, load_palette, member_ends
 from longstride.data_pipelines.stores import open_store
 
 SCATTERED_BYTES = 2**14  # content of a sample, on the average, from which on it is worth a place of its own
@@ -85,6 +86,11 @@ class DataFolder:
         self.bind()
         self._splits: dict[str, Split] = {}
 
+    @cached_property
+    def palette(self) -> Palette | None:
+        """By which pixels are read; None where content is read byte by byte. Raises DataError for a damaged one."""
+        return None if self.manifest.palette is None else load_palette(self.store, self.manifest.palette)
+
     @classmethod
     def at(cls, location: "str | Path | DataFolder", remote: RemoteSettings | None = None) -> "DataFolder":
         """The data folder at a location; one that is open already is what it is."""
@@ -136,6 +142,11 @@ class Split:
         self._lost: dict[int, tuple[str, float]] = {}  # why a shard cannot be opened, and until when
         self._least_open = 1
         self.tables: dict[tuple[int, int], np.ndarray] = {}  # see contexts.DocumentContexts
+
+    @property
+    def palette(self) -> Palette | None:
+        """See ``DataFolder.palette``."""
+        return self._folder.palette
 
     def open(self, number: int) -> OpenShard:
         """Shard ``number`` of the split. Raises DataError where it or its index is missing or not what was built."""

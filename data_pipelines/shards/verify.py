@@ -12,7 +12,7 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, member_ends
+from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, load_palette, member_ends
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.stores import open_store, reading_file
 
@@ -58,6 +58,11 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
 def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
     done, total = 0, sum(shard.file_bytes for shard in folder.manifest.shards())
     findings = []
+    if folder.manifest.palette is not None:
+        try:
+            load_palette(folder.store, folder.manifest.palette)
+        except DataError as error:
+            findings.append(str(error))
     for name in folder.manifest.splits:
         split = folder.split(name)
         for number, shard in enumerate(split.shards):

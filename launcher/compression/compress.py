@@ -35,6 +35,9 @@ def run_compress(arguments: argparse.Namespace) -> int:
     usable_device(arguments.device)
     check_new(arguments.output)
     content = read_file(arguments.file, "FILE")
+    if Exported(arguments.model).has_palette:
+        rule = "writes pixels of a palette, and compress codes the bytes of files; name a model of bytes"
+        raise ConfigError(f"--model={arguments.model}: {rule}")
     model = load_model(arguments.model, arguments.device)
     with naming(f"FILE={arguments.file}"):
         check_bytes(content, model)

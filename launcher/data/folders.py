@@ -15,7 +15,8 @@ from longstride.data_pipelines.building import Crew, build, build_dataset, join_
 from longstride.data_pipelines.datasets import DATASETS
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES
-from longstride.data_pipelines.shards import DataManifest, index_tars, verify
+from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher.output import exit_codes, mistake, report
 
@@ -26,6 +27,7 @@ _SETTINGS = {  # of `build` and `index`, and their options
     "exclude": "--exclude",
     "suffixes": "--suffix",
     "dataset": "--dataset",
+    "palette": "--palette",
     "extension": "--extension",  # of `index`
     "split": "--split",
 }
@@ -41,6 +43,9 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
     for option in _OPTIONS.values():
         parser.add_argument(option.name, metavar=option.metavar, help=option.help)
+    palette = parser.add_mutually_exclusive_group()
+    palette.add_argument("--palette", type=int, metavar="K", help="a token a pixel: one of K colours of the pictures")
+    palette.add_argument("--palette-from", metavar="DIR|URL", help="the same by the palette of another data folder")
     parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
     parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
     parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
@@ -87,7 +92,8 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
         _check_on_this_machine("--input", arguments.input, rule)
     rule = "a folder on this machine, such as data/mine; build, then upload"
     _check_on_this_machine("--output", arguments.output, rule)
-    sizes = {} if arguments.shard_bytes is None else {"shard_bytes": arguments.shard_bytes}
+    sizes: dict[str, Any] = {} if arguments.shard_bytes is None else {"shard_bytes": arguments.shard_bytes}
+    sizes["palette"] = arguments.palette if arguments.palette_from is None else _palette_of(arguments.palette_from)
     with _progress(silent=not crew.is_first) as show:
         if arguments.dataset is not None:
             return build_dataset(
@@ -152,6 +158,15 @@ def _progress(silent: bool = False) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield show
+
+
+def _palette_of(location: str) -> Palette:
+    """The palette of a data folder; DataError where it has none."""
+    palette = DataFolder(location).palette if location else None
+    if palette is None:
+        rule = "must be a data folder that has a palette, as `longstride data build --palette 512` makes it"
+        raise DataError(f"--palette-from={location}: {rule}")
+    return palette
 
 
 def _check_on_this_machine(option: str, value: str, rule: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import (
     Batch,
     ByteStream,
@@ -28,6 +29,7 @@ from longstride.data_pipelines.order import (
     evaluation_contexts,
     read_context,
 )
+from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
@@ -133,7 +135,7 @@ def placed() -> Iterator[None]:
 class RunData:
     """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
 
-    Raises DataError where there is no data folder.
+    Raises DataError where there is no data folder, and ConfigError where its palette is not the model's vocabulary.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
@@ -144,11 +146,29 @@ class RunData:
         with placed():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
+        colours, vocabulary = len(self.palette or ()), config.model.vocabulary
+        if colours and colours != vocabulary:
+            raise ConfigError.at("model.vocabulary", vocabulary, f"the data's palette has {colours} colours; {colours}")
 
     @property
     def modality(self) -> str:
         """The kind of data, by its name."""
         return self._folder.manifest.modality
+
+    @property
+    def palette(self) -> Palette | None:
+        """By which pictures are read; None where tokens are bytes. Raises DataError for a damaged one."""
+        return self._folder.palette
+
+    @property
+    def properties(self) -> Mapping[str, int]:
+        """What all documents have in common."""
+        return self._folder.manifest.properties
+
+    @property
+    def unit(self) -> str:
+        """What a token stands for."""
+        return modality_named(self.modality).unit if self.palette is None else self.palette.unit
 
     def stream(self, state: StreamState | None = None) -> ByteStream:
         """This rank's training batches from a state on; None is the beginning.
@@ -199,7 +219,7 @@ class RunData:
             )
 
     def context(self, number: int) -> Tensor:
-        """Context ``number`` of the validation split: (n,) uint8, n from 1 to the model's context.
+        """Context ``number`` of the validation split: (n,) integers, n from 1 to the model's context.
 
         Raises:
             DataError: the split does not fit the run, has no such context, or is damaged there.
@@ -220,7 +240,13 @@ class RunData:
         names = ("height", "width", "channels")
         pictures = {name: stream.properties[name] for name in names if name in stream.properties}
         embedding = self._config.model.embedding
-        if len(pictures) == 3 and any(getattr(embedding, name, None) != size for name, size in pictures.items()):
+        if self.palette is not None:
+            pictures["channels"] = 1  # of positions: a pixel has one
+        if (
+            len(pictures) == 3
+            and embedding.type != "learned"
+            and any(getattr(embedding, name, None) != size for name, size in pictures.items())
+        ):
             shape = " x ".join(map(str, pictures.values()))
             good = json.dumps({"type": "image", **pictures})
             rule = f"the data holds pictures of {shape} (height, width, channels); {good}"

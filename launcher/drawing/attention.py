@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.data_pipelines.palette import Palette
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig
@@ -60,9 +61,10 @@ def draw_attention(
     config = checkpoint.config
     if head is not None:
         check_number("--head", head, config.model.heads, "a head of the model")
-    tokens = RunData(config, Ranks()).context(context_number)
+    data = RunData(config, Ranks())
+    tokens, unit = data.context(context_number), "byte" if data.palette is None else data.unit
     for query in queries or ():
-        check_number("--query", query, len(tokens), "a byte of the context")
+        check_number("--query", query, len(tokens), f"a {unit} of the context")
     if queries and len(queries) > MOST_QUERIES:
         raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
     # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
@@ -71,11 +73,11 @@ def draw_attention(
     name = f"{run.resolve().name}, step {checkpoint.manifest.step}, {config.data.validation_split}"
     who = "mean of all heads" if head is None else f"head {head}"
     who += "" if weights == TRAINED else "; moving average of the weights"
-    title = f"{name}: context {context_number}, {len(tokens):,} bytes; {who}"
+    title = f"{name}: context {context_number}, {len(tokens):,} {unit}s; {who}"
     if config.model.embedding.type == "image" or queries:
         grid = grid_of(config.model)
         places = list(queries or [query for query in default_queries(grid) if query < len(tokens)] or [len(tokens) - 1])
-        return draw_views(model.eval(), tokens, places, head, grid, title)
+        return draw_views(model.eval(), tokens, places, head, grid, title, data.palette)
     return draw_matrices(model.eval(), tokens, head, title, config)
 
 
@@ -90,7 +92,13 @@ def chosen_layers(layers: int, most: int) -> list[int]:
 
 
 def draw_views(
-    model: SparseTransformer, tokens: Tensor, queries: Sequence[int], head: int | None, grid: Grid, title: str
+    model: SparseTransformer,
+    tokens: Tensor,
+    queries: Sequence[int],
+    head: int | None,
+    grid: Grid,
+    title: str,
+    palette: Palette | None = None,
 ) -> Any:
     """A row for each query, a column for each layer: its weights on the picture or on the folded sequence."""
     layers = chosen_layers(len(model.mixers), MOST_LAYERS)
@@ -98,7 +106,7 @@ def draw_views(
         model, tokens, queries, layers=layers, head=head, keep=lambda weights: by_cell(weights, grid)
     )  # a layer: (P, rows x columns)
     shape = min(grid.rows, VIEW_ROWS) / min(grid.columns, VIEW_COLUMNS)
-    behind = backdrop(tokens, grid)
+    behind = backdrop(tokens, grid, palette)
     pictures = int(grid.name == "pixel")  # the picture itself comes first in a row
     columns = pictures + len(layers)
     width = 2.4 if columns > 2 else 3.6
@@ -138,8 +146,12 @@ def by_cell(weights: np.ndarray, grid: Grid) -> np.ndarray:
     return whole.reshape(len(weights), -1, grid.channels).sum(-1)
 
 
-def backdrop(tokens: Tensor, grid: Grid) -> np.ndarray:
-    """(cells, 3) from 0 to 1: the colours of a picture of three channels; of anything else the bytes in grey."""
+def backdrop(tokens: Tensor, grid: Grid, palette: Palette | None = None) -> np.ndarray:
+    """(cells, 3) from 0 to 1: the colours of a palette or of three channels; of anything else the bytes in grey."""
+    if palette is not None:
+        coloured = np.zeros((grid.rows * grid.columns, 3))
+        coloured[: len(tokens)] = palette.colours[tokens.numpy()] / 255
+        return coloured
     whole = np.zeros(grid.rows * grid.columns * grid.channels)
     whole[: len(tokens)] = tokens.numpy() / 255
     cells = whole.reshape(-1, grid.channels)

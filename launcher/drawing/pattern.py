@@ -112,7 +112,8 @@ def grid_of(config: ModelConfig) -> Grid:
     embedding = config.embedding
     if isinstance(embedding, ImageEmbedding):
         return Grid(embedding.height, embedding.width, embedding.channels, "pixel")
-    *_, columns = embedding.table_sizes(config.context) or (min(config.context, VIEW_COLUMNS),)
+    sizes = embedding.table_sizes(config.context)
+    columns = sizes[-1] if len(sizes) > 1 else min(config.context, VIEW_COLUMNS)
     return Grid(-(-config.context // columns), columns, 1, "position")
 
 

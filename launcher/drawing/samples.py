@@ -67,9 +67,13 @@ def run_data_show(arguments: argparse.Namespace) -> int:
 
         check_output(arguments.output)
         drawn = list(samples)
+        palette = folder.palette
+        if palette is not None:  # as a model sees them
+            drawn = [each._replace(content=palette.content(palette.tokens(each.content))) for each in drawn]
         whole = folder.manifest.splits[arguments.split].samples
         last = folder.store.location.rstrip("/").rpartition("/")[2]
         title = f"{last}, {arguments.split}: {len(drawn)} of {whole:,} samples"
+        title += "" if palette is None else f", in {len(palette):,} colours"
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
         return 0

@@ -13,7 +13,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
 from longstride.launcher.data import add_step_argument
 from longstride.launcher.models import AVERAGE, TRAINED
-from longstride.launcher.output import file_names
+from longstride.launcher.output import file_names, metrics_file
 
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 _PICTURES_WITH = {  # the options that not every picture has
@@ -103,15 +103,15 @@ def draw_loss(run_folder: Path) -> Any:
     figure, axis = plt.subplots(figsize=(7, 4.2))
     for split in dict.fromkeys(line["split"] for line in lines):
         # A step whose loss was no number has null there.
-        points = [line for line in lines if line["split"] == split and line["bits_per_byte"] is not None]
-        steps, bits = [line["step"] for line in points], [line["bits_per_byte"] for line in points]
+        points = [line for line in lines if line["split"] == split and line["bits"] is not None]
+        steps, bits = [line["step"] for line in points], [line["bits"] for line in points]
         if split == "train":  # single batches are noisy: they stand pale behind their running mean
             axis.plot(steps, bits, linewidth=0.6, alpha=0.3, color="C0")
             axis.plot(steps, running_mean(bits, len(bits) // MEAN_SHARE), color="C0", label="train, running mean")
         else:
             axis.plot(steps, bits, marker="o", markersize=4, color="C1", label=split)
     axis.set_xlabel("step")
-    axis.set_ylabel("bits per byte")
+    axis.set_ylabel(lines[-1]["unit"])
     axis.set_title(f"{run_folder.name}: loss", fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend()
@@ -133,7 +133,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, text in enumerate((text for text in texts if text.endswith("\n")), start=1):
         try:
             line = json.loads(text)
-            lines.append({key: line[key] for key in ("step", "split", "bits_per_byte")})
+            unit, bits = metrics_file.bits_of(line)
+            lines.append({"step": line["step"], "split": line["split"], "unit": unit, "bits": bits})
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}: line {number}: must be an object with step, split, bits_per_byte") from None
     if not lines:

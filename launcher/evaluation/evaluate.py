@@ -25,7 +25,6 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
@@ -33,7 +32,7 @@ from longstride.launcher.config import add_trust_argument
 from longstride.launcher.data import Run, RunData, add_step_argument, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
-from longstride.launcher.models import DTYPES, add_weights_argument
+from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
@@ -84,6 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
     data = RunData(config, ranks, arguments.data)
+    if data.palette != ModelData.of_run(config, arguments.run).palette:
+        rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
+        raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")
     contexts = partial(data.evaluation, split=split, batch_size=batch_size, min_context=arguments.min_context)
     contexts()  # raises what does not fit before a process group is made
     start = time.perf_counter()
@@ -106,12 +108,13 @@ def run(arguments: argparse.Namespace) -> int:
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
             sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
-    line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.modality)
+    line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
         print(json.dumps(line))
-        unit = "bits per dimension (and per byte)" if "bits_per_dimension" in line else "bits per byte"
-        print(f"{line['bits_per_byte']:.4f} {unit} on {line['split']}", file=sys.stderr)
+        unit, bits = metrics_file.bits_of(line)
+        unit = "bits per dimension (and per byte)" if "bits_per_dimension" in line else unit
+        print(f"{bits:.4f} {unit} on {line['split']}", file=sys.stderr)
         if edges is not None:
             write_positions(arguments.positions, sums, edges, line, arguments.run)
             print(f"{arguments.positions}, {arguments.positions.with_suffix('.json')}: by position", file=sys.stderr)
@@ -125,18 +128,17 @@ def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
     contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
     sums = score(engine, contexts, train.micro_batch, run.ranks, engine.device, stop=run.stop)
     engine.train()
-    return evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.modality)
+    return evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.unit)
 
 
-def evaluation_line(step: int, split: str, sums: ExactSums, start: float, modality: str) -> dict[str, Any]:
-    """An evaluation as it is written and printed."""
+def evaluation_line(step: int, split: str, sums: ExactSums, start: float, unit: str) -> dict[str, Any]:
+    """An evaluation as it is written and printed; ``unit`` is what a token stands for."""
     loss_nats = sums.mean()
     return {
         "step": step,
         "split": split,
         "loss_nats": loss_nats,
-        "bits_per_byte": metrics_file.bits_per_byte(loss_nats),
-        f"bits_per_{modality_named(modality).unit}": metrics_file.bits_per_byte(loss_nats),
+        **metrics_file.bits_fields(loss_nats, unit),
         "tokens": sums.count,
         "seconds": time.perf_counter() - start,
     }
@@ -229,7 +231,9 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
     from longstride.launcher.pictures import save_picture
 
     means = [None if math.isnan(mean) else metrics_file.bits_per_byte(mean) for mean in sums.means()]
-    bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), "bytes": sums.counts(), "bits_per_byte": means}
+    name = metrics_file.bits_of(line)[0].replace(" ", "_")
+    count = "bytes" if name == "bits_per_byte" else "tokens"
+    bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), count: sums.counts(), name: means}
     beside = output.with_suffix(".json")
     try:
         with beside.open("x", encoding="utf-8") as file:
@@ -247,18 +251,20 @@ def draw_positions(sums: ExactSums, edges: np.ndarray, line: dict[str, Any], run
     bits = np.array([metrics_file.bits_per_byte(mean) for mean in sums.means(joined)])
     bounds = edges[joined] + 1  # positions from 1 on: a logarithm has no place for 0
     figure, axis = plt.subplots(figsize=(7, 4.2))
-    unit = "bits per dimension" if "bits_per_dimension" in line else "bits per byte"
+    unit, mean = metrics_file.bits_of(line)
+    unit = "bits per dimension" if "bits_per_dimension" in line else unit
     axis.stairs(bits, bounds, baseline=None, linewidth=1.6)
-    axis.axhline(
-        line["bits_per_byte"], color="0.5", linewidth=0.8, linestyle="--", label=f"mean {line['bits_per_byte']:.4f}"
-    )
+    axis.axhline(mean, color="0.5", linewidth=0.8, linestyle="--", label=f"mean {mean:.4f}")
     axis.set_xscale("log", base=2)
     axis.set_xlim(1, bounds[-1])
     axis.set_xlabel("position in the context, from 1")
     axis.set_ylabel(unit)
     context = f", at least {line['min_context']:,} earlier bytes" if line["min_context"] else ""
     title = f"{run.resolve().name}, step {line['step']}, {line['split']}: loss by position"
-    axis.set_title(f"{title}\n{line['tokens']:,} bytes; mean of each bin{context}", fontsize=9)
+    axis.set_title(
+        f"{title}\n{line['tokens']:,} {'bytes' if unit != 'bits per pixel' else 'pixels'}; mean of each bin{context}",
+        fontsize=9,
+    )
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

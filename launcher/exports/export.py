@@ -184,7 +184,7 @@ def _write(
 ) -> None:
     """Weights, config.json, the files for transformers and the card, each on the disk once it is written."""
     config, manifest = checkpoint.config, checkpoint.manifest
-    model, data = config.to_json()["model"], ModelData.of_run(config)
+    model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
     fingerprint = Fingerprint(model)
     buffers = dict(empty_model(config.model).named_buffers()).keys()
     write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint, buffers)
@@ -192,7 +192,7 @@ def _write(
         "format": Exported.FORMAT,
         "model": model,
         "dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
-        "data": {"modality": data.modality.name, "properties": data.properties},
+        "data": data.to_json(),
         **hub_fields(),
         "fingerprint": fingerprint.hexdigest(),
         "origin": {
@@ -207,9 +207,9 @@ def _write(
         },
     }
     write_json(folder / file_names.CONFIG, content)
-    for name, text in hub_files(config.model).items():
+    for name, text in hub_files(config.model, data.palette is not None).items():
         write_text(folder / name, text)
-    card = model_card(run_folder, checkpoint, options.kind, options.dtype, fingerprint.hexdigest())
+    card = model_card(run_folder, checkpoint, data, options.kind, options.dtype, fingerprint.hexdigest())
     write_text(folder / file_names.MODEL_CARD, card)
 
 

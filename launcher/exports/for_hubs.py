@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
-from longstride.launcher.models import AVERAGE, Exported, empty_model
+from longstride.launcher.models import AVERAGE, Exported, ModelData, empty_model
 from longstride.launcher.output import file_names, metrics_file
 from longstride.sparse_model import ModelConfig
 
@@ -43,10 +42,10 @@ def hub_fields() -> dict[str, Any]:
     }
 
 
-def hub_files(model: ModelConfig) -> dict[str, str]:
-    """Names and contents of files; a tokenizer only where all tokens are bytes of a text."""
+def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
+    """Names and contents of files; a tokenizer only where all tokens are bytes of a text, and none of a palette."""
     files = {_STUB: _STUB_TEXT}
-    if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES:
+    if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES and not palette:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
             "auto_map": {"AutoTokenizer": [f"{_MODULE}.LongstrideTokenizer", None]},
@@ -74,45 +73,50 @@ def refresh_stub(folder: Path) -> str:
     return f"{path}: written anew; nothing else is changed"
 
 
-def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerprint: str) -> str:
+def model_card(run: Path, checkpoint: Checkpoint, data_kind: ModelData, kind: str, dtype: str, fingerprint: str) -> str:
     """The text of README.md: what is known of the run that a checkpoint is of.
 
     Args:
         run, checkpoint: the run folder, and which step is exported.
+        data_kind: what the bytes are.
         kind: of the weights, ``TRAINED`` or ``AVERAGE``.
         dtype: of the weights, one of ``DTYPES``.
         fingerprint: of the exported model.
     """
     config, manifest = checkpoint.config, checkpoint.manifest
-    model, modality = config.model, modality_named(config.model.embedding.modality)
+    model, modality, palette = config.model, data_kind.modality, data_kind.palette
+    tokens = "bytes" if palette is None else f"{palette.unit}s"
     # The last part of a folder's path or URL: no more of a machine belongs into a card.
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
     rows = {
         "parameters": f"{sum(parameter.numel() for parameter in empty_model(model).parameters()):,}",
-        "context": f"{model.context:,} bytes",
+        "context": f"{model.context:,} {tokens}",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",
-        "data": f"{data}: {modality.description}",
+        "data": f"{data}: {modality.description}"
+        if palette is None
+        else f"{data}: {modality.words}, each pixel one of {len(palette):,} colours",
         "steps": f"{manifest.step:,}, each of {config.train.global_batch} contexts",
         "trained in": f"{manifest.precision}, ZeRO {manifest.zero_stage}, {manifest.world_size} processes",
         "weights": f"{dtype}, {weights}",
     }
     for title, split in (("training", "train"), ("validation", config.data.validation_split)):
         line: dict[str, Any] = metrics_file.find_lines(run, split).get(manifest.step, {})
-        if isinstance(bits := line.get("bits_per_byte"), int | float):
-            what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} bytes of {split}"
-            rows[f"{title} bits per byte"] = f"{bits:.4f} on {what}"
+        bits = line.get("bits_per_byte" if palette is None else f"bits_per_{palette.unit}")
+        if isinstance(bits, int | float):
+            what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} {tokens} of {split}"
+            rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     task = [f"pipeline_tag: {modality.hub_task}"] if modality.hub_task else []
-    tags = ["longstride", "sparse-transformer", "byte-level", modality.name]
+    tags = ["longstride", "sparse-transformer", "byte-level" if palette is None else "palette", modality.name]
     notes = config.notes.strip()
     lines = [
         *("---", "library_name: longstride", *task, "tags:", *(f"- {tag}" for tag in tags), "---"),
         "",
         f"# {run.resolve().name}",
         "",
-        "A Sparse Transformer (Child et al. 2019) over bytes, trained with Longstride and exported by it.",
+        f"A Sparse Transformer (Child et al. 2019) over {tokens}, trained with Longstride and exported by it.",
         *(["", notes] if notes else []),
         "",
         "| | |",
@@ -124,7 +128,7 @@ def model_card(run: Path, checkpoint: Checkpoint, kind: str, dtype: str, fingerp
         "",
         "```",
         *modality.examples,
-        "longstride sample . --likelihood FILE",
+        f"longstride sample . --likelihood FILE{'' if palette is None else ' --decoded'}",
         "```",
         "",
     ]

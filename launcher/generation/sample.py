@@ -29,7 +29,7 @@ from longstride.launcher.config import load_json_object
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
 from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
-from longstride.launcher.output import ByteCounter, file_names
+from longstride.launcher.output import ByteCounter, file_names, metrics_file
 from longstride.sparse_model import SparseTransformer, generate
 
 _OF_SAMPLES = ("prompt", "prompt_file", "count", "bytes", "seconds", "slide", "top_k", "top_p", "output")
@@ -83,6 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments.model, arguments.device)
     config = load_json_object(arguments.model / file_names.CONFIG)
     data = ModelData.of(config, model.config, arguments.modality, arguments.rate)
+    if data.palette is None and model.config.vocabulary > 256:
+        rule = f"has {model.config.vocabulary} tokens and no palette: they stand for nothing that can be written"
+        raise ConfigError(f"{arguments.model}: {rule}; export it again where its data folder lies")
     if scored:
         _print_likelihood(arguments, model, data)
         return 0
@@ -112,15 +115,25 @@ def _prompted() -> list[Modality]:
 def _print_likelihood(arguments: argparse.Namespace, model: SparseTransformer, data: ModelData) -> None:
     """A file's score: a JSON line, and on standard error one for people."""
     path = arguments.likelihood
+    if data.palette is not None and not arguments.decoded:
+        rule = "the model scores pixels of pictures, and no bytes of files; add --decoded"
+        raise ConfigError(f"--likelihood={path}: {rule}")
     if arguments.decoded and data.modality in _prompted():
         with _opened(path, "--likelihood", data) as opened:
             content = opened.read(0, sys.maxsize)
     else:
         content = read_file(path, "--likelihood")
     with computing_numbers(arguments.model), naming(f"--likelihood={path}"):
-        line = likelihood(model, content, min_context=arguments.min_context or 0, batch_size=arguments.batch)
+        line = likelihood(
+            model,
+            content if data.palette is None else data.tokens(content),
+            min_context=arguments.min_context or 0,
+            batch_size=arguments.batch,
+            unit=None if data.palette is None else data.unit,
+        )
     print(json.dumps({"file": str(path), **line}))
-    print(f"{line['bits_per_byte']:.4f} bits per byte on {path}", file=sys.stderr)
+    unit, bits = metrics_file.bits_of(line)
+    print(f"{bits:.4f} {unit} on {path}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,7 @@ class Request:
     data: ModelData
     prompts: list[bytes]  # P, of one length
     count: int  # samples of each
-    num_bytes: int  # to sample
+    num_bytes: int  # to sample, of content
     prompted: list[tuple[bytes, bytes]]  # as ``Modality.sample_files`` takes them
     files: list[Path]  # none: standard output
 
@@ -145,6 +158,9 @@ def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Requ
     if count < 1:
         raise ConfigError(f"--count={count}: must be at least 1")
     prompts, prompted = _prompts(arguments, data, context)
+    if len(prompts[0]) % data.token_bytes:
+        rule = f"must be whole {data.unit}s of {data.token_bytes} bytes; take --prompt-image"
+        raise ConfigError(f"--prompt: has {len(prompts[0])} bytes: {rule}")
     num_bytes = _num_bytes(arguments, data, len(prompts[0]), context)
     return Request(
         data, prompts, count, num_bytes, prompted, output_files(arguments.output, data, count, len(prompted))
@@ -264,12 +280,12 @@ def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: R
     """The tokens of all samples, (S,) each; ConfigError where a setting is out of range."""
     if not 0 <= arguments.seed < 2**63:
         raise ConfigError(f"--seed={arguments.seed}: must be from 0 to 2**63 - 1")
-    rows = [list(prompt) for prompt in request.prompts for _ in range(request.count)]
+    rows = [request.data.tokens(prompt).tolist() for prompt in request.prompts for _ in range(request.count)]
     try:
         return generate(
             model,
             torch.tensor(rows, dtype=torch.int64, device=arguments.device),
-            request.num_bytes,
+            request.num_bytes // request.data.token_bytes,
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             top_p=arguments.top_p,
@@ -282,19 +298,22 @@ def _sampled(arguments: argparse.Namespace, model: SparseTransformer, request: R
 
 def _collected(request: Request, sampled: Iterator[Tensor]) -> np.ndarray:
     """All samples, each after its prompt, (S, bytes) uint8; a terminal shows how many bytes there are."""
-    given = [np.frombuffer(prompt, dtype=np.uint8) for prompt in request.prompts for _ in range(request.count)]
+    data = request.data
+    given = [data.content(data.tokens(prompt)) for prompt in request.prompts for _ in range(request.count)]
     columns, counter = [], ByteCounter(request.num_bytes)
     for number, tokens in enumerate(sampled, start=1):
-        columns.append(tokens.to("cpu", torch.uint8).numpy())
-        counter.at(number)
+        columns.append(tokens.cpu().numpy())
+        counter.at(number * data.token_bytes)
     counter.end()
-    return np.concatenate([np.stack(given), np.stack(columns, axis=1)], axis=1)
+    return np.concatenate([np.stack(given), data.content(np.stack(columns, axis=1))], axis=1)
 
 
 def _write_output(request: Request, sampled: Iterator[Tensor]) -> None:
     """To standard output: one sample byte by byte, several one after another once all are there."""
     if len(request.prompts) * request.count == 1:
-        samples: list[Iterable[bytes]] = [itertools.chain(request.prompts, (bytes([int(token)]) for token in sampled))]
+        data, (prompt,) = request.data, request.prompts
+        tokens = itertools.chain([data.tokens(prompt)], (token.cpu().numpy() for token in sampled))
+        samples: list[Iterable[bytes]] = [(data.content(each).tobytes() for each in tokens)]
     else:
         samples = [[sample.tobytes()] for sample in _collected(request, sampled)]
     for number, pieces in enumerate(samples, start=1):

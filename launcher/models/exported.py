@@ -52,6 +52,12 @@ class Exported:
         """Of all tensors."""
         return list(self._file_of)
 
+    @property
+    def has_palette(self) -> bool:
+        """Whether its tokens are the colours of a palette, and not bytes."""
+        data = self.content.get("data")
+        return isinstance(data, dict) and data.get("palette") is not None
+
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU; it stays on the disk until it is used."""
         if self._taken > MAPPED_BYTES:

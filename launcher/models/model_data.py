@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, Modality
+from longstride.data_pipelines.palette import CHANNELS, Palette
 from longstride.kernels import ConfigError
+from longstride.launcher.config import load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import ImageEmbedding, ModelConfig
 
@@ -19,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelData:
-    """The kind of a model's bytes."""
+    """The kind of a model's bytes, and of its tokens."""
 
     modality: Modality
     properties: Mapping[str, int]  # those that are known
+    palette: Palette | None = None  # whose colours the tokens are; None: they are bytes
 
     @classmethod
     def of(
@@ -31,17 +37,22 @@ class ModelData:
         """From the content of an exported config.json; a command line's ``modality`` and ``rate`` go first.
 
         Raises:
-            ConfigError: pictures of unknown size, or of another than the model's context; a rate out of range.
+            ConfigError: pictures of unknown size, or of another than the model's context; a rate out of range; tokens
+                that are neither bytes nor colours of a palette that is known.
         """
         data = content.get("data")
         data = data if isinstance(data, dict) else {}
         known = data.get("properties")
-        known = (known if isinstance(known, dict) else {}) | _picture_size(config)
+        palette = _palette(data.get("palette"), config)
+        known = (known if isinstance(known, dict) else {}) | (_picture_size(config) if palette is None else {})
         name = modality or data.get("modality") or config.embedding.modality
         if name not in MODALITIES:
             rule = f"must be one of {', '.join(sorted(MODALITIES))}"
             raise ConfigError(f"{file_names.CONFIG}: data.modality={name!r}: {rule}")
         kind = MODALITIES[name]
+        if palette is not None and not kind.has_palettes:
+            rule = "the model's tokens are colours of a palette, which make pictures; leave it out"
+            raise ConfigError(f"--modality={name}: {rule}")
         if rate is not None:
             if "rate" not in kind.asks:
                 raise ConfigError(f"--rate={rate}: the model writes {kind.words}; leave it out")
@@ -49,26 +60,59 @@ class ModelData:
                 raise ConfigError(f"--rate={rate}: must be from 1 to 2**32 - 1 Hz")
             known["rate"] = rate
         try:
-            return cls(kind, kind.model_properties(known, config.context))
+            context = config.context if palette is None else CHANNELS * config.context
+            return cls(kind, kind.model_properties(known, context), palette)
         except DataError as error:
             rule = f"{file_names.CONFIG} {error}; take --modality text for plain bytes"
             raise ConfigError(f"--modality={name}: {rule}") from None
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> ModelData:
-        """From a run's data folder, where it is still on this machine; else from the model's embedding.
+    def of_run(cls, config: RunConfig, run: Path | None = None) -> ModelData:
+        """From what a ``run`` folder tells, or its data folder if that is on this machine, or the model's embedding.
 
         Nothing is downloaded for it.
+
+        Raises:
+            ConfigError: what the run folder tells of its tokens cannot be read.
         """
-        from longstride.data_pipelines.shards import DataManifest
+        from longstride.data_pipelines.shards import DataManifest, load_palette
         from longstride.data_pipelines.stores import open_store
 
+        if run is not None and (run / file_names.DATA).is_file():
+            return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
         sizes = _picture_size(config.model)
         if "://" not in config.data.path:
             with contextlib.suppress(DataError, OSError):
-                manifest = DataManifest.load(open_store(config.data.path))
-                return cls(MODALITIES[manifest.modality], {**manifest.properties, **sizes})
+                manifest = DataManifest.load(store := open_store(config.data.path))
+                kind, properties = MODALITIES[manifest.modality], manifest.properties
+                if manifest.palette is not None:
+                    return cls(kind, properties, load_palette(store, manifest.palette))
+                return cls(kind, {**properties, **sizes})
         return cls(MODALITIES[config.data.modality or config.model.embedding.modality], sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As config.json of an export has it, and ``of`` reads it."""
+        content: dict[str, Any] = {"modality": self.modality.name, "properties": dict(self.properties)}
+        return content if self.palette is None else {**content, "palette": self.palette.to_text()}
+
+    @property
+    def unit(self) -> str:
+        """What a token stands for."""
+        return self.modality.unit if self.palette is None else self.palette.unit
+
+    @property
+    def token_bytes(self) -> int:
+        """Content bytes of a token."""
+        return 1 if self.palette is None else CHANNELS
+
+    def tokens(self, content: bytes) -> np.ndarray:
+        """The tokens of content bytes, (n,) integers; DataError for bytes that are no whole tokens."""
+        array = np.frombuffer(content, dtype=np.uint8)
+        return array if self.palette is None else self.palette.tokens(array)
+
+    def content(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens (…, n), integers, as content bytes: (…, n · ``token_bytes``) uint8."""
+        return tokens.astype(np.uint8) if self.palette is None else self.palette.content(tokens)
 
     @property
     def file_properties(self) -> Mapping[str, int]:
@@ -78,6 +122,18 @@ class ModelData:
                 rule = f"does not tell the {self.modality.words}' {name}; add it, such as --{name} 12000"
                 raise ConfigError(f"--{name}: {file_names.CONFIG} {rule}")
         return self.properties
+
+
+def _palette(told: Any, config: ModelConfig) -> Palette | None:
+    """The palette that a config.json tells; ConfigError where it does not fit the model's tokens."""
+    try:
+        palette = None if told is None else Palette.from_text(told)
+    except DataError as error:
+        raise ConfigError(f"{file_names.CONFIG}: data.palette: {error}") from None
+    if palette is not None and len(palette) != config.vocabulary:
+        rule = f"has {len(palette)} colours, and the model {config.vocabulary} tokens"
+        raise ConfigError(f"{file_names.CONFIG}: data.palette: {rule}; export it again")
+    return palette
 
 
 def _picture_size(config: ModelConfig) -> dict[str, int]:

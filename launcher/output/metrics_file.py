@@ -11,10 +11,29 @@ from typing import Any
 
 from longstride.launcher.output.file_names import METRICS
 
+NO_BYTE = "pixel"  # the one unit whose tokens are no bytes: of pictures that are read by a palette
+_BITS = "bits_per_"
+
 
 def bits_per_byte(nats: float) -> float:
     """Nats a byte in bits a byte."""
     return nats / math.log(2)
+
+
+def bits_fields(nats: float | None, unit: str = "byte") -> dict[str, float | None]:
+    """A loss in nats a token as lines have it in bits, under ``bits_per_byte`` and the name of the unit.
+
+    A pixel of a palette is no byte, and neither are its colour's channels: its bits stand under ``bits_per_pixel``
+    alone, and say nothing of the picture that it was before.
+    """
+    names = (unit,) if unit == NO_BYTE else ("byte", unit)
+    return {f"{_BITS}{name}": None if nats is None else bits_per_byte(nats) for name in names}
+
+
+def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
+    """A line's loss in bits, and per what: ("bits per byte", 1.2). Raises KeyError where the line has none."""
+    name = next((name for name in (f"{_BITS}byte", f"{_BITS}{NO_BYTE}") if name in line), f"{_BITS}byte")
+    return name.replace("_", " "), line[name]
 
 
 def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:

@@ -16,6 +16,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
 
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
+BYTE_VALUES = 256
 _GIB = 2**30
 # Bytes of the train splits that `longstride data build --dataset` makes.
 PUBLISHED_TRAIN_BYTES = {
@@ -115,6 +116,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         "step": {**step, "dense_flops": sum(as_dense.values())},
         "length": {
             **asdict(length),
+            "unit": "byte" if model.vocabulary == BYTE_VALUES else "token",
             "tokens_per_step": train.global_batch * model.context,
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
@@ -251,14 +253,14 @@ def _length(plan: dict[str, Any]) -> list[str]:
     length = plan["length"]
     steps, epochs = length["steps"], length["epochs"]
     facts = [
-        f"{length['tokens_per_step']:,} bytes a step",
+        f"{length['tokens_per_step']:,} {length['unit']}s a step",
         "steps unknown" if steps is None else f"{steps:,} steps",
         "epochs unknown" if epochs is None else f"{epochs:,.6g} epochs",
     ]
     contexts = "" if length["contexts"] is None else f"{length['contexts']:,} contexts in the train split, "
     lines = [f"the run  {', '.join(facts)}", f"  {contexts}{length['origin']}"]
     if steps is not None:
-        lines.append(f"  {length['tokens']:,} bytes and {_flops(length['flops'])} in all")
+        lines.append(f"  {length['tokens']:,} {length['unit']}s and {_flops(length['flops'])} in all")
     return lines
 
 

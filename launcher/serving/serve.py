@@ -75,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     if config.vocabulary > 256:
         rule = f"has a vocabulary of {config.vocabulary}; serve is for models of bytes, at most 256"
         raise ConfigError(f"{arguments.model}: {rule}")
+    if exported.has_palette:
+        rule = "writes pixels of a palette, and serve is for models of bytes; `longstride sample` draws them"
+        raise ConfigError(f"{arguments.model}: {rule}")
     limits = Limits(min(most or config.context, config.context), queue, timeout)
     model = load_model(arguments.model, arguments.device)
     about = _about(exported, model, arguments.device)

@@ -102,7 +102,9 @@ class Trainer:
         with StepPart.STEP.marked(engine.device):
             with StepPart.DATA.marked(engine.device):
                 batch = next(self._batches)
-            line = train_step(engine, batch, settings.micro_batch, self._run.ranks, self._guards)
+            line = train_step(
+                engine, batch, settings.micro_batch, self._run.ranks, self._guards, None, self._run.data.unit
+            )
             line["seconds"] = device_seconds(engine.device) - start
             line["tokens_per_second"] = batch.num_bytes / line["seconds"]
             self._report(line, batch)
@@ -137,7 +139,8 @@ class Trainer:
         # Replaced contexts are recorded whatever the interval. A step that a guard refuses is recorded by the response.
         if not self._guards.verdict and (batch.substitutions or is_due(step, settings.log_every, settings.last_step)):
             self._recorder.write(line)
-        loss = "no loss" if line["loss_nats"] is None else f"{line['bits_per_byte']:.3f} bits per byte"
+        unit, bits = metrics_file.bits_of(line)
+        loss = "no loss" if bits is None else f"{bits:.3f} {unit}"
         self._recorder.advance(step, loss)
         for substitution in batch.substitutions:
             self._recorder.say(f"step {step}: {substitution}")
@@ -152,7 +155,8 @@ class Trainer:
         score = Score.of_line(line)
         self._plateau.add(score)
         self._recorder.write(line)
-        self._recorder.say(f"step {line['step']}: {line['bits_per_byte']:.4f} bits per byte on {line['split']}")
+        unit, bits = metrics_file.bits_of(line)
+        self._recorder.say(f"step {line['step']}: {bits:.4f} {unit} on {line['split']}")
         self._watchdog.at(f"saving step {line['step']}")
         self._saver.keep_best(score, self._state, self._memory())
 
@@ -194,12 +198,13 @@ def train_step(
     ranks: Ranks,
     guards: Guards,
     context_nats: list[float] | None = None,
+    unit: str = "byte",
 ) -> dict[str, Any]:
     """One optimiser step over a global batch; returns its line for metrics.jsonl.
 
     ``guards.verdict`` says whether the step was taken: where it is to be skipped, the engine has dropped it, and where
     the run is to stop or rewind, the engine is as it was before. ``context_nats`` gets the sum of each context of this
-    rank.
+    rank. ``unit`` is what a token stands for.
     """
     step, part = EngineStep(engine), batch.part
     # DeepSpeed takes the mean over micro-batches and ranks, which may hold different numbers of bytes. This factor
@@ -231,7 +236,7 @@ def train_step(
         "step": number,
         "split": "train",
         "loss_nats": loss_nats if math.isfinite(loss_nats) else None,
-        "bits_per_byte": metrics_file.bits_per_byte(loss_nats) if math.isfinite(loss_nats) else None,
+        **metrics_file.bits_fields(loss_nats if math.isfinite(loss_nats) else None, unit),
         "tokens": batch.num_bytes,
         "learning_rate": step.learning_rate,
         "loss_scale": step.loss_scale,

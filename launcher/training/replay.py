@@ -178,10 +178,13 @@ def _repeat(run: Run, engine: DeepSpeedEngine, step: int, batches: Batches, guar
     for number in range(first + 1, step + 1):
         batch = next(batches)
         context_nats: list[float] = []
-        line = loop.train_step(engine, batch, run.config.train.micro_batch, run.ranks, guards, context_nats)
+        line = loop.train_step(
+            engine, batch, run.config.train.micro_batch, run.ranks, guards, context_nats, run.data.unit
+        )
         if number == step or (guards.verdict and guards.verdict.outcome != "skip"):
             break
-    names = ("step", "loss_nats", "bits_per_byte", "grad_norm", "loss_scale", "tokens", "sample_ids_crc32", "guard")
+    bits = [name for name in line if name.startswith("bits_per_")]
+    names = ("step", "loss_nats", *bits, "grad_norm", "loss_scale", "tokens", "sample_ids_crc32", "guard")
     report = {name: line.get(name) for name in names} | {"from_step": first}
     if "rank_nats" in line:
         report["loss_nats"] = as_number(sum(map(float, line["rank_nats"])) / line["tokens"])

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
@@ -29,6 +30,7 @@ from longstride.launcher.checkpoints import (
 )
 from longstride.launcher.data import GlobalBatch, Run, check_output
 from longstride.launcher.engine import apply_settings
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, wait_until_visible
 from longstride.launcher.training.guards import (
@@ -154,6 +156,9 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         moved = [metrics_file.cut_metrics(run.folder, step), *go_back_to(run.folder, step)]
         (run.folder / file_names.OVER).unlink(missing_ok=True)
         write_json(run.folder / file_names.CONFIG, run.config.to_json())
+        if run.data.palette is not None:
+            told = ModelData(modality_named(run.data.modality), run.data.properties, run.data.palette)
+            write_json(run.folder / file_names.DATA, told.to_json())
         if chosen:
             say(f"going on from {chosen.folder}")
         for path in filter(None, moved):

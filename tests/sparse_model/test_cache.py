@@ -21,7 +21,8 @@ from tests.sparse_model.test_transformer import awake
 FOLDED = {"context": 40, "embedding": {"type": "text", "row_width": 8}}
 RAGGED = {"context": 40, "embedding": {"type": "audio", "row_width": 12}}  # the last row is short
 PICTURE = {"context": 48, "embedding": {"type": "image", "height": 4, "width": 4}}
-EMBEDDINGS = {"folded": FOLDED, "ragged": RAGGED, "picture": PICTURE}
+LEARNED = {"context": 40, "embedding": {"type": "learned"}, "vocabulary": 300, "norm": "rms", "norm_epsilon": 1e-5}
+EMBEDDINGS = {"folded": FOLDED, "ragged": RAGGED, "picture": PICTURE, "learned": LEARNED}
 SHAPES = {
     "two heads": {"heads": 2, "layers": 2},
     "narrow queries": {"query_key_ratio": 0.5, "feed_forward_ratio": 2.0},

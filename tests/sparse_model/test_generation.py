@@ -82,6 +82,7 @@ def test_a_slid_sample_goes_on_from_its_own_end() -> None:
         (40, {"type": "text", "row_width": 40}, 1),
         (48, {"type": "image", "height": 4, "width": 4}, 12),
         (96, {"type": "image", "height": 1, "width": 32}, 1),
+        (40, {"type": "learned"}, 1),
         (1, {"type": "text", "row_width": 1}, 1),
     ],
     ids=str,

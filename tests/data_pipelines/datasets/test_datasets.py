@@ -27,6 +27,7 @@ from longstride.data_pipelines.documents import OpenInput
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import split_bytes
 from longstride.data_pipelines.shards.manifest import DataManifest
+from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.data_pipelines.shards.verify import verify
 from tests.harness.data.builds import OutOfOrder, folder_bytes, write_files
 from tests.harness.data.published_files import (
@@ -93,6 +94,13 @@ def test_cifar10_splits_are_those_of_the_paper(cifar_built):
     manifest = json.loads((cifar_built / "manifest.json").read_text())
     assert (manifest["modality"], manifest["properties"]["channels"]) == ("image", 3)
     assert manifest["made"]["settings"]["dataset"] == "cifar10" and manifest["made"]["settings"]["unpublished"] is True
+
+
+def test_a_dataset_of_pictures_takes_a_palette(cifar, cifar_built, tmp_path):
+    made("cifar10", cifar["binary folder"], tmp_path / "data", shard_bytes=20_000, palette=64)
+    assert len(DataFolder(tmp_path / "data").palette) == 64
+    assert split(tmp_path / "data", "train") == split(cifar_built, "train")
+    assert verify(tmp_path / "data") == []
 
 
 def test_cifar10_of_the_published_size_is_cut_as_documented():

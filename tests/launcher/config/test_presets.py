@@ -23,9 +23,13 @@ from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
-SYSTEMS = {"enwik8_sandwich": 208_425_216, "enwik8_synthesizer": 66_491_928}  # docs/systems.md, with their parameters
+SYSTEMS = {  # docs/systems.md, with their parameters
+    "enwik8_sandwich": 208_425_216,
+    "enwik8_synthesizer": 66_491_928,
+}
+IMAGE_GPT = ("image_gpt_small", "image_gpt_miniature")  # docs/systems.md
 DEEP = "dense_16384"  # which the paper mentions, without a figure of it
-PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS, DEEP)]
+PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS, *IMAGE_GPT, DEEP)]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
 CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)
 ENWIK8 = (12_288, 30, 8, 512, 4, 1, 0.40, 80, 94_949_888)
@@ -103,6 +107,12 @@ def test_music_has_the_published_size_within_two_percent(name: str) -> None:
     assert (model.context, model.embedding.row_width) == (context, stride)  # type: ignore[union-attr]
     assert abs(sum(parameter_parts(model).values()) / parameters - 1) < 0.02
     assert {heads[0] for heads in model.layer_patterns()} == {Local(stride), Column(stride)}
+
+
+def test_image_gpt_has_the_published_size() -> None:
+    config = preset("image_gpt_small")
+    assert sum(parameter_parts(config.model).values()) == 76_682_240
+    assert (config.train.global_batch, config.train.betas, config.train.steps) == (128, (0.9, 0.95), 1_000_000)
 
 
 def test_layers_take_the_papers_patterns() -> None:

@@ -44,7 +44,9 @@ def test_loss_of_no_metrics_is_refused(tmp_path: Path, text: str, message: str) 
 def test_loss_passes_over_a_torn_last_line(tmp_path: Path) -> None:
     line = json.dumps({"step": 1, "split": "train", "bits_per_byte": 7.0, "epoch": 0})
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{line[:9]}")
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "split": "train", "bits_per_byte": 7.0}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "split": "train", "unit": "bits per byte", "bits": 7.0}
+    ]
 
 
 def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

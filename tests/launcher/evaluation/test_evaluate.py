@@ -193,7 +193,7 @@ def test_picture_by_position_shows_the_means_of_its_bins() -> None:
     edges = position_edges(200)
     sums = ExactSums(200)
     sums.add(np.linspace(5, 1, 200, dtype=np.float32), np.arange(200))
-    line = evaluation_line(7, "test", sums, 0.0, "text") | {"min_context": 0}
+    line = evaluation_line(7, "test", sums, 0.0, "byte") | {"min_context": 0}
     (axis,) = draw_positions(sums, edges, line, Path("runs/mine")).axes
     (curve,) = axis.patches
     values, bounds, _ = curve.get_data()
@@ -205,9 +205,9 @@ def test_picture_by_position_shows_the_means_of_its_bins() -> None:
 def test_images_are_told_by_the_dimension() -> None:
     sums = ExactSums()
     sums.add(np.full(4, math.log(2), dtype=np.float32))
-    line = evaluation_line(1, "validation", sums, 0.0, "image")
+    line = evaluation_line(1, "validation", sums, 0.0, "dimension")
     assert line["bits_per_dimension"] == line["bits_per_byte"] == pytest.approx(1, rel=2**-22)
-    assert "bits_per_dimension" not in evaluation_line(1, "validation", sums, 0.0, "audio")
+    assert "bits_per_dimension" not in evaluation_line(1, "validation", sums, 0.0, "byte")
 
 
 def test_positions_are_written_beside_each_other(

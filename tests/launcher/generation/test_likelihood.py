@@ -32,7 +32,7 @@ def test_likelihood_is_the_evaluations_number(
     (tmp_path / "file").write_bytes(b"".join(split_bytes(data, "validation")))
     asked = {"context": model.config.context, "batch_size": batch, "min_context": min_context}
     sums = score(model, lambda: evaluation_contexts(data, **asked), batch, Ranks(), CPU)
-    expected = evaluation_line(0, "validation", sums, 0.0, "text")
+    expected = evaluation_line(0, "validation", sums, 0.0, "byte")
     options = ["--likelihood", str(tmp_path / "file"), "--min-context", str(min_context), "--batch", str(batch)]
     assert cli.main(["sample", str(exported), *options]) == 0
     out, error = capsys.readouterr()
