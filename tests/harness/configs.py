@@ -51,6 +51,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "feed_forward": [{"activation": "squared_relu"}, {"type": "dense"}],
         "attention": ATTENTIONS["heads"],
     },
+    "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
+    "one expert a row": {
+        "bias": False,
+        "feed_forward": {"type": "experts", "count": 3, "top": 1, "activation": "squared_relu", "capacity": 1.25},
+    },
 }
 
 
