@@ -8,6 +8,11 @@ positions has ``new_state(batch, length, device, dtype)``: what generation keeps
 A mixer (letter s of an order) brings rows of several positions together; a feed-forward (letter f) computes each row by
 itself. Both take normalised rows (B, N, C), and what they return is added to the residual stream: rows (B, N, C), or
 ``Mixed`` where there is more to tell.
+
+What a part learns otherwise than by gradients it keeps in buffers, in fp32. They are saved, resumed in any layout and
+exported like weights, and every rank has the same. In training such a part gives statistics with its rows. Once a step
+is taken, ``observe(total)`` gets their sum over all contexts of the step, of all ranks; so it does not matter what is
+computed twice.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ class Mixed(NamedTuple):
     """What a part gives that has more than rows to give."""
 
     rows: Tensor  # (B, N, C)
-    auxiliary: Tensor  # () fp32: a mean over positions, added to the training loss and never to the nats
+    auxiliary: Tensor | None = None  # () fp32: a mean over positions, added to the training loss and never to the nats
+    statistics: tuple[Tensor, ...] = ()  # in training, one of each part that observes; summed over contexts
 
 
 class State(Protocol):

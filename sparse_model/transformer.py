@@ -5,6 +5,7 @@ Letters: B batch, N positions, C width, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,18 +72,18 @@ class SparseTransformer(nn.Module):
             roles[name] = Role(part, tuple(stacked.get(layer, ())))
         return roles
 
-    def forward(self, tokens: Tensor, return_nats: bool = False, return_auxiliary: bool = False) -> Any:
+    def forward(self, tokens: Tensor, return_nats: bool = False, return_mixed: bool = False) -> Any:
         """Row i predicts tokens[:, i] from tokens[:, :i].
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
                 As bytes, they reach a device with an eighth of the traffic of int64.
             return_nats: return each token's cross-entropy instead of the logits, which are then never in memory whole.
-            return_auxiliary: return the sum of the parts' auxiliary losses too, as training needs it.
+            return_mixed: return what the parts give beside rows too, as training needs it.
 
         Returns:
-            Logits (B, N, V), or nats (B, N) in fp32; with ``return_auxiliary`` a pair of that and () fp32, which is
-            None where no part has such a loss.
+            Logits (B, N, V), or nats (B, N) in fp32; with ``return_mixed`` these as the rows of a ``Mixed``, with the
+            sum of the auxiliary losses, if any part has one, and the statistics for each of ``observers``.
 
         Raises:
             ValueError: tokens are not (B, N) with 1 to ``context`` positions.
@@ -90,16 +91,18 @@ class SparseTransformer(nn.Module):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         tokens = tokens.long()
-        h, auxiliary = self.embedding(tokens), None
+        stream = Mixed(self.embedding(tokens))
         for block in self.blocks:
+            h = stream.rows
             given = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
-            if isinstance(given, Mixed):
-                h = given.rows
-                auxiliary = given.auxiliary if auxiliary is None else auxiliary + given.auxiliary
-            else:
-                h = given
-        scored = self.logits(self.norm(h), tokens if return_nats else None)
-        return (scored, auxiliary) if return_auxiliary else scored
+            stream = joined(stream, given) if isinstance(given, Mixed) else stream._replace(rows=given)
+        scored = self.logits(self.norm(stream.rows), tokens if return_nats else None)
+        return stream._replace(rows=scored) if return_mixed else scored
+
+    @property
+    def observers(self) -> list[Any]:
+        """The parts that give statistics in training, and ``observe`` their sums; in the order of the statistics."""
+        return [module for module in self.modules() if hasattr(module, "observe")]
 
     @property
     def mixers(self) -> list[Any]:
@@ -135,6 +138,14 @@ class SparseTransformer(nn.Module):
         return h
 
 
+def joined(stream: Mixed, given: Mixed) -> Mixed:
+    """What one more part or block gives, with the auxiliary losses and statistics of those before it."""
+    auxiliary = given.auxiliary
+    if stream.auxiliary is not None:
+        auxiliary = stream.auxiliary if auxiliary is None else stream.auxiliary + auxiliary
+    return Mixed(given.rows, auxiliary, stream.statistics + given.statistics)
+
+
 class ResidualBlock(nn.Module):
     """H + a + b with a = dropout(attention(norm(H))) and b = dropout(ff(norm(H + a))) (section 5.2), or one of them.
 
@@ -153,26 +164,26 @@ class ResidualBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h: Tensor, state: State | None = None, first: int = 0) -> Tensor | Mixed:
-        """(B, N, C) to (B, N, C), with the sum of auxiliary losses where a part has one.
+        """(B, N, C) to (B, N, C), with what the parts have to tell beside that, if they have.
 
         With a state: one position, which reads the kept ones too, or the first N.
         """
-        losses: list[Tensor] = []
+        more: list[Mixed] = []
         if self.attention is not None:
-            h = h + self._rows(self.attention(self.attention_norm(h), state, first), losses)
+            h = h + self._rows(self.attention(self.attention_norm(h), state, first), more)
         if self.feed_forward is not None:
-            h = h + self._rows(self.feed_forward(self.feed_forward_norm(h)), losses)
-        return Mixed(h, sum(losses[1:], losses[0])) if losses else h
+            h = h + self._rows(self.feed_forward(self.feed_forward_norm(h)), more)
+        return functools.reduce(joined, more)._replace(rows=h) if more else h
 
     def work(self, positions: int, batch: int) -> Work:
         """Of all sub-layers."""
         parts: list[Any] = [part for part in (self.attention, self.feed_forward) if part is not None]
         return sum((part.work(positions, batch) for part in parts), Work())
 
-    def _rows(self, given: Tensor | Mixed, losses: list[Tensor]) -> Tensor:
-        """What is added to the stream, of what a part gives; its auxiliary loss, if it has one, goes to ``losses``."""
+    def _rows(self, given: Tensor | Mixed, more: list[Mixed]) -> Tensor:
+        """What is added to the stream, of what a part gives; the whole goes to ``more``, if it is more."""
         if isinstance(given, Mixed):
-            losses.append(given.auxiliary)
+            more.append(given)
             given = given.rows
         # Tested here and not in the module: for a single row, calling it takes longer than an addition.
         return self.dropout(given) if self.dropout.training else given

@@ -31,7 +31,7 @@ from longstride.launcher.engine.build import build_engine
 from longstride.launcher.engine.device import prepare_accelerator
 from longstride.launcher.engine.step import EngineStep
 from longstride.launcher.ranks.processes import Ranks, process_group
-from longstride.launcher.training.loop import sum_nats
+from longstride.launcher.training.loop import score
 from longstride.launcher.training.recorder import device_seconds
 
 WAYS = {"at once": False, "in the background": True}
@@ -135,7 +135,7 @@ def take_steps(engine: Any, config: RunConfig, steps: int, saver: Saver | None) 
         saver.save(state, {})
         still += device_seconds(engine.device) - start
     for step in range(steps):
-        EngineStep(engine).take(sum_nats(engine, batch, slice(None))[1] / context)
+        EngineStep(engine).take(score(engine, batch, slice(None)).loss / context)
         if saver is not None:
             before = device_seconds(engine.device)
             saver.finish() if step == steps - 1 else saver.poll()

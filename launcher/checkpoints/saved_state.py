@@ -87,8 +87,9 @@ class SavedState:
 
     @property
     def model_shapes(self) -> dict[str, torch.Size]:
-        """Of the whole model: ``shapes`` are of what DeepSpeed saved, which n-gram tables are no part of."""
-        return self.shapes if self._tables is None else self.shapes | {states.TABLES: self._tables.shape}
+        """Of the whole model: ``shapes`` are of parameters that DeepSpeed saved, which n-gram tables are no part of."""
+        tables = {} if self._tables is None else {states.TABLES: self._tables.shape}
+        return self.shapes | tables | {name: buffer.shape for name, buffer in self.buffers.items()}
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -102,7 +103,7 @@ class SavedState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's tensors that are no parameters."""
+        """The model's tensors that are no parameters, fp32."""
         return {name: self._model["module"][name] for name in self._model["buffer_names"]}
 
     def shapes_of(self, kind: str) -> dict[str, torch.Size]:
@@ -114,6 +115,8 @@ class SavedState:
         """One parameter's tensor of a kind that is there: of its own memory, fp32, on the CPU."""
         if name == states.TABLES and self._tables is not None:
             return self._tables.tensor(kind)
+        if name in self._model["buffer_names"]:  # which every kind of weights has as they are
+            return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
         parts = []
@@ -228,5 +231,4 @@ def master_weights(checkpoint: Checkpoint, weights: str = TRAINED) -> dict[str, 
     checkpoint.verify()
     state = SavedState(checkpoint)
     kind = state.kind_of(weights)
-    tensors = {name: state.tensor(name, kind) for name in state.model_shapes}
-    return tensors | {name: buffer.clone() for name, buffer in state.buffers.items()}
+    return {name: state.tensor(name, kind) for name in state.model_shapes}

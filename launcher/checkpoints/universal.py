@@ -10,6 +10,7 @@ Format 1, `checkpoints/.step-00001000.universal/`, made from `step-00001000/` fo
     row_var.safetensors                 of Adafactor, for matrices; beside it col_var
     variance.safetensors                of Adafactor, for vectors
     ema.safetensors         the moving average of the weights, where one is kept
+    buffers.safetensors     what the model's parts keep beside weights, where they do
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from longstride.data_pipelines.durable import flush_folder
@@ -47,6 +49,7 @@ from longstride.sparse_model import StrictModel
 
 UNIVERSAL_VERSION = 1
 _REPORT_SECONDS = 10.0
+_BUFFERS = "buffers.safetensors"
 
 
 class UniversalManifest(StrictModel):
@@ -80,6 +83,10 @@ class Universal:
     def flat(self, name: str, kind: str) -> Tensor:
         """One parameter's elements as a flat tensor; they stay on the disk until they are used."""
         return self._file(kind).get_tensor(name).flatten()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What the model's parts keep beside their weights, by name, fp32."""
+        return load_file(self.folder / _BUFFERS) if _BUFFERS in self.manifest.files else {}
 
     def _file(self, kind: str) -> Any:
         if kind not in self._open:
@@ -132,7 +139,7 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
         manifest = UniversalManifest.model_validate(content)
     except (ConfigError, ValidationError, KeyError):
         return None
-    whole = manifest.files.keys() <= {_file_name(kind) for kind in KINDS} and _file_name(MASTER) in manifest.files
+    whole = manifest.files.keys() <= {_BUFFERS, *map(_file_name, KINDS)} and _file_name(MASTER) in manifest.files
     if not whole or manifest.source_sha256 != _source_sha256(checkpoint):
         return None
     return Universal(folder, manifest)
@@ -156,6 +163,10 @@ def _make_unless_there(checkpoint: Checkpoint) -> bool:
             shapes = state.shapes_of(kind)
             size, sha256 = write_tensors(unfinished / _file_name(kind), shapes, islice(tensors, len(shapes)))
             files[_file_name(kind)] = FileRecord(bytes=size, sha256=sha256)
+        if buffers := state.buffers:
+            shapes = {name: buffer.shape for name, buffer in buffers.items()}
+            size, sha256 = write_tensors(unfinished / _BUFFERS, shapes, buffers.values())
+            files[_BUFFERS] = FileRecord(bytes=size, sha256=sha256)
         manifest = UniversalManifest(
             format_version=UNIVERSAL_VERSION,
             source_sha256=_source_sha256(checkpoint),

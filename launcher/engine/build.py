@@ -103,8 +103,21 @@ def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) ->
     def checkpoint_in_training(block: Callable[..., Any], h: Tensor) -> Any:
         if not torch.is_grad_enabled():  # no backward pass follows in evaluation
             return block(h)
-        given = deepspeed.checkpointing.checkpoint(block, h)
-        return Mixed(*given) if isinstance(given, tuple) else given  # DeepSpeed returns a plain tuple
+        has_auxiliary = False
+
+        def as_tensors(h: Tensor) -> Tensor | tuple[Tensor, ...]:  # which is all that DeepSpeed hands on
+            nonlocal has_auxiliary
+            given = block(h)
+            if isinstance(given, Tensor):
+                return given
+            has_auxiliary = given.auxiliary is not None
+            return tuple(x for x in (given.rows, given.auxiliary, *given.statistics) if x is not None)
+
+        given = deepspeed.checkpointing.checkpoint(as_tensors, h)
+        if isinstance(given, Tensor):
+            return given
+        rows, *rest = given
+        return Mixed(rows, rest.pop(0) if has_auxiliary else None, tuple(rest))
 
     deepspeed.checkpointing.configure(None, deepspeed_config=section)
     model.activation_checkpoint = checkpoint_in_training

@@ -185,7 +185,8 @@ def _write(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, data = config.to_json()["model"], ModelData.of_run(config)
     fingerprint = Fingerprint(model)
-    write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint)
+    buffers = dict(empty_model(config.model).named_buffers()).keys()
+    write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint, buffers)
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
         "model": model,

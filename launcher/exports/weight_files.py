@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -43,6 +43,7 @@ def write_weights(
     dtype: torch.dtype,
     limit: int,
     fingerprint: Fingerprint,
+    buffers: Set[str],
 ) -> None:
     """Writes the tensors of these names into a folder, and adds each to the model's fingerprint.
 
@@ -53,6 +54,7 @@ def write_weights(
         dtype: what they are stored in.
         limit: bytes of tensors a file; one tensor that is larger has a file of its own.
         fingerprint: of the model, still without tensors.
+        buffers: names of tensors that are stored in fp32, as parts compute with them.
 
     Raises:
         ConfigError: a value is too large for the type.
@@ -61,7 +63,7 @@ def write_weights(
     def stored(names: Iterable[str]) -> Iterator[Tensor]:
         for name in names:
             exact = tensor(name)
-            converted = exact.to(dtype)
+            converted = exact if name in buffers else exact.to(dtype)
             lost = exact.isfinite() & ~converted.isfinite() if dtype != torch.float32 else None
             if lost is not None and bool(lost.any()):
                 value, most = float(exact[lost].flatten()[0]), torch.finfo(dtype).max
@@ -70,7 +72,7 @@ def write_weights(
             fingerprint.add(name, converted)
             yield converted
 
-    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
+    sizes = {name: (4 if name in buffers else dtype.itemsize) * math.prod(shape) for name, shape in shapes.items()}
     parts: list[list[str]] = [[]]
     for name, size in sizes.items():
         if parts[-1] and sum(sizes[each] for each in parts[-1]) + size > limit:
@@ -81,7 +83,7 @@ def write_weights(
         file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         # Tensors that leave the next one aligned come first: the format has no gaps between tensors.
         names.sort(key=lambda name: sizes[name] % ALIGNMENT != 0)
-        write_tensors(folder / file, {name: shapes[name] for name in names}, stored(names), dtype)
+        write_tensors(folder / file, {name: shapes[name] for name in names}, stored(names), dtype, buffers=buffers)
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}

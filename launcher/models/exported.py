@@ -111,7 +111,9 @@ class Exported:
 
     def _check_tensors(self) -> torch.dtype:
         """The type of all tensors, held against the model's names and shapes."""
-        expected = {name: list(tensor.shape) for name, tensor in empty_model(self.config).state_dict().items()}
+        model = empty_model(self.config)
+        expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        buffers = dict(model.named_buffers())
         weights = file_names.WEIGHTS if file_names.WEIGHTS in self._file_of.values() else file_names.WEIGHTS_INDEX
         mismatch = f"{weights} is not the model of {file_names.CONFIG}:"
         self._refuse(expected.keys() - self._file_of.keys(), f"{mismatch} it lacks")
@@ -119,7 +121,10 @@ class Exported:
         stored, wrong = set(), set()
         for name, file in self._file_of.items():
             described = self._opened(file).get_slice(name)
-            stored.add(described.get_dtype())
+            if name not in buffers:
+                stored.add(described.get_dtype())
+            elif described.get_dtype() != STORED[torch.float32]:
+                wrong.add(f"{name} of {described.get_dtype()} instead of F32")
             if described.get_shape() != expected[name]:
                 wrong.add(f"{name} of {described.get_shape()} instead of {expected[name]}")
         self._refuse(wrong, f"{mismatch} it has")
@@ -151,8 +156,7 @@ def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dt
     exported = Exported(folder)
     device, dtype = torch.device(device), dtype or exported.dtype
     model = empty_model(_runnable(exported.config, device, dtype))
-    weights = {name: _placed(exported.tensor(name), device, dtype) for name in exported.names}
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict(_placed_state(model, exported.tensor, device, dtype), assign=True)
     return model.eval()
 
 
@@ -167,8 +171,7 @@ def streamed_model(
     model = empty_model(_runnable(config, device, dtype))
 
     def fetch(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-        names = module.state_dict().keys()
-        return {name: _placed(tensor(f"{prefix}.{name}"), device, dtype) for name in names}
+        return _placed_state(module, lambda name: tensor(f"{prefix}.{name}"), device, dtype)
 
     prefixes = {block: f"blocks.{number}" for number, block in enumerate(model.blocks)}
     # glibc keeps freed memory, hundreds of MB more with every block, unless it is asked to give it back.
@@ -208,6 +211,15 @@ class _Uninitialized(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             return named["tensor"] if "tensor" in named else args[0]
         return func(*args, **named)
+
+
+def _placed_state(
+    module: nn.Module, tensor: Callable[[str], Tensor], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A module's parameters on a device in a type, and its buffers as they are stored."""
+    buffers = dict(module.named_buffers())
+    stored = {name: tensor(name) for name in module.state_dict()}
+    return {name: _placed(each, device, each.dtype if name in buffers else dtype) for name, each in stored.items()}
 
 
 def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,24 @@ class Fingerprint:
 
 
 def write_tensors(
-    path: Path, shapes: Mapping[str, Sequence[int]], tensors: Iterable[Tensor], dtype: torch.dtype = torch.float32
+    path: Path,
+    shapes: Mapping[str, Sequence[int]],
+    tensors: Iterable[Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    buffers: Container[str] = (),
 ) -> tuple[int, str]:
     """Writes a safetensors file tensor by tensor, flushed to the disk; returns its size in bytes and its SHA-256.
 
     Memory holds one tensor at a time. The format has all names, shapes and places first, so ``shapes`` must be known
-    before the tensors, which follow in its order and are of type ``dtype``.
+    before the tensors, which follow in its order and are of type ``dtype``; those named in ``buffers`` are of fp32.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    dtypes = {name: torch.float32 if name in buffers else dtype for name in shapes}
     offset = 0
     for name, shape in shapes.items():
-        size = dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": STORED[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        size = dtypes[name].itemsize * math.prod(shape)
+        header[name] = {"dtype": STORED[dtypes[name]], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -71,7 +77,7 @@ def write_tensors(
             digest.update(piece)
             file.write(piece)
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            assert list(tensor.shape) == list(shape) and tensor.dtype == dtype, name
+            assert list(tensor.shape) == list(shape) and tensor.dtype == dtypes[name], name
             content = _bytes_of(tensor)
             digest.update(content)
             file.write(content)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -26,6 +26,7 @@ from longstride.launcher.training.guards import Guards, GuardStopError, as_numbe
 from longstride.launcher.training.profile import StepProfiler
 from longstride.launcher.training.recorder import Recorder, device_seconds
 from longstride.launcher.training.resume import GuardResponse
+from longstride.sparse_model import SparseTransformer
 
 
 class Trainer:
@@ -177,10 +178,12 @@ def train_step(
     # turns it into the sum over all bytes divided by their global number.
     factor = len(part.tokens) // micro_batch * ranks.world_size / batch.num_bytes
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
+    observed: list[Tensor] = []  # by each part that does, of all micro-batches
     for first in range(0, len(part.tokens), micro_batch):
         with StepPart.FORWARD.marked(engine.device):
-            total, loss = sum_nats(engine, part, slice(first, first + micro_batch), context_nats)
+            total, loss, statistics = score(engine, part, slice(first, first + micro_batch), context_nats)
         nats += total.detach().double()
+        observed = [a + b for a, b in zip(observed, statistics, strict=True)] if observed else list(statistics)
         if first + micro_batch < len(part.tokens):
             step.accumulate(loss * factor)
     # Judged before the last backward pass, which can still have the step dropped.
@@ -194,6 +197,8 @@ def train_step(
         step.undo()
     elif verdict and verdict.guard != "loss_scale_floor":  # whose step the scale has to remember
         step.undo_scale()
+    if observed and grad_norm is not None and not verdict:
+        observe(engine.module, observed, ranks)
     line = {
         "step": number,
         "split": "train",
@@ -213,23 +218,34 @@ def train_step(
     return line
 
 
-def sum_nats(
-    engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None
-) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of some contexts of a batch, padding left out, and the loss to train on: () fp32 each.
+class Scored(NamedTuple):
+    """What the model makes of some contexts."""
 
-    The loss has the auxiliary losses of the model's parts too, which are means over positions, for each byte.
-    ``context_nats`` gets the sum of each context.
-    """
+    nats: Tensor  # () fp32: the cross-entropy of all their bytes, padding left out
+    loss: Tensor  # () fp32: to train on; with the auxiliary losses of the model's parts, for each byte
+    statistics: tuple[Tensor, ...]  # of the parts that observe
+
+
+def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Scored:
+    """The forward pass over some contexts of a batch. ``context_nats`` gets the sum of each context."""
     tokens, lengths = batch.tokens[rows], batch.lengths[rows]
-    nats, auxiliary = engine(tokens.to(engine.device), return_nats=True, return_auxiliary=True)  # (B, N), ()
+    nats, auxiliary, statistics = engine(tokens.to(engine.device), return_nats=True, return_mixed=True)  # (B, N), …
     if not bool((lengths == tokens.shape[1]).all()):
         real = torch.arange(tokens.shape[1]) < lengths[:, None]
         nats = nats.masked_fill(~real.to(engine.device), 0.0)
     if context_nats is not None:
         context_nats += nats.detach().double().sum(1).tolist()
     total = nats.sum()
-    return total, total if auxiliary is None else total + auxiliary * int(lengths.sum())
+    loss = total if auxiliary is None else total + auxiliary * int(lengths.sum())
+    return Scored(total, loss, tuple(each.detach() for each in statistics))
+
+
+def observe(model: SparseTransformer, observed: Sequence[Tensor], ranks: Ranks) -> None:
+    """Shows the parts that keep buffers what all ranks have observed in a step that is taken. All ranks must call."""
+    everyone = ranks.gather(torch.cat([each.flatten().double() for each in observed]))
+    totals = everyone.sum(0).split([each.numel() for each in observed])  # in the order of the ranks, on every rank
+    for part, each, total in zip(model.observers, observed, totals, strict=True):
+        part.observe(total.view(each.shape))
 
 
 def lacks_evaluation(step: int, run: Run) -> bool:

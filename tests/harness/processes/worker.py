@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import longstride.launcher.train as entry
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.stops import StopFlag
+from tests.harness import counting
 from tests.harness.runs import timeouts
 
 
@@ -212,19 +213,20 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     """Spoils the last micro-batch of one rank at some steps, so many times in all; each rank tells its verdicts."""
     import longstride.launcher.training.loop as loop
 
-    sum_nats = loop.sum_nats
+    score = loop.score
     done = []
 
-    def sum_and_spoil(engine: Any, *args: Any) -> Any:
-        total, loss = sum_nats(engine, *args)
+    def score_and_spoil(engine: Any, *args: Any) -> Any:
+        scored = score(engine, *args)
         is_last = (engine.micro_steps + 1) % engine.gradient_accumulation_steps() == 0
         here = is_last and int(os.environ.get("RANK", "0")) == rank
         if here and engine.global_steps + 1 in steps and len(done) < how_often:
             done.append(engine.global_steps)
-            total = loss = _SPOILS[what](total)
-        return total, loss
+            spoilt = _SPOILS[what](scored.nats)
+            scored = scored._replace(nats=spoilt, loss=spoilt)
+        return scored
 
-    loop.sum_nats = sum_and_spoil
+    loop.score = score_and_spoil
     train_step = loop.train_step
 
     def step_and_tell(engine: Any, taken: Any, micro_batch: int, ranks: Any, guards: Any, *args: Any) -> Any:
@@ -291,6 +293,8 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
     if "DUMP_LOGITS" in os.environ:
         dump_logits(os.environ["DUMP_LOGITS"])
+    if "COUNTING" in os.environ:
+        counting.register()
     if "CHUNK_ROWS" in os.environ:
         work_in_chunks(int(os.environ["CHUNK_ROWS"]))
     if "REMOVE_AFTER_STEP_2" in os.environ:

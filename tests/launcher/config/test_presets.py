@@ -23,7 +23,8 @@ from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
-PUBLISHED = [name for name in PRESETS if name not in RECIPES]
+SYSTEMS = {"enwik8_sandwich": 208_425_216}  # docs/systems.md, with their parameters
+PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS)]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
 CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)
 ENWIK8 = (12_288, 30, 8, 512, 4, 1, 0.40, 80, 94_949_888)
@@ -47,6 +48,11 @@ def preset(name: str) -> RunConfig:
 
 def test_every_published_run_is_here() -> None:
     assert {*STATED, *MUSIC} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(("name", "parameters"), SYSTEMS.items())
+def test_a_systems_preset_has_its_size(name: str, parameters: int) -> None:
+    assert SparseTransformer.num_parameters(preset(name).model) == parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)
