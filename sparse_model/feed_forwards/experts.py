@@ -97,15 +97,16 @@ class Experts(nn.Module):
         probabilities = logits.softmax(-1)
         chosen = logits.topk(config.top).indices
         gates = probabilities.gather(-1, chosen)
+        auxiliary = None
+        if self.training and config.balance:
+            first = (chosen[:, :1] == torch.arange(self.count, device=h.device)).to(wide).mean(0)
+            auxiliary = config.balance * self.count * (first * probabilities.mean(0)).sum()
         if self.training and config.capacity is not None:
             kept = self._within_capacity(chosen.view(len(h), -1))
             gates, chosen = torch.where(kept, gates, 0.0), torch.where(kept, chosen, self.count)
         if config.top > 1:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).eps)
-        if not self.training or not config.balance:
-            return gates, chosen, None
-        first = (chosen[:, :1] == torch.arange(self.count, device=h.device)).to(wide).mean(0)
-        return gates, chosen, config.balance * self.count * (first * probabilities.mean(0)).sum()
+        return gates, chosen, auxiliary
 
     def work(self, positions: int, batch: int) -> Work:
         """Of the router and of the experts that a row has. Of long inputs the first half is computed again."""
@@ -133,13 +134,12 @@ class Experts(nn.Module):
         ]
         rows = []
         for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
-            out = None
+            given = []
             for weight, expert in zip(weights, experts, strict=True):
                 expand, contract = (None if bias is None else bias[expert] for bias in biases)
                 inner = self.activation(F.linear(row, self.expand[expert], expand))
-                given = F.linear(inner, self.contract[expert], contract) * weight
-                out = given if out is None else out + given
-            rows.append(out)
+                given.append(F.linear(inner, self.contract[expert], contract) * weight)
+            rows.append(sum(given[1:], given[0]))
         return torch.stack(rows)
 
 
