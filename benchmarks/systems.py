@@ -1,0 +1,140 @@
+"""Systems side by side in miniature: ``python benchmarks/systems.py``.
+
+Each comparison trains models that differ in one thing alone, by ``longstride train`` in one process of one thread: on
+the same data, for as many steps, from the same seeds. They are scored on the same held-out bytes of Python's own
+sources. The base is the recipe of docs/recipes.md with four layers and without n-gram tables, so that the layers have
+something left to do.
+
+Rows are written to the result file as they are finished, and docs/systems.md has the table made of it by ``--tables``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.recipe import Row, changed, longstride, recipe, summary, train
+from benchmarks.report import RESULTS, add_output_arguments, check_output, write_json
+from longstride.launcher.planning.costs import parameter_parts, work
+from longstride.sparse_model import ModelConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "systems.md"
+BEGIN, END = "<!-- made by benchmarks/systems.py: begin -->", "<!-- end -->"
+BASE = {"model.layers": 4, "model.ngrams": None}
+
+
+def windows(*widths: int) -> dict[str, Any]:
+    """A window for each layer."""
+    return {"model.attention": [{"type": "local", "window": width} for width in widths]}
+
+
+COMPARISONS: dict[str, tuple[Row, ...]] = {
+    "sandwich": (
+        Row("interleaved, (sf)4", {}),
+        Row("sandwich, s (sf)3 f", {"model.order": "s (sf)3 f"}),
+        Row("sandwich, s2 (sf)2 f2", {"model.order": "s2 (sf)2 f2"}),
+        Row("the other way round, f2 (sf)2 s2", {"model.order": "f2 (sf)2 s2"}),
+    ),
+    "windows": (
+        Row("windows that grow, 32 to 256", windows(32, 64, 128, 256)),
+        Row("windows that shrink, 256 to 32", windows(256, 128, 64, 32)),
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="of every training (default: 300)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="these comparisons alone; the others stay")
+    parser.add_argument("--tables", action="store_true", help="only make docs/systems.md anew from the result files")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    if options.tables:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return 0
+    for name in ("steps", "seeds", "parallel"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name}={getattr(options, name)}: must be more than 0; such as {parser.get_default(name)}")
+    check_output(parser, options, f"systems-{slug(torch.device('cpu'))}.json")
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
+    return 0
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Trains all rows, and writes the result file after each."""
+    data = folder / "data"
+    sources = sysconfig.get_paths()["stdlib"]
+    longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
+    result = about(torch.device("cpu")) | {"threads": 1, "steps": options.steps, "comparisons": {}}
+    if options.only and options.output.exists():
+        before = json.loads(options.output.read_text())
+        if before["steps"] != options.steps:
+            raise SystemExit(f"--steps={options.steps}: {options.output} has {before['steps']} steps; take that")
+        result["comparisons"] = before["comparisons"]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        jobs = {}
+        for name in options.only or COMPARISONS:
+            for row in COMPARISONS[name]:
+                content = changed(changed(recipe(), BASE), row.changes)
+                seeds = [
+                    pool.submit(train, content, options.steps, seed, data, folder) for seed in range(options.seeds)
+                ]
+                jobs[name, row.name] = sizes(content), seeds
+            result["comparisons"][name] = {}
+        for (name, row_name), (counted, seeds) in jobs.items():
+            runs = [job.result() for job in seeds]
+            result["comparisons"][name][row_name] = counted | {"runs": runs}
+            write_json(options.output, result)
+            print(f"{name}: {row_name}: {summary(runs)}", flush=True)
+
+
+def sizes(content: dict[str, Any]) -> dict[str, int]:
+    """Parameters, and operations of a forward pass over a byte."""
+    config = ModelConfig.model_validate(content["model"])
+    operations = work(config, content["train"]["micro_batch"]).whole.forward // config.context
+    return {"parameters": sum(parameter_parts(config).values()), "operations": operations}
+
+
+def with_table(page: str) -> str:
+    """The page's text with its table as the result files have it."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("systems-*.json"))]
+    return f"{before}{BEGIN}\n{''.join(map(table, files))}{END}{after}"
+
+
+def table(result: dict[str, Any]) -> str:
+    """One device's result."""
+    lines = [
+        f"{result['device']}, one thread, torch {result['torch']}, {result['date']}: {result['steps']} steps. "
+        "The mean of the seeds, with the least and the most:\n",
+        "| | bits per byte | seconds | parameters | operations a byte |",
+        "|---|---|---|---|---|",
+    ]
+    for rows in result["comparisons"].values():
+        for name, row in rows.items():
+            bits, seconds = ([run[key] for run in row["runs"]] for key in ("bits_per_byte", "seconds"))
+            cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seconds):.0f}"
+            lines.append(f"| {name} | {cells} | {row['parameters']:,} | {row['operations']:,} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
