@@ -46,6 +46,29 @@ class ExpertsConfig(FeedForwardConfig):
         return Experts(network, self)
 
 
+class Router(nn.Module):
+    """Scores of all experts for each row.
+
+    Muon does not have it: the rows of its gradient add up to zero, as a softmax does not see what is added to all
+    scores. Made orthogonal, that direction of rounding alone would be as large as the others.
+    """
+
+    trained_as = "vectors"
+
+    def __init__(self, network: NetworkConfig, count: int) -> None:
+        super().__init__()
+        self.network = network
+        self.weight = nn.Parameter(torch.empty(count, network.width))
+
+    def initialize(self) -> None:
+        """A tenth of a matrix's values (Fedus et al. 2021, section 2.4), so that choices begin nearly open."""
+        draw(self.weight, self.network, 100 * self.network.width)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(R, C) to (R, E), in the precision of the rows."""
+        return F.linear(rows, self.weight.to(rows.dtype))
+
+
 class Experts(nn.Module):
     """Feed-forwards (section 5.2) of which each row has one or two, weighted by a softmax.
 
@@ -61,15 +84,14 @@ class Experts(nn.Module):
         self.network, self.config, self.count = network, config, config.count
         self.activation, _ = ACTIVATIONS[config.activation]
         width, inner, bias = network.width, network.feed_forward_width, network.bias
-        self.router = nn.Parameter(torch.empty(self.count, width))
+        self.router = Router(network, self.count)
         self.expand = nn.Parameter(torch.empty(self.count, inner, width))
         self.expand_bias = nn.Parameter(torch.zeros(self.count * inner)) if bias else None
         self.contract = nn.Parameter(torch.empty(self.count, width, inner))
         self.contract_bias = nn.Parameter(torch.zeros(self.count * width)) if bias else None
 
     def initialize(self) -> None:
-        """Each expert as a dense feed-forward; the router a tenth of that, so that its choices begin nearly open."""
-        draw(self.router, self.network, 100 * self.network.width)
+        """Each expert as a dense feed-forward."""
         draw(self.expand, self.network, self.network.width)
         draw(self.contract, self.network, self.network.feed_forward_width, into_stream=True)
 
@@ -93,7 +115,7 @@ class Experts(nn.Module):
             first and P its mean probability (Lepikhin et al. 2020, algorithm 1).
         """
         config, wide = self.config, torch.promote_types(h.dtype, torch.float32)
-        logits = F.linear(h.flatten(0, 1).to(wide), self.router.to(wide))
+        logits = self.router(h.flatten(0, 1).to(wide))
         probabilities = logits.softmax(-1)
         chosen = logits.topk(config.top).indices
         gates = probabilities.gather(-1, chosen)
@@ -111,7 +133,8 @@ class Experts(nn.Module):
     def work(self, positions: int, batch: int) -> Work:
         """Of the router and of the experts that a row has. Of long inputs the first half is computed again."""
         top = self.config.top
-        router, expand, contract = (2 * positions * each.numel() for each in (self.router, self.expand, self.contract))
+        weights = (self.router.weight, self.expand, self.contract)
+        router, expand, contract = (2 * positions * each.numel() for each in weights)
         expand, contract = top * expand // self.count, top * contract // self.count
         return Work(linear=router + expand + contract, again=expand if batch * positions * top > dense.LONG_ROWS else 0)
 

@@ -40,7 +40,7 @@ def rows(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> Tensor:
 def by_definition(module: Experts, h: Tensor) -> tuple[Tensor, Tensor]:
     """(B, N, C) and the auxiliary loss: every expert computes every row, and what is not chosen counts nothing."""
     config = module.config
-    probabilities = (h @ module.router.mT).softmax(-1)
+    probabilities = (h @ module.router.weight.mT).softmax(-1)
     chosen = probabilities.argsort(-1, descending=True)[..., : config.top]
     weights = torch.zeros_like(probabilities)
     room = math.inf if config.capacity is None else math.ceil(config.capacity * config.top * h.shape[1] / config.count)
@@ -89,7 +89,7 @@ def test_weights_and_balance_are_those_of_deepspeeds_gating(top: int) -> None:
     """Where it drops nothing and draws nothing."""
     module, h = make(balance=1.0, top=top), rows(torch.float32)
     gates, chosen, auxiliary = module.float().route(h)
-    logits = h.flatten(0, 1) @ module.router.mT
+    logits = h.flatten(0, 1) @ module.router.weight.mT
     if top == 1:
         balance, combine, *_ = top1gating(logits, 1.0, 0, drop_tokens=False, use_rts=False)
     else:
@@ -133,7 +133,7 @@ def test_one_expert_is_the_dense_feed_forward(dtype: torch.dtype) -> None:
 def test_the_router_computes_in_fp32() -> None:
     module, h = make(dtype=torch.bfloat16), rows(torch.bfloat16)
     gates, chosen, auxiliary = module.route(h)
-    probabilities = (h.float().flatten(0, 1) @ module.router.float().mT).softmax(-1)
+    probabilities = (h.float().flatten(0, 1) @ module.router.weight.float().mT).softmax(-1)
     assert gates.dtype == auxiliary.dtype == torch.float32
     expected = probabilities.gather(1, chosen)
     torch.testing.assert_close(gates, expected / expected.sum(-1, keepdim=True))
@@ -142,9 +142,9 @@ def test_the_router_computes_in_fp32() -> None:
 def test_an_expert_without_rows_has_gradients_of_zero() -> None:
     module, h = make(top=1), rows()
     with torch.no_grad():
-        module.router.zero_()
-        module.router[2] = h.sum((0, 1))
-        h = module.router[2].expand(1, 3, WIDTH).clone()
+        module.router.weight.zero_()
+        module.router.weight[2] = h.sum((0, 1))
+        h = module.router.weight[2].expand(1, 3, WIDTH).clone()
     module(h).rows.sum().backward()
     for parameter in module.parameters():
         assert parameter.grad is not None
@@ -190,11 +190,11 @@ def test_operations_are_as_torch_wants_them() -> None:
 
 def test_each_expert_is_a_matrix_and_biases_are_vectors() -> None:
     model = SparseTransformer(small(layers=1, feed_forward={"type": "experts", "count": COUNT}))
-    own = {name.rpartition(".")[2]: role for name, role in model.parameter_roles().items() if "feed_forward." in name}
-    parts = {name: role.part for name, role in own.items()}
-    matrices = ("router", "expand", "contract")
-    assert parts == dict.fromkeys(matrices, "matrices") | dict.fromkeys(("expand_bias", "contract_bias"), "vectors")
-    expand = model.get_parameter("blocks.0.feed_forward.expand")
+    path = "blocks.0.feed_forward."
+    parts = {name.removeprefix(path): role.part for name, role in model.parameter_roles().items() if path in name}
+    matrices, vectors = ("expand", "contract"), ("expand_bias", "contract_bias", "router.weight")
+    assert parts == dict.fromkeys(matrices, "matrices") | dict.fromkeys(vectors, "vectors")
+    expand = model.get_parameter(f"{path}expand")
     assert [(each.rows, each.columns) for each in matrices_in(expand.shape)] == [expand.shape[1:]] * COUNT
 
 
@@ -202,7 +202,7 @@ def test_first_values_are_those_of_dense_parts() -> None:
     torch.manual_seed(0)
     model: Any = SparseTransformer(small(layers=2, width=256, feed_forward={"type": "experts", "count": COUNT}))
     module = model.blocks[0].feed_forward
-    own = [module.expand.std().item(), module.contract.std().item(), module.router.std().item()]
+    own = [module.expand.std().item(), module.contract.std().item(), module.router.weight.std().item()]
     std = (0.125 / 256) ** 0.5
     assert own == pytest.approx([std, std / 2 / 4**0.5, std / 10], rel=0.05)
     assert not module.expand_bias.any() and not module.contract_bias.any()

@@ -26,6 +26,7 @@ MONITORED = ("model.dropout=0", f"deepspeed.csv_monitor={CSV_MONITOR}")
 MUON = 'train.optimizer={"type": "muon", "rates": {"matrices": 0.02}}'
 ADAFACTOR = 'train.optimizer={"type": "adafactor"}'
 TABLES = 'model.ngrams={"orders": [2, 3, 4], "rows": 997}'
+EXPERTS = 'model.feed_forward=[{"type": "experts", "count": 4}, {"type": "experts", "count": 3, "top": 1}]'
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
     "zero0-fp32-adafactor": ("deepspeed=zero0_fp32", ADAFACTOR),
@@ -38,6 +39,11 @@ OTHER_RUNS = {
     for stage in range(4)
     for precision in ("fp32", "fp16", "bf16")
     for name, optimizer in {"-adamw": (), "-muon": (MUON,)}.items()
+}
+OTHER_RUNS |= {
+    f"zero{stage}-{precision}-experts": (f"deepspeed=zero{stage}_{precision}", EXPERTS, MUON)
+    for stage in range(4)
+    for precision in ("fp32", "fp16", "bf16")
 }
 OTHER_RUNS["zero2-offload"] = ("deepspeed=zero2_bf16", "deepspeed.zero_optimization.offload_optimizer.device=cpu")
 for stage in (2, 3):
