@@ -44,8 +44,9 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 HALF_SIZE = ("model.dropout=0", "model.feed_forward_ratio=2", "model.query_key_ratio=0.5")
 LATER_PARTS = tuple(f"model.{name}={json.dumps(value)}" for name, value in LATER.items())
-CASES = [(name, overrides) for name in DTYPES for overrides in ((), HALF_SIZE, LATER_PARTS)]
-DEFAULT_CASES = (("fp32", ()), ("fp16", HALF_SIZE), ("bf16", LATER_PARTS))
+EXPERTS = ('model.feed_forward={"type": "experts", "count": 4}',)
+CASES = [(name, overrides) for name in DTYPES for overrides in ((), HALF_SIZE, LATER_PARTS, EXPERTS)]
+DEFAULT_CASES = (("fp32", ()), ("fp16", HALF_SIZE), ("bf16", LATER_PARTS), ("fp32", EXPERTS))
 
 
 @pytest.mark.parametrize(
