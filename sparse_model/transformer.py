@@ -95,7 +95,10 @@ class SparseTransformer(nn.Module):
         for block in self.blocks:
             h = stream.rows
             given = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
-            stream = joined(stream, given) if isinstance(given, Mixed) else stream._replace(rows=given)
+            if isinstance(given, tuple):  # torch's recomputation makes a plain one of it
+                stream = joined(stream, Mixed(*given))
+            else:
+                stream = stream._replace(rows=given)
         scored = self.logits(self.norm(stream.rows), tokens if return_nats else None)
         return stream._replace(rows=scored) if return_mixed else scored
 

@@ -10,9 +10,10 @@ from typing import Any
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import DenseFeedForward
+from longstride.sparse_model.feed_forwards.experts import ExpertsConfig
 from longstride.sparse_model.part import FeedForwardConfig
 
-FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseFeedForward}
+FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseFeedForward, "experts": ExpertsConfig}
 
 
 def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:

@@ -85,6 +85,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
+    "one expert a row": {
+        "bias": False,
+        "feed_forward": {"type": "experts", "count": 3, "top": 1, "activation": "squared_relu", "capacity": 1.25},
+    },
 }  # fmt: skip
 
 

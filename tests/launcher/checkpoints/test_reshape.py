@@ -25,7 +25,7 @@ from longstride.launcher.models import AVERAGE
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import Run, configuration, files_under, metrics, spawn, spawn_series
-from tests.launcher.training.test_training import ADAFACTOR, LOW_SCALE, MONITORED, MUON, TABLES
+from tests.launcher.training.test_training import ADAFACTOR, EXPERTS, LOW_SCALE, MONITORED, MUON, TABLES
 
 Trained = Callable[..., Path]
 FIRST_LOSS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative, after a change
@@ -61,7 +61,7 @@ def assert_states_close(one: SavedState, other: SavedState, half: bool) -> None:
                 assert (ours - theirs).norm() <= 2 ** (-3 if half else -10) * theirs.norm(), (kind, name)
 
 
-@pytest.mark.parametrize("optimizer", [(), (MUON,)])
+@pytest.mark.parametrize("optimizer", [(), (MUON, EXPERTS)])
 def test_run_goes_on_with_other_processes_and_stage(
     optimizer: tuple[str, ...], trained: Trained, tmp_path: Path
 ) -> None:
@@ -71,7 +71,9 @@ def test_run_goes_on_with_other_processes_and_stage(
     where Adam's first steps divide by their own size.
     """
     whole = (
-        trained("no-dropout-muon", 1, "model.dropout=0", MUON) if optimizer else trained("no-dropout", 1, *MONITORED)
+        trained("no-dropout-muon-experts", 1, "model.dropout=0", *optimizer)
+        if optimizer
+        else trained("no-dropout", 1, *MONITORED)
     )
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     config = json.loads((whole / "config.json").read_text())
@@ -123,6 +125,10 @@ GRID["layouts"] = [
     Leg(3, 3, "fp32", SMALL_GROUPS),
 ]
 GRID |= {f"muon-{name}": [leg._replace(others=(*leg.others, MUON)) for leg in legs] for name, legs in GRID.items()}
+GRID |= {
+    f"experts-{precision}": [Leg(*each, precision, (MUON, EXPERTS)) for each in ((2, 1), (3, 3), (1, 0), (2, 2))]
+    for precision in ("fp32", "fp16", "bf16")
+}
 GRID["adafactor"] = [
     Leg(2, 0, "fp32", (ADAFACTOR,)),
     Leg(1, 0, "bf16", (ADAFACTOR,)),
@@ -147,7 +153,7 @@ def test_chain_of_changes_loses_nothing(name: str, data: Path, tmp_path: Path) -
         overrides = [f"deepspeed=zero{leg.stage}_{leg.precision}", *leg.others, *CHAINED]
         last = f"train.steps={2 * number + 3}"
         starts.append(Run(["--config", str(config_file), "--resume", resume, *overrides, last], leg.processes))
-    optimizer = [each for each in legs[0].others if each in (MUON, ADAFACTOR)]
+    optimizer = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS)]
     alone = [*CHAINED, *optimizer, last, f"train.output={tmp_path / 'alone'}"]
     starts.append(Run(["--config", str(config_file), *alone], 1))
     for start, ended in zip(starts, spawn_series(starts), strict=True):

@@ -45,8 +45,9 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 HALF_SIZE = ("model.dropout=0", "model.feed_forward_ratio=2", "model.query_key_ratio=0.5")
 LATER_PARTS = tuple(f"model.{name}={json.dumps(value)}" for name, value in LATER.items())
 ALL_SCORES = ('model.attention={"type": "synthesizer", "kind": ["factorized_dense", "random", "attention"]}',)
-CASES = [(name, overrides) for name in DTYPES for overrides in ((), HALF_SIZE, LATER_PARTS, ALL_SCORES)]
-DEFAULT_CASES = (("fp32", ()), ("fp16", HALF_SIZE), ("bf16", LATER_PARTS), ("bf16", ALL_SCORES))
+EXPERTS = ('model.feed_forward={"type": "experts", "count": 4}',)
+CASES = [(name, more) for name in DTYPES for more in ((), HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS)]
+DEFAULT_CASES = (("fp32", ()), ("fp16", HALF_SIZE), ("bf16", LATER_PARTS), ("bf16", ALL_SCORES), ("fp32", EXPERTS))
 
 
 @pytest.mark.parametrize(

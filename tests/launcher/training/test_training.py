@@ -26,18 +26,24 @@ MONITORED = ("model.dropout=0", f"deepspeed.csv_monitor={CSV_MONITOR}")
 MUON = 'train.optimizer={"type": "muon", "rates": {"matrices": 0.02}}'
 ADAFACTOR = 'train.optimizer={"type": "adafactor"}'
 TABLES = 'model.ngrams={"orders": [2, 3, 4], "rows": 997}'
+EXPERTS = 'model.feed_forward=[{"type": "experts", "count": 4}, {"type": "experts", "count": 3, "top": 1}]'
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
     "zero0-fp32-adafactor": ("deepspeed=zero0_fp32", ADAFACTOR),
     "zero1-bf16": ("deepspeed=zero1_bf16", MUON, "data.workers=2"),
     "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE, TABLES),
-    "zero3-bf16": ("deepspeed=zero3_bf16", MUON, TABLES, "train.activation_checkpointing=true"),
+    "zero3-bf16": ("deepspeed=zero3_bf16", MUON, TABLES, EXPERTS, "train.activation_checkpointing=true"),
 }
 OTHER_RUNS = {
     f"zero{stage}-{precision}{name}": (f"deepspeed=zero{stage}_{precision}", *optimizer)
     for stage in range(4)
     for precision in ("fp32", "fp16", "bf16")
     for name, optimizer in {"-adamw": (), "-muon": (MUON,)}.items()
+}
+OTHER_RUNS |= {
+    f"zero{stage}-{precision}-experts": (f"deepspeed=zero{stage}_{precision}", EXPERTS, MUON)
+    for stage in range(4)
+    for precision in ("fp32", "fp16", "bf16")
 }
 OTHER_RUNS["zero2-offload"] = ("deepspeed=zero2_bf16", "deepspeed.zero_optimization.offload_optimizer.device=cpu")
 for stage in (2, 3):
@@ -137,8 +143,9 @@ def test_stages_and_precisions_agree_on_the_first_steps(trained: Trained) -> Non
     Tolerance: bf16 keeps 8 bits, so that a norm of many terms is good to 2^-8 times a few.
     """
     runs = {name: metrics(trained(name, 2, *RUNS[name])) for name in RUNS}
-    reference = metrics(trained("zero0-fp32", 2))
+    references = {False: metrics(trained("zero0-fp32", 2)), True: metrics(trained("zero0-fp32-experts", 2, EXPERTS))}
     for name, lines in runs.items():
+        reference = references[EXPERTS in RUNS[name]]
         assert lines[0]["loss_nats"] == pytest.approx(reference[0]["loss_nats"], rel=2**-8), name
         if name != "zero2-fp16":  # which overflows at first
             assert lines[0]["grad_norm"] == pytest.approx(reference[0]["grad_norm"], rel=2**-4), name

@@ -1,0 +1,325 @@
+"""Mixture of experts: each row through one or two of several feed-forwards, which a router chooses for it.
+
+After GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021; the idea: Shazeer et al. 2017). Nothing is dropped
+and nothing padded: rows are sorted by their expert, and each expert computes those that it has.
+
+Letters: B batch, N positions, R rows, C width, F inner width, E experts, k of them for a row, S = R·k sorted rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from longstride.kernels import ConfigError
+from longstride.sparse_model.feed_forwards import dense
+from longstride.sparse_model.feed_forwards.dense import ACTIVATIONS
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.part import FeedForwardConfig, Mixed, Work, draw
+
+
+class ExpertsConfig(FeedForwardConfig):
+    """Experts, each as wide as a dense feed-forward of the network."""
+
+    type: Literal["experts"]
+    count: Annotated[int, Field(ge=1)]  # of experts
+    top: Annotated[int, Field(ge=1, le=2)] = 2  # experts for a row: 2 as GShard, 1 as Switch
+    activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"
+    balance: Annotated[float, Field(ge=0)] = 0.01  # weight of the auxiliary loss, which is 1 where all are used alike
+    # In training, an expert takes at most this times its even share of a context's choices. null: all that choose it.
+    capacity: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top > self.count:
+            raise ConfigError.at("top", self.top, f"must be at most count {self.count}; nearest {self.count}")
+        return self
+
+    def make(self, network: NetworkConfig) -> Experts:
+        """The module."""
+        return Experts(network, self)
+
+
+class Router(nn.Module):
+    """Scores of all experts for each row.
+
+    Muon does not have it: the rows of its gradient add up to zero, as a softmax does not see what is added to all
+    scores. Made orthogonal, that direction of rounding alone would be as large as the others.
+    """
+
+    trained_as = "vectors"
+
+    def __init__(self, network: NetworkConfig, count: int) -> None:
+        super().__init__()
+        self.network = network
+        self.weight = nn.Parameter(torch.empty(count, network.width))
+
+    def initialize(self) -> None:
+        """A tenth of a matrix's values (Fedus et al. 2021, section 2.4), so that choices begin nearly open."""
+        draw(self.weight, self.network, 100 * self.network.width)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(R, C) to (R, E), in the precision of the rows."""
+        return F.linear(rows, self.weight.to(rows.dtype))
+
+
+class Experts(nn.Module):
+    """Feed-forwards (section 5.2) of which each row has one or two, weighted by a softmax.
+
+    All parameters are whole tensors over all experts: a step gives every one of them a gradient, of zeros where no row
+    has chosen an expert, so that each rank has the same ones to sum whatever its rows chose. Biases lie end to end, as
+    the vectors that they are to an optimiser.
+    """
+
+    part = "experts"
+
+    def __init__(self, network: NetworkConfig, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.network, self.config, self.count = network, config, config.count
+        self.activation, _ = ACTIVATIONS[config.activation]
+        width, inner, bias = network.width, network.feed_forward_width, network.bias
+        self.router = Router(network, self.count)
+        self.expand = nn.Parameter(torch.empty(self.count, inner, width))
+        self.expand_bias = nn.Parameter(torch.zeros(self.count * inner)) if bias else None
+        self.contract = nn.Parameter(torch.empty(self.count, width, inner))
+        self.contract_bias = nn.Parameter(torch.zeros(self.count * width)) if bias else None
+
+    def initialize(self) -> None:
+        """Each expert as a dense feed-forward."""
+        draw(self.expand, self.network, self.network.width)
+        draw(self.contract, self.network, self.network.feed_forward_width, into_stream=True)
+
+    def forward(self, h: Tensor) -> Tensor | Mixed:
+        """(B, N, C) to (B, N, C); in training with the auxiliary loss."""
+        gates, chosen, auxiliary = self.route(h)
+        if h.shape[1] == 1 and chosen.numel() <= self.count and not torch.is_grad_enabled():
+            return self._few_rows(h, gates, chosen)
+        parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
+        long = dense.CHUNK_ROWS if chosen.numel() > dense.LONG_ROWS else None
+        out = SortedExperts.apply(h.flatten(0, 1), gates, chosen, *parameters, self.config.activation, long)
+        return out.view(h.shape) if auxiliary is None else Mixed(out.view(h.shape), auxiliary)
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Which experts each row of h (B, N, C) has, in fp32 (fp64 for fp64) whatever its precision.
+
+        Returns:
+            Their weights (R, k): one has its probability (Fedus et al. 2021), two have theirs so that they sum to 1
+            (Lepikhin et al. 2020); their numbers (R, k) int64, the more probable first, E where capacity leaves the
+            row out; and in training the auxiliary loss, E·Σ f·P over experts with f the share of rows that choose one
+            first and P its mean probability (Lepikhin et al. 2020, algorithm 1).
+        """
+        config, wide = self.config, torch.promote_types(h.dtype, torch.float32)
+        logits = self.router(h.flatten(0, 1).to(wide))
+        probabilities = logits.softmax(-1)
+        chosen = logits.topk(config.top).indices
+        gates = probabilities.gather(-1, chosen)
+        auxiliary = None
+        if self.training and config.balance:
+            first = (chosen[:, :1] == torch.arange(self.count, device=h.device)).to(wide).mean(0)
+            auxiliary = config.balance * self.count * (first * probabilities.mean(0)).sum()
+        if self.training and config.capacity is not None:
+            kept = self._within_capacity(chosen.view(len(h), -1))
+            gates, chosen = torch.where(kept, gates, 0.0), torch.where(kept, chosen, self.count)
+        if config.top > 1:
+            gates = gates / gates.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).eps)
+        return gates, chosen, auxiliary
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Of the router and of the experts that a row has. Of long inputs the first half is computed again."""
+        top = self.config.top
+        weights = (self.router.weight, self.expand, self.contract)
+        router, expand, contract = (2 * positions * each.numel() for each in weights)
+        expand, contract = top * expand // self.count, top * contract // self.count
+        return Work(linear=router + expand + contract, again=expand if batch * positions * top > dense.LONG_ROWS else 0)
+
+    def _within_capacity(self, chosen: Tensor) -> Tensor:
+        """Which choices (B, N·k) of each context an expert has room for: (R, k) booleans.
+
+        It takes the first that come, by position, and of a position the more probable. So what becomes of a row depends
+        on earlier rows of its own context alone. GShard takes all first choices before any second one, and a group may
+        hold several contexts: there a row's second choice depends on rows behind it.
+        """
+        assert self.config.capacity is not None
+        room = math.ceil(self.config.capacity * chosen.shape[1] / self.count)
+        arrivals = (chosen[..., None] == torch.arange(self.count, device=chosen.device)).cumsum(1)  # (B, N·k, E)
+        return (arrivals.gather(-1, chosen[..., None]) <= room).view(-1, self.config.top)
+
+    def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        """One position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""
+        biases = [
+            bias if bias is None else bias.view(self.count, -1) for bias in (self.expand_bias, self.contract_bias)
+        ]
+        rows = []
+        for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
+            given = []
+            for weight, expert in zip(weights, experts, strict=True):
+                expand, contract = (None if bias is None else bias[expert] for bias in biases)
+                inner = self.activation(F.linear(row, self.expand[expert], expand))
+                given.append(F.linear(inner, self.contract[expert], contract) * weight)
+            rows.append(sum(given[1:], given[0]))
+        return torch.stack(rows)
+
+
+class SortedExperts(torch.autograd.Function):
+    """What each row's experts give, weighted and summed.
+
+    It takes h (R, C), weights (R, k) and numbers (R, k) of experts, expand (E, F, C), its bias (E·F,) or None, contract
+    (E, C, F), its bias (E·C,) or None, the kind of activation, and how many rows it computes at a time; with None all,
+    and then it keeps what the activation takes, which else it computes twice. It returns (R, C). Gradients of
+    parameters are summed over chunks in fp32 (fp64 for fp64).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        gates: Tensor,
+        chosen: Tensor,
+        expand: Tensor,
+        expand_bias: Tensor | None,
+        contract: Tensor,
+        contract_bias: Tensor | None,
+        kind: str,
+        rows: int | None,
+    ) -> Tensor:
+        activation, _ = ACTIVATIONS[kind]
+        pieces, kept = [], None
+        for x, gate, experts in zip(*(each.split(rows or len(h)) for each in (h, gates, chosen)), strict=True):
+            order, ends = _sorted(experts, len(expand))
+            before = linear_of_groups(x[order // chosen.shape[1]], expand.mT, expand_bias, ends)
+            out = linear_of_groups(activation(before), contract.mT, contract_bias, ends)
+            pieces.append(_summed(out.mul_(gate.flatten()[order, None]), order, chosen.shape[1]))
+            kept = None if rows else before
+        ctx.save_for_backward(h, gates, chosen, expand, expand_bias, contract, contract_bias, kept)
+        ctx.kind, ctx.rows = kind, rows
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        h, gates, chosen, expand, expand_bias, contract, contract_bias, kept = ctx.saved_tensors
+        _, activation_and_slope = ACTIVATIONS[ctx.kind]
+        count, top = len(expand), chosen.shape[1]
+        totals: list[Tensor] = []
+        grads_h, grads_gates = [], []
+        chunks = (each.split(ctx.rows or len(h)) for each in (h, gates, chosen, grad_out))
+        for chunk, gate, experts, grad_chunk in zip(*chunks, strict=True):
+            order, ends = _sorted(experts, count)
+            x, grad = chunk[order // top], grad_chunk[order // top]
+            before = linear_of_groups(x, expand.mT, expand_bias, ends) if kept is None else kept
+            inner, slope = activation_and_slope(before)
+            grad_inner = linear_of_groups(grad, contract, None, ends)  # for a weight of 1
+            grad_gate = (grad_inner * inner).sum(-1, dtype=gates.dtype)
+            if contract_bias is not None:
+                biases = contract_bias.view(count, -1)[experts.flatten()[order].clamp_max(count - 1)]
+                grad_gate += (grad * biases).sum(-1, dtype=gates.dtype)
+            weights = gate.flatten()[order, None].to(h.dtype)
+            grad_before = grad_inner.mul_(slope).mul_(weights)
+            gradients = [
+                *gradients_of_groups(grad_before, x, ends, count),
+                *gradients_of_groups(grad.mul_(weights), inner, ends, count),
+            ]
+            wide = [each if ctx.rows is None else each.to(gates.dtype) for each in gradients]
+            totals = [total.add_(each) for total, each in zip(totals, wide, strict=True)] if totals else wide
+            grads_h.append(_summed(linear_of_groups(grad_before, expand, None, ends), order, top))
+            grads_gates.append(torch.empty_like(grad_gate).scatter_(0, order, grad_gate).view(-1, top))
+        grad_expand, grad_expand_bias, grad_contract, grad_contract_bias = (each.to(h.dtype) for each in totals)
+        return (
+            torch.cat(grads_h),
+            torch.cat(grads_gates),
+            None,
+            grad_expand,
+            None if expand_bias is None else grad_expand_bias.flatten(),
+            grad_contract,
+            None if contract_bias is None else grad_contract_bias.flatten(),
+            None,
+            None,
+        )
+
+
+def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The choices (R, k) in the order of their experts, (S,), and where each expert's end, (E,) int32."""
+    experts, order = experts.flatten().sort(stable=True)
+    return order, torch.searchsorted(experts, torch.arange(count, device=order.device), right=True, out_int32=True)
+
+
+def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
+    """Sorted rows (S, C) added up to what they were sorted from, (R, C)."""
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(-1, top)
+    out = rows[places[:, 0]]
+    for number in range(1, top):
+        out += rows[places[:, number]]
+    return out
+
+
+# Two operations of torch's own dispatcher, as how many rows an expert has is known only when they run: torch.compile
+# and the rehearsal of a plan see their shapes. All that lies between them is visible to both.
+
+
+@torch.library.custom_op("longstride::linear_of_groups", mutates_args=())
+def linear_of_groups(x: Tensor, weights: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Rows x (S, A) times the matrix of their group, weights (E, A, Z), plus its bias, (E·Z,): (S, Z).
+
+    ``ends`` (E,) int32 ascend; group e has the rows before ends[e]. Rows behind all groups give zeros.
+    """
+    bias = None if bias is None else bias.view(len(weights), -1)
+    if _fits_grouped_kernel(x, weights):
+        group = torch.arange(len(x), device=x.device)[:, None]
+        out = F.grouped_mm(x, weights, offs=ends)
+        if bias is not None:
+            out += bias[torch.searchsorted(ends, group[:, 0], right=True).clamp_max(len(weights) - 1)]
+        return out.masked_fill_(group >= ends[-1], 0.0)  # what lies there is not set
+    out = x.new_zeros(len(x), weights.shape[2])
+    for expert, rows in enumerate(_slices(ends)):
+        if bias is None:
+            torch.mm(x[rows], weights[expert], out=out[rows])
+        else:
+            torch.addmm(bias[expert], x[rows], weights[expert], out=out[rows])
+    return out
+
+
+@linear_of_groups.register_fake
+def _linear_of_groups_fake(x: Tensor, weights: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[2])
+
+
+@torch.library.custom_op("longstride::gradients_of_groups", mutates_args=())
+def gradients_of_groups(grad: Tensor, x: Tensor, ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """For each of ``count`` groups of rows (see ``linear_of_groups``), gradᵀ·x and the sum of grad.
+
+    grad (S, Z), x (S, A), ``ends`` (E,): (E, Z, A) and (E, Z), zeros for a group without rows.
+    """
+    sums = grad.new_zeros(count, grad.shape[1])
+    if _fits_grouped_kernel(grad, x):
+        group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+        wide = torch.zeros(count + 1, grad.shape[1], device=x.device).index_add_(0, group, grad.float())
+        return F.grouped_mm(grad.t(), x, offs=ends), sums.copy_(wide[:count])
+    products = grad.new_zeros(count, grad.shape[1], x.shape[1])
+    for expert, rows in enumerate(_slices(ends)):
+        torch.mm(grad[rows].t(), x[rows], out=products[expert])
+        torch.sum(grad[rows], 0, out=sums[expert])
+    return products, sums
+
+
+@gradients_of_groups.register_fake
+def _gradients_of_groups_fake(grad: Tensor, x: Tensor, ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(count, grad.shape[1], x.shape[1]), grad.new_empty(count, grad.shape[1])
+
+
+def _slices(ends: Tensor) -> list[slice]:
+    """The rows of each group."""
+    stops = ends.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _fits_grouped_kernel(*matrices: Tensor) -> bool:
+    """Whether torch's grouped product takes them: bf16 on a GPU, in rows of whole 16 bytes.
+
+    Else each group is a product of its own, for which the host has to wait for ``ends``.
+    """
+    return all(each.is_cuda and each.dtype == torch.bfloat16 and each.shape[-1] % 8 == 0 for each in matrices)

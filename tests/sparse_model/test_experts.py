@@ -1,0 +1,226 @@
+"""Mixtures of experts against their formulas, and against DeepSpeed's gating."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.sharded_moe import top1gating, top2gating
+from torch import Tensor
+from torch.nn import functional as F
+
+from longstride.kernels import ConfigError
+from longstride.launcher.engine.muon import matrices_in
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model.feed_forwards import dense, experts
+from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig
+from tests.harness.configs import small
+
+COUNT, WIDTH, INNER = 4, 16, 24
+
+
+def make(network: ModelConfig | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Experts:
+    """Experts in training, every parameter of which matters."""
+    network = network or small(width=WIDTH, feed_forward_ratio=INNER / WIDTH)
+    asked = {"type": "experts", "count": COUNT, **changes}
+    module = Experts(network, ExpertsConfig.model_validate(asked))
+    random = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=random)
+    return module.to(dtype)
+
+
+def rows(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> Tensor:
+    """(B, N, C)."""
+    return torch.randn(2, 20, width, generator=torch.Generator().manual_seed(1), dtype=dtype).requires_grad_()
+
+
+def by_definition(module: Experts, h: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, N, C) and the auxiliary loss: every expert computes every row, and what is not chosen counts nothing."""
+    config = module.config
+    probabilities = (h @ module.router.weight.mT).softmax(-1)
+    chosen = probabilities.argsort(-1, descending=True)[..., : config.top]
+    weights = torch.zeros_like(probabilities)
+    room = math.inf if config.capacity is None else math.ceil(config.capacity * config.top * h.shape[1] / config.count)
+    for context in range(len(h)):
+        taken = [0] * config.count
+        for position in range(h.shape[1]):
+            for expert in chosen[context, position].tolist():
+                taken[expert] += 1
+                if taken[expert] <= room:
+                    weights[context, position, expert] = probabilities[context, position, expert]
+    if config.top == 2:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(h.dtype).eps)
+    out: Any = 0
+    for expert in range(config.count):
+        expand_bias, contract_bias = (
+            None if bias is None else bias.view(config.count, -1)[expert]
+            for bias in (module.expand_bias, module.contract_bias)
+        )
+        inner = module.activation(F.linear(h, module.expand[expert], expand_bias))
+        out = out + weights[..., expert : expert + 1] * F.linear(inner, module.contract[expert], contract_bias)
+    share = F.one_hot(chosen[..., 0], config.count).to(h.dtype).mean((0, 1))
+    return out, config.balance * config.count * (share * probabilities.mean((0, 1))).sum()
+
+
+@pytest.mark.parametrize("changes", [{}, {"top": 1}, {"capacity": 0.75}, {"top": 1, "capacity": 0.75}], ids=str)
+@pytest.mark.parametrize(("bias", "chunk"), [(True, None), (False, 7), (True, 7)])
+def test_experts_give_what_their_definition_gives(
+    changes: dict[str, Any], bias: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunk:
+        monkeypatch.setattr(dense, "LONG_ROWS", 0)
+        monkeypatch.setattr(dense, "CHUNK_ROWS", chunk)
+    module = make(small(width=WIDTH, feed_forward_ratio=INNER / WIDTH, bias=bias), activation="squared_relu", **changes)
+    h = rows()
+    inputs = [h, *module.parameters()]
+    grad = torch.randn(h.shape, generator=torch.Generator().manual_seed(2), dtype=h.dtype)
+    results = []
+    for out, auxiliary in (module(h)[:2], by_definition(module, h)):
+        results.append([out, auxiliary, *torch.autograd.grad([out, auxiliary], inputs, [grad, grad.new_ones(())])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_weights_and_balance_are_those_of_deepspeeds_gating(top: int) -> None:
+    """Where it drops nothing and draws nothing."""
+    module, h = make(balance=1.0, top=top), rows(torch.float32)
+    gates, chosen, auxiliary = module.float().route(h)
+    logits = h.flatten(0, 1) @ module.router.weight.mT
+    if top == 1:
+        balance, combine, *_ = top1gating(logits, 1.0, 0, drop_tokens=False, use_rts=False)
+    else:
+        balance, combine, *_ = top2gating(logits, 1.0, 0, drop_tokens=False, top2_2nd_expert_sampling=False)
+    weights = torch.zeros_like(logits).scatter(1, chosen, gates)
+    torch.testing.assert_close(weights, combine.sum(-1))
+    torch.testing.assert_close(auxiliary, balance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_expert_is_the_dense_feed_forward(dtype: torch.dtype) -> None:
+    """Rows to the bit; gradients, which are computed in another order, as precise as the dense part's."""
+    network = small()
+    module = make(network, dtype, count=1, top=1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.2)
+    plain = dense.FeedForward(network, "sigmoid_gelu").to(dtype)
+    names = {"expand.weight": "expand", "expand.bias": "expand_bias", "contract.weight": "contract"}
+    names["contract.bias"] = "contract_bias"
+    own = dict(module.named_parameters())
+    plain.load_state_dict(
+        {name: own[name_here].view(plain.get_parameter(name).shape) for name, name_here in names.items()}
+    )
+    exact = dense.FeedForward(network, "sigmoid_gelu").double()
+    exact.load_state_dict(plain.state_dict())
+    grads, outs = [], []
+    for part in (module, plain, exact):
+        h = rows(torch.float32, network.width).to(dtype).to(next(part.parameters()).dtype).detach().requires_grad_()
+        given = part(h)
+        outs.append(given.rows if isinstance(given, tuple) else given)
+        outs[-1].square().sum().backward()
+        found = [h.grad, *(own[n].grad if part is module else part.get_parameter(m).grad for m, n in names.items())]
+        grads.append([each.double().flatten() for each in found])
+    assert torch.equal(outs[0], outs[1])
+    for ours, theirs, truth in zip(*grads, strict=True):
+        errors = [float((each - truth).square().mean().sqrt()) for each in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1], errors
+
+
+def test_the_router_computes_in_fp32() -> None:
+    module, h = make(dtype=torch.bfloat16), rows(torch.bfloat16)
+    gates, chosen, auxiliary = module.route(h)
+    probabilities = (h.float().flatten(0, 1) @ module.router.weight.float().mT).softmax(-1)
+    assert gates.dtype == auxiliary.dtype == torch.float32
+    expected = probabilities.gather(1, chosen)
+    torch.testing.assert_close(gates, expected / expected.sum(-1, keepdim=True))
+
+
+def test_an_expert_without_rows_has_gradients_of_zero() -> None:
+    module, h = make(top=1), rows()
+    with torch.no_grad():
+        module.router.weight.zero_()
+        module.router.weight[2] = h.sum((0, 1))
+        h = module.router.weight[2].expand(1, 3, WIDTH).clone()
+    module(h).rows.sum().backward()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+    grad = module.expand.grad
+    assert [bool(each.any()) for each in grad] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.25])
+def test_capacity_in_training_reads_no_future(capacity: float) -> None:
+    """Nor another context of the batch; in evaluation there is none."""
+    module = make(capacity=capacity)
+    h = rows().detach()
+    changed = torch.cat([h[:, :10], -h[:, 10:]], 1)
+    torch.testing.assert_close(module(h).rows[:, :10], module(changed).rows[:, :10], rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(h).rows[1:], module(h[1:]).rows, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.eval()(h), make().eval()(h), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ends", [(10, 10, 30, 36), (0, 40, 40, 40)])
+def test_groups_by_torchs_own_kernel_are_those_by_loops(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where torch computes it in its own way; no card has run it."""
+    random = torch.Generator().manual_seed(3)
+    x, weights, bias, grad = (
+        torch.randn(shape, generator=random).bfloat16() for shape in ((40, 16), (4, 16, 24), (96,), (40, 24))
+    )
+    found = []
+    for fits in (False, True):
+        monkeypatch.setattr(experts, "_fits_grouped_kernel", lambda *_, fits=fits: fits)
+        stops = torch.tensor(ends, dtype=torch.int32)
+        some = [experts.linear_of_groups(x, weights, each, stops) for each in (None, bias)]
+        found.append([*some, *experts.gradients_of_groups(grad, x, stops, 4)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-5)  # an addition more in bf16
+    assert not found[1][1][ends[-1] :].any()
+
+
+def test_operations_are_as_torch_wants_them() -> None:
+    x, weights, bias = torch.randn(10, 4), torch.randn(3, 4, 5), torch.randn(15)
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.longstride.linear_of_groups.default, (x, weights, bias, ends))
+    torch.library.opcheck(torch.ops.longstride.gradients_of_groups.default, (x, torch.randn(10, 5), ends, 3))
+
+
+def test_each_expert_is_a_matrix_and_biases_are_vectors() -> None:
+    model = SparseTransformer(small(layers=1, feed_forward={"type": "experts", "count": COUNT}))
+    path = "blocks.0.feed_forward."
+    parts = {name.removeprefix(path): role.part for name, role in model.parameter_roles().items() if path in name}
+    matrices, vectors = ("expand", "contract"), ("expand_bias", "contract_bias", "router.weight")
+    assert parts == dict.fromkeys(matrices, "matrices") | dict.fromkeys(vectors, "vectors")
+    expand = model.get_parameter(f"{path}expand")
+    assert [(each.rows, each.columns) for each in matrices_in(expand.shape)] == [expand.shape[1:]] * COUNT
+
+
+def test_first_values_are_those_of_dense_parts() -> None:
+    torch.manual_seed(0)
+    model: Any = SparseTransformer(small(layers=2, width=256, feed_forward={"type": "experts", "count": COUNT}))
+    module = model.blocks[0].feed_forward
+    own = [module.expand.std().item(), module.contract.std().item(), module.router.weight.std().item()]
+    std = (0.125 / 256) ** 0.5
+    assert own == pytest.approx([std, std / 2 / 4**0.5, std / 10], rel=0.05)
+    assert not module.expand_bias.any() and not module.contract_bias.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "feed_forward.count: required, and missing"),
+        ({"count": 0}, "feed_forward.count=0: must be greater than or equal to 1"),
+        ({"count": 1}, "feed_forward.top=2: must be at most count 1; nearest 1"),
+        ({"count": 8, "top": 3}, "feed_forward.top=3: must be less than or equal to 2"),
+        ({"count": 8, "balance": -1.0}, "feed_forward.balance=-1.0: must be greater than or equal to 0"),
+        ({"count": 8, "capacity": 0.0}, "feed_forward.capacity=0.0: must be greater than 0"),
+        ({"count": 8, "capcity": 1.0}, "feed_forward.capcity: unknown key; nearest capacity"),
+    ],
+)
+def test_wrong_experts_are_named(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(feed_forward={"type": "experts", **changes})
+    assert str(caught.value) == line
