@@ -23,12 +23,12 @@ class Score(StrictModel):
     step: int = Field(gt=0)
     split: str
     tokens: int  # bytes that were scored: figures over others do not compare
-    bits_per_byte: float | None  # None: no finite number
+    bits_per_byte: float | None  # of pictures with a palette, bits per pixel; None: no finite number
 
     @classmethod
     def of_line(cls, line: dict[str, Any]) -> Score:
         """What a validation line of metrics.jsonl says."""
-        bits = line.get("bits_per_byte")
+        bits = line.get("bits_per_byte", line.get("bits_per_pixel"))
         finite = bits if isinstance(bits, float) and math.isfinite(bits) else None
         return cls(step=line["step"], split=line["split"], tokens=line.get("tokens", 0), bits_per_byte=finite)
 
