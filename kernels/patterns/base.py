@@ -86,9 +86,14 @@ class NaturalOrder:
 class PatternDefaults:
     """What most patterns have in common: heads are alike, there is one factor, and any context will do."""
 
-    left_out_at_default: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields that came later: so what was written before stays equal
+    left_out_at_default: ClassVar[tuple[str, ...]] = ()  # fields that came later: what is written stays as it was
+
+    def __repr__(self) -> str:
+        """As a dataclass is written, for those with ``repr=False``: without what is left out."""
+        shown = {
+            k: v for k, v in vars(self).items() if k not in self.left_out_at_default or v != getattr(type(self), k)
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def for_head(self, head: int) -> Pattern:
         """All heads are alike."""
