@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from longstride.kernels.errors import ConfigError, Problem, nearest
-from longstride.kernels.patterns.base import Pattern, PatternPart, written_fields
+from longstride.kernels.patterns.base import Pattern, PatternPart
 from longstride.kernels.patterns.bigbird import BigBird
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import Column
@@ -73,7 +73,9 @@ def pattern_from_json(value: object, *, beside: Sequence[str] = (), others: Sequ
 
 
 def pattern_to_json(pattern: Pattern) -> dict[str, object]:
-    """The JSON object that ``pattern_from_json`` turns back into an equal pattern, all its ``written_fields`` given.
+    """The JSON object that ``pattern_from_json`` turns back into an equal pattern.
+
+    All fields are given, except those that a pattern leaves out at their default (``PatternDefaults``).
 
     Raises:
         ConfigError: the pattern's class is not registered.
@@ -83,6 +85,8 @@ def pattern_to_json(pattern: Pattern) -> dict[str, object]:
     if not kinds:
         raise ConfigError.at("pattern", str(pattern), "is not registered: add it to kernels.patterns.PATTERNS")
     value: dict[str, object] = {"type": kinds[0]}
-    for name, entry in written_fields(pattern).items():
-        value[name] = list(entry) if isinstance(entry, tuple) else entry
+    for field in dataclasses.fields(pattern):  # type: ignore[arg-type]
+        entry = getattr(pattern, field.name)
+        if field.name not in getattr(pattern, "left_out_at_default", ()) or entry != field.default:
+            value[field.name] = list(entry) if isinstance(entry, tuple) else entry
     return value

@@ -5,7 +5,6 @@ Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -87,9 +86,14 @@ class NaturalOrder:
 class PatternDefaults:
     """What most patterns have in common: heads are alike, there is one factor, and any context will do."""
 
-    left_out_at_default: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields that came later: so what was written before stays equal
+    left_out_at_default: ClassVar[tuple[str, ...]] = ()  # fields that came later: what is written stays as it was
+
+    def __repr__(self) -> str:
+        """As a dataclass is written, for those with ``repr=False``: without what is left out."""
+        shown = {
+            k: v for k, v in vars(self).items() if k not in self.left_out_at_default or v != getattr(type(self), k)
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def for_head(self, head: int) -> Pattern:
         """All heads are alike."""
@@ -109,21 +113,6 @@ class SinglePart(NaturalOrder, PatternDefaults):
     def parts(self) -> tuple[PatternPart, ...]:
         """Itself alone."""
         return (self,)  # type: ignore[return-value]
-
-
-def written_fields(pattern: Pattern) -> dict[str, object]:
-    """The fields of a pattern by their names, without those that its class leaves out at their default."""
-    left_out = getattr(pattern, "left_out_at_default", ())
-    return {
-        field.name: getattr(pattern, field.name)
-        for field in dataclasses.fields(pattern)  # type: ignore[arg-type]
-        if field.name not in left_out or getattr(pattern, field.name) != field.default
-    }
-
-
-def written_repr(pattern: Pattern) -> str:
-    """As a dataclass writes itself, of the fields that are written."""
-    return f"{type(pattern).__name__}({', '.join(f'{k}={v!r}' for k, v in written_fields(pattern).items())})"
 
 
 def require_positive(name: str, value: object, least: int = 1) -> None:

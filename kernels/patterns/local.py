@@ -13,7 +13,6 @@ from longstride.kernels.patterns.base import (
     PatternPart,
     require_divides,
     require_positive,
-    written_repr,
 )
 from longstride.kernels.patterns.column import Entries
 
@@ -34,8 +33,6 @@ class Local(PatternDefaults):
     def __post_init__(self) -> None:
         require_positive("window", self.window)
         require_positive("dilation", self.dilation)
-
-    __repr__ = written_repr
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""

@@ -16,7 +16,6 @@ from longstride.kernels.patterns.base import (
     PatternPart,
     require_divides,
     require_positive,
-    written_repr,
 )
 from longstride.kernels.patterns.column import Column, Entries
 from longstride.kernels.patterns.local import Local
@@ -50,8 +49,6 @@ class Strided(PatternDefaults):
         require_positive("num_factors", self.num_factors, least=2)
         if self.num_factors > MOST_FACTORS:
             raise ConfigError.at("num_factors", self.num_factors, f"must be at most {MOST_FACTORS}")
-
-    __repr__ = written_repr
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         """Original positions q and k, broadcastable; True where q attends to k."""

@@ -24,6 +24,7 @@ from tests.harness.oracles import (
     check_against_reference,
     exact,
     example_patterns,
+    later_examples,
     make_inputs,
 )
 
@@ -70,14 +71,14 @@ OTHER_WIDTHS = [(w, d) for w in (16, 64, 128, 256) for d in DTYPES[:3] if (w, d)
 
 
 @pytest.mark.parametrize(
-    "backend, width, dtype",
+    "backend, width, dtype, pattern",
     [
-        *(on("triton", *each) for each in WIDTHS),
-        *(on("triton", *each, marks=[pytest.mark.campaign]) for each in OTHER_WIDTHS),
+        *(on("triton", *each, p) for each in WIDTHS for p in example_patterns() if p not in later_examples()),
+        *(on("triton", *WIDTHS[i % len(WIDTHS)], p) for i, p in enumerate(later_examples())),
+        *(on("triton", *each, p, marks=[pytest.mark.campaign]) for each in OTHER_WIDTHS for p in example_patterns()),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
 def test_larger_tiles_are_within_precision_at_every_width(
     pattern: Pattern, backend: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from tests.harness.oracles import example_patterns
 
 CPU = torch.device("cpu")
 SIDES: tuple[Side, Side] = ("queries", "keys")
-LONG = {"window": 1024, "stride": 1024, "summary": 8}
+LONG = {"window": 1024, "stride": 1024, "summary": 8, "segments": (1024, 4096)}
 TILES = [(16, 16), (32, 64), (64, 32), (128, 64)]
 
 
