@@ -94,6 +94,19 @@ def face(room: str) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+def entries(room: str) -> set[str]:
+    """The names that stand in a registry of its face: a dictionary, which grows by a line for each."""
+    top = ast.parse((ROOT / room / "__init__.py").read_text()).body
+    values = [node.value for node in top if isinstance(node, ast.Assign | ast.AnnAssign)]
+    return {
+        each.id
+        for value in values
+        if isinstance(value, ast.Dict)
+        for each in value.values
+        if isinstance(each, ast.Name)
+    }
+
+
 def room_of(name: str) -> tuple[str, str] | None:
     """(big room, room or file inside) of a full name; None for what is not inside a big room."""
     parts = name.split(".")
@@ -138,7 +151,8 @@ def test_rooms_inside_import_downwards_and_by_faces(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_face_is_narrow(path: Path) -> None:
-    assert len(face(str(path.relative_to(ROOT)))) <= MOST_NAMES
+    room = str(path.relative_to(ROOT))
+    assert len(face(room) - entries(room)) <= MOST_NAMES
 
 
 @pytest.mark.parametrize("big", ORDER)
