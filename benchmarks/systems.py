@@ -41,6 +41,12 @@ def windows(*widths: int) -> dict[str, Any]:
     return {"model.attention": [{"type": "local", "window": width} for width in widths]}
 
 
+def experts(ratio: float, **others: Any) -> dict[str, Any]:
+    """Experts in place of the dense feed-forwards."""
+    shared = {"type": "experts", "activation": "squared_relu"}
+    return {"model.feed_forward": shared | others, "model.feed_forward_ratio": ratio}
+
+
 COMPARISONS: dict[str, tuple[Row, ...]] = {
     "sandwich": (
         Row("interleaved, (sf)4", {}),
@@ -51,6 +57,11 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
     "windows": (
         Row("windows that grow, 32 to 256", windows(32, 64, 128, 256)),
         Row("windows that shrink, 256 to 32", windows(256, 128, 64, 32)),
+    ),
+    "experts at equal operations": (
+        Row("dense", {}),
+        Row("8 experts, one a byte", experts(2.0, count=8, top=1)),
+        Row("8 experts of half the width, two a byte", experts(1.0, count=8, top=2)),
     ),
 }
 

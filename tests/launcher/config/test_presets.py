@@ -23,7 +23,7 @@ from longstride.sparse_model import SparseTransformer
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
-SYSTEMS = {"enwik8_sandwich": 208_425_216}  # docs/systems.md, with their parameters
+SYSTEMS = {"enwik8_experts": 315_481_088, "enwik8_sandwich": 208_425_216}  # docs/systems.md, with their parameters
 PUBLISHED = [name for name in PRESETS if name not in (*RECIPES, *SYSTEMS)]
 # context, layers, heads, width, feed-forward ratio, query-key ratio, dropout, epochs, parameters
 CIFAR10 = (3_072, 128, 2, 256, 2, 0.5, 0.25, 120, 59_196_928)
