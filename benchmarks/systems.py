@@ -59,6 +59,12 @@ def synthesizer(*kinds: str) -> dict[str, Any]:
     }
 
 
+def experts(ratio: float, **others: Any) -> dict[str, Any]:
+    """Experts in place of the dense feed-forwards."""
+    shared = {"type": "experts", "activation": "squared_relu"}
+    return {"model.feed_forward": shared | others, "model.feed_forward_ratio": ratio}
+
+
 COMPARISONS: dict[str, tuple[Row, ...]] = {
     "sandwich": (
         Row("interleaved, (sf)4", {}),
@@ -76,6 +82,11 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("synthesizer: random + vanilla", synthesizer("random", "attention")),
         Row("synthesizer: dense", synthesizer("dense")),
         Row("synthesizer: factorized random", synthesizer("factorized_random")),
+    ),
+    "experts at equal operations": (
+        Row("dense", {}),
+        Row("8 experts, one a byte", experts(2.0, count=8, top=1)),
+        Row("8 experts of half the width, two a byte", experts(1.0, count=8, top=2)),
     ),
 }
 

@@ -41,6 +41,10 @@ def compile_blocks(model: SparseTransformer) -> None:
     Evaluations and probes stay uncompiled, so that they give what other verbs give, and no other shape of a batch is
     ever compiled.
     """
+    # torch counts all compilations of a function together, and blocks of several kinds share theirs: each is compiled
+    # with gradients and without, for an input that needs them and one that does not, and under ZeRO 3 once more.
+    kinds = len(set(model.config.blocks()))
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * kinds)
     for block in model.blocks:
         # Its forward alone: ZeRO 3 gathers its parameters by hooks, which a compiled module would take in.
         block.forward = _in_training(block, block.forward)

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longstride.sparse_model import ModelConfig, Session, SparseTransformer
+from longstride.sparse_model import Mixed, ModelConfig, Session, SparseTransformer
 
 _BYTE_VALUES = 256
 
@@ -126,7 +126,8 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
 
         Returns:
             Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
-            context, where they are NaN. The loss is in nats a token.
+            context, where they are NaN. The loss is in nats a token, in training with
+            the auxiliary losses of its parts.
 
         Raises:
             ValueError: no tokens, padding, or more tokens than the context holds.
@@ -138,13 +139,17 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         cache = past_key_values if isinstance(past_key_values, SessionCache) else None
         if cache is None and use_cache and not self.training:
             cache = SessionCache(Session(self._network, len(input_ids)))
+        auxiliary = None
         if cache is not None:
             logits = self._continued(cache.session, input_ids, logits_to_keep)
         else:
-            logits = self._rows(input_ids)[:, -logits_to_keep:]
+            mixed = self._rows(input_ids)
+            logits, auxiliary = mixed.rows[:, -logits_to_keep:], mixed.auxiliary
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            if auxiliary is not None:  # in training alone
+                loss = loss + auxiliary
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if return_dict is not False else output.to_tuple()
 
@@ -157,21 +162,24 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"{rule}; give max_length={context} or less")
         return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
-    def _rows(self, tokens: Tensor) -> Tensor:
-        """All logits by one pass: (B, n, V), or (B, 1, V) without tokens."""
+    def _rows(self, tokens: Tensor) -> Mixed:
+        """All logits by one pass, (B, n, V), or (B, 1, V) without tokens; and in training the auxiliary losses."""
         network = self._network
         wide = torch.promote_types(network.embedding.start.dtype, torch.float32)
         if tokens.shape[1] >= network.config.context:  # more than that the network refuses
-            rows = network(tokens).to(wide)[:, 1:]
-            return torch.cat([rows, rows.new_full((len(rows), 1, network.config.vocabulary), torch.nan)], 1)
-        rows = network(F.pad(tokens, (0, 1))).to(wide)
-        return rows[:, 1:] if tokens.shape[1] else rows
+            mixed = network(tokens, return_mixed=True)
+            rows = mixed.rows.to(wide)[:, 1:]
+            nothing = rows.new_full((len(rows), 1, network.config.vocabulary), torch.nan)
+            return mixed._replace(rows=torch.cat([rows, nothing], 1))
+        mixed = network(F.pad(tokens, (0, 1)), return_mixed=True)
+        rows = mixed.rows.to(wide)
+        return mixed._replace(rows=rows[:, 1:] if tokens.shape[1] else rows)
 
     def _continued(self, session: Session, tokens: Tensor, keep: int) -> Tensor:
         """The last ``keep`` logits of tokens that the session takes; all for 0."""
         count = tokens.shape[1]
         if session.position == 0:
-            rows = None if keep == 1 else self._rows(tokens)
+            rows = None if keep == 1 else self._rows(tokens).rows
             session.prefill(tokens)
             if rows is None:
                 rows = session.logits[:, None].clone()

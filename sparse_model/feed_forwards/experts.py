@@ -192,7 +192,7 @@ class SortedExperts(torch.autograd.Function):
         pieces, kept = [], None
         for x, gate, experts in zip(*(each.split(rows or len(h)) for each in (h, gates, chosen)), strict=True):
             order, ends = _sorted(experts, len(expand))
-            before = linear_of_groups(x[order // chosen.shape[1]], expand.mT, expand_bias, ends)
+            before = linear_of_groups(x.index_select(0, order // chosen.shape[1]), expand.mT, expand_bias, ends)
             out = linear_of_groups(activation(before), contract.mT, contract_bias, ends)
             pieces.append(_summed(out.mul_(gate.flatten()[order, None]), order, chosen.shape[1]))
             kept = None if rows else before
@@ -210,7 +210,7 @@ class SortedExperts(torch.autograd.Function):
         chunks = (each.split(ctx.rows or len(h)) for each in (h, gates, chosen, grad_out))
         for chunk, gate, experts, grad_chunk in zip(*chunks, strict=True):
             order, ends = _sorted(experts, count)
-            x, grad = chunk[order // top], grad_chunk[order // top]
+            x, grad = (each.index_select(0, order // top) for each in (chunk, grad_chunk))
             before = linear_of_groups(x, expand.mT, expand_bias, ends) if kept is None else kept
             inner, slope = activation_and_slope(before)
             grad_inner = linear_of_groups(grad, contract, None, ends)  # for a weight of 1
@@ -251,9 +251,9 @@ def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
     """Sorted rows (S, C) added up to what they were sorted from, (R, C)."""
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(-1, top)
-    out = rows[places[:, 0]]
+    out = rows.index_select(0, places[:, 0])
     for number in range(1, top):
-        out += rows[places[:, number]]
+        out += rows.index_select(0, places[:, number])
     return out
 
 
@@ -274,8 +274,9 @@ def linear_of_groups(x: Tensor, weights: Tensor, bias: Tensor | None, ends: Tens
         if bias is not None:
             out += bias[torch.searchsorted(ends, group[:, 0], right=True).clamp_max(len(weights) - 1)]
         return out.masked_fill_(group >= ends[-1], 0.0)  # what lies there is not set
-    out = x.new_zeros(len(x), weights.shape[2])
-    for expert, rows in enumerate(_slices(ends)):
+    out, groups = x.new_empty(len(x), weights.shape[2]), _slices(ends)
+    out[groups[-1].stop :] = 0
+    for expert, rows in enumerate(groups):
         if bias is None:
             torch.mm(x[rows], weights[expert], out=out[rows])
         else:
@@ -299,7 +300,7 @@ def gradients_of_groups(grad: Tensor, x: Tensor, ends: Tensor, count: int) -> tu
         group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
         wide = torch.zeros(count + 1, grad.shape[1], device=x.device).index_add_(0, group, grad.float())
         return F.grouped_mm(grad.t(), x, offs=ends), sums.copy_(wide[:count])
-    products = grad.new_zeros(count, grad.shape[1], x.shape[1])
+    products = grad.new_empty(count, grad.shape[1], x.shape[1])
     for expert, rows in enumerate(_slices(ends)):
         torch.mm(grad[rows].t(), x[rows], out=products[expert])
         torch.sum(grad[rows], 0, out=sums[expert])
