@@ -52,6 +52,7 @@ class NetworkConfig(StrictModel):
     left_out_at_default: ClassVar[tuple[str, ...]] = (
         "order",
         "norm",
+        "norm_epsilon",
         "bias",
         "rotary",
         "query_key_norm",

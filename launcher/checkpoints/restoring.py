@@ -72,7 +72,8 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
         optimizer.checkpoint_event_prologue()  # ZeRO 3: every parameter is partitioned
     with torch.no_grad():
         _fill(engine, form)
-        engine.module.load_state_dict(form.buffers(), strict=False)  # of tensors that are no parameters alone
+        if buffers := form.buffers():
+            engine.module.load_state_dict(buffers, strict=False)  # without parameters
     if hasattr(optimizer, "checkpoint_event_epilogue"):
         optimizer.checkpoint_event_epilogue()
     manifest = form.manifest

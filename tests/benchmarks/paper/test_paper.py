@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the tiny size finds on this project's own texts."""
     output = tmp_path_factory.mktemp("paper") / "found.json"
-    words = ["--size", "tiny", "--seeds", "2", "--steps", "3", "--text", str(ROOT / "docs"), "--device", "cpu"]
+    words = ["--size", "tiny", "--seeds", "2", "--steps", "3", "--text", str(ROOT / "launcher"), "--device", "cpu"]
     assert paper.main([*words, "--output", str(output)]) == 0
     assert sorted(path.name for path in output.parent.iterdir()) == ["found.json", "found.png"]
     with pytest.raises(SystemExit):
@@ -124,8 +124,8 @@ def test_too_little_text_is_told_in_one_line(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_folder_without_pictures_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--size", "tiny", "--datasets", "images", "--images", str(ROOT / "docs"), "--device", "cpu"]
+    words = ["--size", "tiny", "--datasets", "images", "--images", str(ROOT / "launcher"), "--device", "cpu"]
     assert paper.main([*words, "--output", str(tmp_path / "found.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"paper: --images={ROOT / 'docs'}: no file to take")
+    assert line.startswith(f"paper: --images={ROOT / 'launcher'}: no file to take")
     assert list(tmp_path.iterdir()) == []
