@@ -46,16 +46,17 @@ def checkpoint(trained: Trained, tmp_path: Path) -> Checkpoint:
     return copy_of(trained("alone", 1), tmp_path)
 
 
-def kept_by(run: Path, shape: torch.Size | None = None, name: str = "") -> set[str]:
-    """What a run's optimiser keeps: of a parameter, or of any and the average."""
+def kept_by(run: Path, shape: torch.Size | None = None, part: str = "") -> set[str]:
+    """What a run's optimiser keeps: of a parameter of a part, or of any and the average."""
     optimizer = json.loads((run / "config.json").read_text())["train"].get("optimizer", {"type": "adamw"})["type"]
     adam, muon, matrices, vectors = map(set, states.MOMENTS)
     if shape is None:
         return {"adamw": adam, "muon": adam | muon, "adafactor": matrices | vectors}[optimizer] | {AVERAGE}
-    in_block = name.startswith("blocks.") and len(shape) > 1 and not name.endswith(".router")
-    return {"adamw": adam, "muon": muon if in_block else adam, "adafactor": matrices if len(shape) > 1 else vectors}[
-        optimizer
-    ]
+    return {
+        "adamw": adam,
+        "muon": muon if part == "matrices" else adam,
+        "adafactor": matrices if len(shape) > 1 else vectors,
+    }[optimizer]
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)])
@@ -75,10 +76,12 @@ def test_form_holds_every_tensor_and_number(name: str, trained: Trained, tmp_pat
         assert form.manifest.loss_scale["cur_scale"] == lines[5]["loss_scale"]
     state = SavedState(checkpoint)
     model = SparseTransformer(checkpoint.config.model.model_copy(update={"ngrams": None}))
-    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+    shapes, roles = {key: each.shape for key, each in model.named_parameters()}, model.parameter_roles()
     for kind in form.kinds:
         held = load_file(form.folder / f"{kind}.safetensors")
-        keeping = [key for key in shapes if kind in (MASTER, AVERAGE) or kind in kept_by(run, shapes[key], key)]
+        keeping = [
+            key for key in shapes if kind in (MASTER, AVERAGE) or kind in kept_by(run, shapes[key], roles[key].part)
+        ]
         assert {key: tensor.shape for key, tensor in held.items()} == {
             key: states.shape_of(kind, shapes[key]) for key in keeping
         }
