@@ -143,6 +143,11 @@ def test_best_ones_stay_wherever_a_removal_is_cut_short(
     ]  # fmt: skip
 
 
+def test_a_run_of_a_palettes_tokens_is_ranked_by_bits_per_pixel() -> None:
+    lines = [{"step": step, "split": "validation", "tokens": 4, "bits_per_pixel": 2.0 / step} for step in (1, 2)]
+    assert [score.step for score in ranked(map(Score.of_line, lines))] == [2, 1]
+
+
 def test_scores_are_ranked_and_outlive_metrics(tmp_path: Path) -> None:
     """Lower is better, then earlier; what was scored over other bytes comes last, and what is no number not at all."""
 
