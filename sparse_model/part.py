@@ -18,6 +18,7 @@ computed twice.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,9 +65,9 @@ class MixerConfig(Protocol):
 class FeedForwardConfig(StrictModel):
     """One feed-forward as the configuration asks for it; likewise."""
 
+    @abstractmethod
     def make(self, network: NetworkConfig) -> nn.Module:
         """The module."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

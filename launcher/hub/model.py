@@ -126,8 +126,8 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
 
         Returns:
             Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
-            context, where they are NaN. The loss is in nats a token, in training with
-            the auxiliary losses of its parts.
+            context, where they are NaN. The loss is in nats a token, in training with the auxiliary
+            losses of the model's parts.
 
         Raises:
             ValueError: no tokens, padding, or more tokens than the context holds.
