@@ -21,7 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -113,32 +113,55 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=80.0, help="of steps, for every training (default: 80)")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="only rows whose name has one of these words")
     parser.add_argument(
         "--mend", type=float, metavar="PERCENT", help="only rows whose seconds are off by more than this"
     )
-    parser.add_argument("--tables", action="store_true", help="only make docs/recipes.md anew from the result files")
+    return measured(parser, arguments, "seconds", "recipe", PAGE, with_table, measure)
+
+
+def measured(
+    parser: argparse.ArgumentParser,
+    arguments: list[str] | None,
+    length: str,
+    results: str,
+    page: Path,
+    with_table: Callable[[str], str],
+    measure: Callable[[argparse.Namespace, Path, Path], None],
+) -> int:
+    """Trains all rows of a benchmark in a folder that is removed, or makes its page's table anew; the exit code.
+
+    Args:
+        parser: of the options that are the benchmark's own; those that all have are added.
+        arguments: of the command line.
+        length: the option that says how long each training is.
+        results: how the names of its result files begin.
+        page: that has the table.
+        with_table: the page's text with the table as the result files have it.
+        measure: is given the options, the data and a folder to train in.
+    """
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
+    parser.add_argument("--tables", action="store_true", help=f"only make {page.name} anew from the result files")
     add_output_arguments(parser)
     options = parser.parse_args(arguments)
     if options.tables:
-        PAGE.write_text(with_table(PAGE.read_text()))
+        page.write_text(with_table(page.read_text()))
         return 0
-    for name in ("seconds", "seeds", "parallel"):
+    for name in (length, "seeds", "parallel"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name}={getattr(options, name)}: must be more than 0; such as {parser.get_default(name)}")
-    check_output(parser, options, f"recipe-{slug(torch.device('cpu'))}.json")
-    with tempfile.TemporaryDirectory() as folder:
-        measure(options, Path(folder))
+    check_output(parser, options, f"{results}-{slug(torch.device('cpu'))}.json")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        data, sources = folder / "data", sysconfig.get_paths()["stdlib"]
+        longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
+        measure(options, data, folder)
     return 0
 
 
-def measure(options: argparse.Namespace, folder: Path) -> None:
+def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
     """Trains all rows, and writes the result file after each."""
-    data = folder / "data"
-    sources = sysconfig.get_paths()["stdlib"]
-    longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
     result = about(torch.device("cpu")) | {"threads": 1, "seconds": options.seconds, "ladder": {}, "without": {}}
     if (options.rows or options.mend) and options.output.exists():  # the others stay
         before = json.loads(options.output.read_text())

@@ -14,8 +14,6 @@ import argparse
 import json
 import statistics
 import sys
-import sysconfig
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ if __name__ == "__main__":  # as a program from a checkout that is not installed
 
 import torch
 
-from benchmarks.machine import about, slug
-from benchmarks.recipe import Row, changed, longstride, recipe, summary, train
-from benchmarks.report import RESULTS, add_output_arguments, check_output, write_json
+from benchmarks.machine import about
+from benchmarks.recipe import Row, changed, measured, recipe, summary, train
+from benchmarks.report import RESULTS, write_json
 from longstride.launcher.planning.costs import parameter_parts, work
 from longstride.sparse_model import ModelConfig
 
@@ -95,29 +93,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="of every training (default: 300)")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--parallel", type=int, default=1, help="trainings at once, each on a core of its own")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, help="these comparisons alone; the others stay")
-    parser.add_argument("--tables", action="store_true", help="only make docs/systems.md anew from the result files")
-    add_output_arguments(parser)
-    options = parser.parse_args(arguments)
-    if options.tables:
-        PAGE.write_text(with_table(PAGE.read_text()))
-        return 0
-    for name in ("steps", "seeds", "parallel"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name}={getattr(options, name)}: must be more than 0; such as {parser.get_default(name)}")
-    check_output(parser, options, f"systems-{slug(torch.device('cpu'))}.json")
-    with tempfile.TemporaryDirectory() as folder:
-        measure(options, Path(folder))
-    return 0
+    return measured(parser, arguments, "steps", "systems", PAGE, with_table, measure)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> None:
+def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
     """Trains all rows, and writes the result file after each."""
-    data = folder / "data"
-    sources = sysconfig.get_paths()["stdlib"]
-    longstride("data", "build", sources, "--exclude", "site-packages", "--output", data)
     result = about(torch.device("cpu")) | {"threads": 1, "steps": options.steps, "comparisons": {}}
     if options.only and options.output.exists():
         before = json.loads(options.output.read_text())
