@@ -97,7 +97,7 @@ def test_verb_ends_quietly_where_its_reader_goes_away(words: list[str], code: in
 
 def test_a_result_that_a_full_disk_takes_is_told_in_one_line() -> None:
     command = [sys.executable, "-m", "longstride.launcher.cli", "--help"]
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (2, "longstride: error: [Errno 28] No space left on device\n")
 
