@@ -18,7 +18,7 @@ from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import Side
-from tests.harness.backends import DEVICES, WITH_TRITON, use_tiles
+from tests.harness.backends import DEVICES, WITH_TRITON, repeats, use_tiles
 from tests.harness.oracles import Shape, check_against_reference
 
 pytestmark = WITH_TRITON
@@ -35,9 +35,16 @@ CLOSED: tuple[Pattern | list[Pattern], ...] = (
 )
 
 
-@pytest.mark.parametrize("grad_lse", [pytest.param(False, marks=pytest.mark.campaign), True])
-@pytest.mark.parametrize("closed", [None, 16, 32])
-@pytest.mark.parametrize("pattern", CLOSED, ids=str)
+# By default each pattern with runs at once, in tiles that several fit or one, and every second one without.
+WAYS = [
+    pytest.param(pattern, closed, grad_lse, marks=() if is_default and grad_lse else pytest.mark.campaign)
+    for i, pattern in enumerate(CLOSED)
+    for closed, is_default in ((None, i % 2 == 0), (16, i % 2 == 1), (32, i % 2 == 0))
+    for grad_lse in (False, True)
+]
+
+
+@pytest.mark.parametrize("pattern, closed, grad_lse", WAYS, ids=str)
 def test_triton_serves_runs_that_stand_alone(
     pattern: Pattern | list[Pattern], closed: int | None, grad_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +114,7 @@ def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("context", [64, 75])
+@pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
     monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
@@ -116,8 +123,15 @@ def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypa
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICES["triton"])
 
 
-@pytest.mark.parametrize("edges", [(16, 32), (32, 16), (64, 64)])
-@pytest.mark.parametrize("pattern", [Column(8), Block(24), Strided(8), Fixed(24, 3), Local(40)], ids=str)
+@pytest.mark.parametrize(
+    "pattern, edges",
+    [
+        pytest.param(pattern, edges, marks=repeats(i + j))
+        for i, pattern in enumerate((Column(8), Block(24), Strided(8), Fixed(24, 3), Local(40)))
+        for j, edges in enumerate(((16, 32), (32, 16), (64, 64)))
+    ],
+    ids=str,
+)
 def test_triton_tiles_may_have_any_edges(
     pattern: Pattern, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
