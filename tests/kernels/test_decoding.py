@@ -333,12 +333,10 @@ def test_inputs_that_ask_for_a_gradient_are_refused() -> None:
 
 
 @WITH_TRITON
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "gfx942"])
-def test_the_kernels_compile_without_spilling_and_once_for_all_positions(architecture: str) -> None:
+def test_the_kernels_compile_without_spilling_and_once_for_all_positions() -> None:
     from triton.backends import backends
 
-    if architecture.startswith("gfx") and "amd" not in backends:
-        pytest.skip("this triton has no AMD backend")
+    architectures = ["sm_80", "sm_90", *(["gfx942"] if "amd" in backends else [])]
     cases = [
         "decode:bfloat16:64:natural",
         "split:bfloat16:64:merged",
@@ -352,7 +350,7 @@ def test_the_kernels_compile_without_spilling_and_once_for_all_positions(archite
         [
             sys.executable,
             str(ROOT / "tests/harness/compile_decode.py"),
-            *(f"{architecture}:{case}" for case in cases),
+            *(f"{architecture}:{case}" for architecture in architectures for case in cases),
         ],
         capture_output=True,
         text=True,
