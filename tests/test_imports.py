@@ -18,7 +18,7 @@ BIG_ROOMS = {
 }
 # The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
 ORDER = {
-    "kernels": ["errors", "forms", "patterns", "plan", "backends", "attention", "decoding"],
+    "kernels": ["errors", "forms", "patterns", "selections", "plan", "backends", "attention", "selected", "decoding"],
     "sparse_model": [
         "strict", "network", "tiles", "norm", "rotary", "part", "mixers", "feed_forwards", "config", "ngrams",
         "embedding", "output", "transformer", "session", "generation",
@@ -34,7 +34,7 @@ ORDER = {
     ],
 }  # fmt: skip
 # Big rooms that have one face, and the rooms inside that have another. All others are imported room by room.
-WHOLE = {"kernels": {"patterns"}, "sparse_model": set()}
+WHOLE = {"kernels": {"patterns", "selections"}, "sparse_model": set()}
 # Where a package may be imported; elsewhere it must not be.
 ONLY_IN = {
     "deepspeed": ["launcher"],

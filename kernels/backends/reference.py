@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection, selection_mask
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -20,8 +21,17 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) and logsumexp (B, H, N) by torch's own differentiable operations, in fp32 or fp64 inside."""
+    return _attend(q, k, v, pattern_mask(patterns, q.shape[2], q.device), scale)
+
+
+def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
+    """``attend`` over a selection."""
+    return _attend(q, k, v, selection_mask(selection, q.shape[2]), scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Under a mask (H, N, N) or (B, H, N, N)."""
     wide = accumulator_dtype(q.dtype)
-    allowed = pattern_mask(patterns, q.shape[2], q.device)
     blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
     with _without_autocast(q.device.type):
         scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale

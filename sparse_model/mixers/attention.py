@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from longstride.kernels import empty_cache, num_pairs, sparse_attention
 from longstride.kernels.patterns import Pattern
-from longstride.sparse_model.mixers.cache import KeyValues
+from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.part import Work, draw_linear
+from longstride.sparse_model.part import Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 
@@ -43,7 +43,7 @@ class HeadPatterns:
 class AttentionState:
     """What one attention knows of earlier positions."""
 
-    keys_values: KeyValues
+    keys_values: Cache
     recent: RecentRows | None  # what its convolution reads
 
     def rearrange(self, order: Tensor, known: int) -> None:
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         draw_linear(self.query_key_value, self.network)
         draw_linear(self.projection, self.network, into_stream=True)
 
-    def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor:
+    def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
 
         Raises:
@@ -94,11 +94,34 @@ class Attention(nn.Module):
             q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
         q, k, v = self.heads_of(rows)
-        if state is None:
-            out = sparse_attention(q, k, v, self.patterns, backend=self.backend)
-        else:
-            out = state.keys_values.begin(q, k, v)
-        return self.projection(out.transpose(1, 2).flatten(2))
+        given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
+        out = given.rows if isinstance(given, Mixed) else given
+        out = self.projection(out.transpose(1, 2).flatten(2))
+        return given._replace(rows=out) if isinstance(given, Mixed) else out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
+        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D), with what there is to tell beside that.
+
+        What attends otherwise overrides this, ``new_cache``, ``num_pairs`` and ``allowed``.
+        """
+        return sparse_attention(q, k, v, self.patterns, backend=self.backend)
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Cache:
+        """Empty keys and values with room for ``length`` positions, and how one more query reads them."""
+        keys, values = (
+            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
+            for width in self.widths[1:]
+        )
+        return KeyValues(keys, values, self.patterns, self.backend)
+
+    def num_pairs(self, positions: int) -> int:
+        """Pairs of a query and a key, in all heads together; the most there can be where the data decide."""
+        return sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
+
+    def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
+        positions = torch.arange(k.shape[2], device=k.device)
+        return lambda queries: self.patterns[head].mask(queries[:, None], positions)
 
     def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels)."""
@@ -115,16 +138,12 @@ class Attention(nn.Module):
         Raises:
             ConfigError: the backend cannot run here.
         """
-        keys, values = (
-            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
-            for width in self.widths[1:]
-        )
         recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, dtype)
-        return AttentionState(KeyValues(keys, values, self.patterns, self.backend), recent)
+        return AttentionState(self.new_cache(batch, length, device, dtype), recent)
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of the pairs that its patterns allow, its projections, and its convolution."""
-        pairs = sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
+        """Of the pairs that its heads read, its projections, and its convolution."""
+        pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
         widths = (width // self.heads for width in self.widths[1:])
         own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
@@ -138,14 +157,14 @@ class Attention(nn.Module):
 
         Returns:
             A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
-            the head's pattern allows. A row sums to 1, or to 0 where a query has no key.
+            the head reads. A row sums to 1, or to 0 where a query has no key.
         """
         rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
-        q, k = (part[0] for part in self.heads_of(rows)[:2])  # (H, N, D)
+        q, k = self.heads_of(rows)[:2]
 
         def of_head(queries: Tensor, head: int) -> Tensor:
-            allowed = self.patterns[head].mask(queries[:, None], torch.arange(k.shape[1], device=k.device))
-            scores = (q[head, queries].double() @ k[head].double().T) * q.shape[-1] ** -0.5
+            allowed = self.allowed(q, k, head)(queries)
+            scores = (q[0, head, queries].double() @ k[0, head].double().T) * q.shape[-1] ** -0.5
             weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 

@@ -6,12 +6,28 @@ Letters: B batch, H heads, N positions of the cache, n new positions, D width of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from longstride.kernels import CachedAttention, sparse_attention
 from longstride.kernels.patterns import Pattern
+
+
+class Cache(Protocol):
+    """What an attention keeps of earlier positions, and how more of them read it."""
+
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        ...
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        ...
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        ...
 
 
 class KeyValues:

@@ -23,7 +23,10 @@ from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.forms import intervals_of, positions_of
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
+from longstride.kernels.selected import selected_attention
+from longstride.kernels.selections import Selection, selection_mask
 
+Reads = Pattern | Sequence[Pattern] | Selection
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 MEAN_RATIO = 2.0  # of the same-precision error
 LARGEST_RATIO = 4.0
@@ -145,19 +148,27 @@ def attention_and_gradients(
     return {name: t.cpu() for name, t in zip(RESULTS, (out.detach(), lse.detach(), *found), strict=True)}
 
 
-def exact(inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None) -> dict[str, Tensor]:
+def exact(inputs: Inputs, reads: Reads, scale: float | None = None) -> dict[str, Tensor]:
     """All results by the specification in fp64."""
     wide = Inputs(*(t if t is None else t.double() for t in inputs))
+    if isinstance(reads, Selection):
+        attend: Callable[..., Any] = selected_attention
+    else:
+        attend = sparse_attention
     return attention_and_gradients(
-        lambda q, k, v: sparse_attention(q, k, v, pattern, scale=scale, backend="reference", return_lse=True), wide
+        lambda q, k, v: attend(q, k, v, reads, scale=scale, backend="reference", return_lse=True), wide
     )
 
 
-def dense_same_precision(
-    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float
-) -> tuple[Tensor, Tensor]:
+def allowed_by(reads: Reads, heads: int, context: int) -> Tensor:
+    """The mask (H, N, N) or (B, H, N, N) of a pattern, one a head, or a selection."""
+    if isinstance(reads, Selection):
+        return selection_mask(reads, context)
+    return pattern_mask(head_patterns(reads, heads), context, torch.device("cpu"))
+
+
+def dense_same_precision(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """What a plain dense layer computes in this dtype: products in the dtype, softmax in fp32, weights rounded."""
-    allowed = pattern_mask(patterns, q.shape[2], q.device)
     blind = ~allowed.any(-1, keepdim=True)
     scores = (q @ k.transpose(-1, -2)).to(accumulator_dtype(q.dtype)) * scale
     scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
@@ -189,15 +200,15 @@ def check_against_reference(
 
 
 def assert_within_precision(
-    found: dict[str, Tensor], inputs: Inputs, pattern: Pattern | Sequence[Pattern], scale: float | None = None
+    found: dict[str, Tensor], inputs: Inputs, reads: Reads, scale: float | None = None
 ) -> dict[str, float]:
     """Assert that results are within their precision of fp64; their mean errors over the same-precision ones."""
     factor = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    patterns = head_patterns(pattern, inputs.q.shape[1])
-    wanted = exact(inputs, pattern, scale)
-    dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, patterns, factor), inputs)
+    allowed = allowed_by(reads, *inputs.q.shape[1:3])
+    wanted = exact(inputs, reads, scale)
+    dense = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, allowed, factor), inputs)
     magnitude = magnitudes(inputs, factor)
-    where = f"{pattern} {inputs.q.dtype}"
+    where = f"{reads} {inputs.q.dtype}"
     return {
         name: assert_explained(name, found[name], dense[name], wanted[name], magnitude[name], inputs.q.dtype, where)
         for name in RESULTS

@@ -1,0 +1,205 @@
+"""Attention over a selection: the public call, behind a torch custom op of its own.
+
+As ``sparse_attention``, but which keys a query reads is data, and so an argument of the op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from longstride.kernels.attention import TAGS, check_tensors, choose_backend, load
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.selections import Part, Selection
+
+BACKENDS = ("reference",)
+ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention in which each position reads the keys that a selection gives it.
+
+    A query without keys gives output 0, logsumexp -inf and zero gradients. A selection's values are not looked at:
+    where they break the rules of ``Part``, results are undefined (``Selection.check`` tells).
+
+    Args:
+        q, k: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
+        v: (B, H, N, Dv); Dv may differ from D.
+        selection: of these contexts and heads.
+        scale: factor of the scores; 1/sqrt(D) where None.
+        backend: auto, triton, cpu or reference. A named backend that cannot run here raises.
+        return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
+
+    Returns:
+        (B, H, N, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or the scale is not finite.
+        ConfigError: the backend is unknown or cannot run here.
+    """
+    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
+    if k.shape != q.shape:
+        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+    _check_parts(selection, q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be a finite number")
+    # Until the fast backends have it, "auto" is the specification.
+    backend = "reference" if backend == "auto" else choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
+    module = load(backend)
+    if hasattr(module, "attend_selected"):
+        out, lse = module.attend_selected(q, k, v, selection, scale)
+    else:
+        out, lse = _attention(q, k, v, _tensors(selection), selection.span, selection.disjoint, scale, backend)
+    return (out, lse) if return_lse else out
+
+
+def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float | None = None) -> Tensor:
+    """Attention of one query to listed rows of a cache: for generation, where a state knows which keys it selects.
+
+    Args:
+        q: (B, H, D); one of fp16, bf16, fp32, fp64, as k and v.
+        k, v: (B, H, N, D) and (B, H, N, Dv), in any order in memory.
+        positions: (B, H, W) integers, the rows to read, each once; -1 for none.
+        scale: factor of the scores; 1/sqrt(D) where None.
+
+    Returns:
+        (B, H, Dv) in q's dtype; 0 for a query that reads nothing. There is no gradient.
+    """
+    wide = accumulator_dtype(q.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    missing = (positions < 0)[..., None, :]
+    rows = positions.clamp_min(0).long()[..., None]
+    with torch.no_grad():
+        keys, values = (x.take_along_dim(rows, 2).to(wide) for x in (k, v))
+        scores = (q.to(wide)[..., None, :] @ keys.mT).mul_(scale).masked_fill_(missing, -math.inf)
+        scores.masked_fill_(missing.all(-1, keepdim=True), 0.0)  # whose softmax would be NaN
+        weights = scores.softmax(-1).masked_fill_(missing, 0.0)
+        values.masked_fill_(missing.mT, 0.0)  # row 0, which stands in for them, may not be written yet
+        return (weights @ values).squeeze(-2).to(q.dtype)
+
+
+def _check_parts(selection: Selection, q: Tensor) -> None:
+    if not selection.parts:
+        raise ValueError("a selection needs at least one part")
+    for number, part in enumerate(selection.parts):
+        for name, tensor in zip(part._fields, part, strict=True):
+            if tensor is None:
+                continue
+            if tensor.dtype != torch.int32 or tensor.device != q.device:
+                raise ValueError(
+                    f"part {number}: {name} is {tensor.dtype} on {tensor.device}: give int32 on {q.device}"
+                )
+            length = tensor.shape[-1] if name == "key_order" else q.shape[2]
+            if tensor.shape != (*q.shape[:2], length) or not 1 <= length <= q.shape[2]:
+                wanted = f"({q.shape[0]}, {q.shape[1]}, {q.shape[2]})"
+                raise ValueError(f"part {number}: {name} {tuple(tensor.shape)} must be {wanted}, B, H and N of q")
+
+
+def _tensors(selection: Selection) -> list[Tensor]:
+    """Four a part, as an op takes them: without elements where an order is natural."""
+    nothing = selection.parts[0].low[:0, :0, :0]
+    return [nothing if tensor is None else tensor for part in selection.parts for tensor in part]
+
+
+def _selection(tensors: Sequence[Tensor], span: int, disjoint: bool) -> Selection:
+    """The selection that ``_tensors`` wrote."""
+    given = [None if tensor.dim() == 3 and not tensor.shape[-1] else tensor for tensor in tensors]
+    parts = tuple(Part(*given[first : first + 4]) for first in range(0, len(given), 4))  # type: ignore[arg-type]
+    return Selection(parts, span, disjoint)
+
+
+@torch.library.custom_op("longstride::selected_attention", mutates_args=(), tags=TAGS)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Tensor], span: int, disjoint: bool, scale: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    return load(backend).selected_forward(q, k, v, _selection(parts, span, disjoint), scale)
+
+
+@_attention.register_fake
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+
+
+@torch.library.custom_op("longstride::selected_attention_backward", mutates_args=(), tags=TAGS)
+def _attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    parts: Sequence[Tensor],
+    span: int,
+    disjoint: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    selection = _selection(parts, span, disjoint)
+    return load(backend).selected_backward(grad_out, grad_lse, q, k, v, out, lse, selection, scale)
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, parts, *arguments = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, *parts)
+    ctx.arguments = arguments
+
+
+def _differentiate(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
+    q, k, v, out, lse, *parts = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    grads = _attention_backward(grad_out, grad_lse, q, k, v, out, lse, parts, *ctx.arguments)
+    return *grads, [None] * len(parts), None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,9 @@
+"""Selections: which keys each query reads, where that depends on the data and not on a pattern.
+
+``selected_attention`` attends over them. To add a way to select: a function that makes a ``Selection`` of tensors.
+"""
+
+from longstride.kernels.selections.base import Part, Selection, selection_mask
+from longstride.kernels.selections.clusters import recent_members
+
+__all__ = ["Part", "Selection", "recent_members", "selection_mask"]

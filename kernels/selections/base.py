@@ -1,0 +1,85 @@
+"""What a selection is. Letters: B batch, H heads, N positions, M keys of a part (M <= N)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """For each query one interval of keys, ``low <= column < high``, with queries and keys in orders of their own.
+
+    As in a pattern's part, but each context and head has its own. All are int32 on the device of the queries. Axes of
+    the batch and of the heads may be expanded (stride 0), where they are alike.
+    """
+
+    query_order: Tensor | None  # (B, H, N): the position of each row, a permutation; None: natural
+    key_order: Tensor | None  # (B, H, M): the position of each column, without repeats; None: natural, all N
+    low: Tensor  # (B, H, N), of each row; neither bound ever decreases along the rows
+    high: Tensor  # (B, H, N); a row without keys has low == high
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The pairs of all parts together; a pair in several of them counts once.
+
+    Nothing about a selection is cached by its values, and no kernel waits for the host to read them. So ``span`` and
+    ``disjoint`` are all that is known when kernels are chosen.
+    """
+
+    parts: tuple[Part, ...]
+    span: int  # the most keys that a query reads in one part; kernels are chosen by it
+    disjoint: bool = True  # no pair is in several parts; where this is False, each part looks at those before it
+
+    def check(self, context: int) -> None:
+        """Look at all values, which waits for the device: for tests, and for those who write a way to select.
+
+        Raises:
+            ValueError: one line about the first rule of ``Part`` that is broken.
+        """
+        for number, (query_order, key_order, low, high) in enumerate(self.parts):
+            where = f"part {number}"
+            keys = context if key_order is None else key_order.shape[-1]
+            natural = torch.arange(context, device=low.device)
+            if query_order is not None and not (query_order.sort(-1).values == natural).all():
+                raise ValueError(f"{where}: query_order must be a permutation of 0 to {context - 1}")
+            if key_order is not None:
+                placed = key_order.sort(-1).values
+                if (placed < 0).any() or (placed >= context).any() or (placed.diff(dim=-1) <= 0).any():
+                    raise ValueError(f"{where}: key_order must hold positions below {context}, each once")
+            if (low < 0).any() or (low > high).any() or (high > keys).any():
+                raise ValueError(f"{where}: must have 0 <= low <= high <= {keys}")
+            if (low.diff(dim=-1) < 0).any() or (high.diff(dim=-1) < 0).any():
+                raise ValueError(f"{where}: low and high must never decrease along the rows")
+            if (high - low).max() > self.span:
+                raise ValueError(f"{where}: a row reads {int((high - low).max())} keys, more than span={self.span}")
+        if self.disjoint:
+            pairs = sum(part_mask(part, context).int() for part in self.parts)
+            if torch.as_tensor(pairs).max() > 1:
+                raise ValueError("a pair is in several parts: give disjoint=False")
+
+
+def inverse_order(order: Tensor, context: int) -> Tensor:
+    """Where each position stands in an order (…, M): (…, N) int32, -1 for those that do not."""
+    rows = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device).expand(order.shape)
+    return rows.new_full((*order.shape[:-1], context), -1).scatter_(-1, order.long(), rows)
+
+
+def part_mask(part: Part, context: int) -> Tensor:
+    """(B, H, N, N) bool: [b, h, i, j] is True where query i reads key j."""
+    query_order, key_order, low, high = part
+    natural = torch.arange(context, dtype=torch.int32, device=low.device)
+    column = natural if key_order is None else inverse_order(key_order, context)[:, :, None, :]
+    if query_order is not None:
+        row = inverse_order(query_order, context).long()
+        low, high = (bound.expand(row.shape).gather(-1, row) for bound in (low, high))
+    return (low[..., None] <= column) & (column < high[..., None])
+
+
+def selection_mask(selection: Selection, context: int) -> Tensor:
+    """The definition of a selection: (B, H, N, N) bool, True where query i reads key j in any part. For small N."""
+    masks = [part_mask(part, context) for part in selection.parts]
+    return torch.stack(torch.broadcast_tensors(*masks)).any(0)

@@ -1,0 +1,186 @@
+"""What every backend of ``selected_attention`` must do, over adversarial selections; and the ways to select.
+
+Letters: B batch, H heads, N positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import attend_listed, selected_attention
+from longstride.kernels.selections import Part, Selection, recent_members, selection_mask
+from tests.harness.backends import DTYPES, on
+from tests.harness.oracles import (
+    Inputs,
+    Shape,
+    assert_within_precision,
+    attention_and_gradients,
+    exact,
+    make_inputs,
+)
+
+HALF, BRAIN, SINGLE, DOUBLE = DTYPES
+ALL = ("reference",)
+
+
+def clusters(kind: str, batch: int, heads: int, context: int, seed: int = 0) -> Tensor:
+    """(B, H, N) clusters: at random, all in one, some empty, as many as positions, or alternating."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, context)
+    if kind == "one":
+        return torch.zeros(shape, dtype=torch.int64)
+    if kind == "each its own":
+        return torch.randperm(context, generator=generator).expand(shape).contiguous()
+    if kind == "in turn":
+        return (torch.arange(context) % 5).expand(shape).contiguous()
+    drawn = torch.randint(7, shape, generator=generator)
+    return drawn.where(drawn % 3 == 0, 3) if kind == "some empty" else drawn
+
+
+def random_part(batch: int, heads: int, context: int, seed: int) -> Part:
+    """Random orders, some keys left out, and random bounds that never decrease: blind rows and wide ones."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def permuted() -> Tensor:
+        return torch.rand(batch, heads, context, generator=generator).argsort(-1).int()
+
+    keys = context - context // 4
+    bounds = torch.randint(keys + 1, (2, batch, heads, context), generator=generator).sort(-1).values.int()
+    low, high = torch.minimum(bounds[0], bounds[1]), torch.maximum(bounds[0], bounds[1])
+    high = torch.where(torch.rand(high.shape, generator=generator) < 0.1, low, high).cummax(-1).values
+    return Part(permuted(), permuted()[..., :keys], low, high)
+
+
+def selections(batch: int, heads: int, context: int) -> dict[str, Selection]:
+    """Adversarial ones of every kind."""
+    size = (batch, heads, context)
+    found = {
+        f"{kind} {window}": Selection((recent_members(clusters(kind, *size), window=window),), window or context)
+        for kind in ("random", "one", "some empty", "each its own", "in turn")
+        for window in ((None, 9) if kind in ("random", "one") else (9,))
+    }
+    other = clusters("random", *size, seed=5)
+    found["apart"] = Selection((recent_members(clusters("some empty", *size), other, window=11, itself=False),), 11)
+    found["rounds"] = Selection(
+        tuple(recent_members(clusters("random", *size, seed=seed), window=9) for seed in range(3)), 9, disjoint=False
+    )
+    found["any orders"] = Selection((random_part(*size, seed=1),), context)
+    found["any orders, twice"] = Selection((random_part(*size, seed=2), random_part(*size, seed=3)), context, False)
+    ones = torch.ones(batch, heads, context, dtype=torch.int32)
+    found["itself"] = Selection((Part(None, None, ones.cumsum(-1).int() - 1, ones.cumsum(-1).int()),), 1)
+    found["nothing"] = Selection((Part(None, None, ones, ones),), 1)
+    # Alike for all heads and contexts, and so expanded.
+    one = recent_members(clusters("random", 1, 1, context), window=9)
+    found["expanded"] = Selection((Part(*(t if t is None else t.expand(size) for t in one)),), 9)
+    return found
+
+
+NAMES = tuple(selections(1, 1, 12))
+
+
+def results(backend: str, inputs: Inputs, selection: Selection, **options: Any) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv."""
+    return attention_and_gradients(
+        lambda q, k, v: selected_attention(q, k, v, selection, backend=backend, return_lse=True, **options), inputs
+    )
+
+
+PRECISION = [on("reference", dtype, Shape(3, 4, 41, 16, 24), True) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("backend, dtype, shape, grad_lse", PRECISION, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_within_precision(
+    name: str, backend: str, dtype: torch.dtype, shape: Shape, grad_lse: bool
+) -> None:
+    selection = selections(*shape[:3])[name]
+    selection.check(shape.context)
+    inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
+    assert_within_precision(results(backend, inputs, selection), inputs, selection)
+
+
+@pytest.mark.parametrize("backend", [on(backend) for backend in ALL])
+def test_no_row_reads_its_future(backend: str) -> None:
+    """Not a bit: key sets of the first half stay equal when the second half is assigned otherwise."""
+    shape = Shape(2, 2, 64, 16, 16)
+    inputs, half = make_inputs(shape, torch.float64), 32
+    later = [torch.cat([x[:, :, :half], x[:, :, half:].flip(2) + 1], 2) for x in inputs[:3]]
+    assigned = clusters("random", *shape[:3])
+    moved = torch.cat([assigned[..., :half], (assigned[..., half:] + 3) % 7], -1)
+    outs, masks = [], []
+    for (q, k, v), members in ((inputs[:3], assigned), (later, moved)):
+        selection = Selection((recent_members(members, window=6),), 6)
+        outs.append(selected_attention(q, k, v, selection, backend=backend)[:, :, :half])
+        masks.append(selection_mask(selection, shape.context)[:, :, :half])
+    assert torch.equal(*masks)
+    assert not masks[0].triu(1).any()
+    torch.testing.assert_close(*outs, rtol=0, atol=0 if backend == "reference" else 1e-15)
+
+
+@pytest.mark.parametrize("backend", [on(backend) for backend in ALL])
+def test_scale_and_strides(backend: str) -> None:
+    """Heads cut from rows, as a model does, and a scale below 0."""
+    shape = Shape(2, 3, 37, 16, 16)
+    inputs = make_inputs(shape, SINGLE)
+    cut = Inputs(*(t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
+    selection = selections(*shape[:3])["rounds"]
+    assert_within_precision(results(backend, cut, selection, scale=-0.3), cut, selection, -0.3)
+
+
+def test_recent_members_are_those_of_the_definition() -> None:
+    """By loops, for queries and keys of different clusters."""
+    batch, heads, context, window = 2, 2, 23, 4
+    queries, keys = (clusters("random", batch, heads, context, seed) for seed in (1, 2))
+    for apart, itself in ((None, True), (None, False), (keys, True), (keys, False)):
+        selection = Selection((recent_members(queries, apart, window=window, itself=itself),), window)
+        selection.check(context)
+        found, members = selection_mask(selection, context), queries if apart is None else apart
+        for b in range(batch):
+            for h in range(heads):
+                for i in range(context):
+                    last = i + 1 if itself else i
+                    earlier = [j for j in range(last) if members[b, h, j] == queries[b, h, i]][-window:]
+                    assert found[b, h, i].nonzero().flatten().tolist() == earlier
+
+
+def test_a_pair_in_several_parts_counts_once() -> None:
+    inputs = make_inputs(Shape(1, 2, 19, 8, 8), DOUBLE)
+    part = recent_members(clusters("random", 1, 2, 19), window=5)
+    once, twice = (Selection(parts, 5, disjoint=False) for parts in ((part,), (part, part)))
+    for name, wanted in exact(inputs, once).items():
+        torch.testing.assert_close(exact(inputs, twice)[name], wanted)
+    with pytest.raises(ValueError, match="a pair is in several parts"):
+        Selection((part, part), 5).check(19)
+
+
+def test_one_query_reads_listed_rows() -> None:
+    """As the row of the whole, from a cache in which rows that are not read hold NaN."""
+    shape = Shape(2, 3, 29, 8, 12)
+    q, k, v = make_inputs(shape, DOUBLE)[:3]
+    selection = Selection((recent_members(clusters("random", *shape[:3]), window=5, itself=False),), 5)
+    wanted, mask = selected_attention(q, k, v, selection), selection_mask(selection, shape.context)
+    for position in (0, 7, 28):
+        read = mask[:, :, position]
+        rows = torch.where(read, torch.arange(shape.context), -1).sort(-1, descending=True).values[..., :6]
+        keys, values = (x.masked_fill(~read[..., None], math.nan) for x in (k, v))
+        torch.testing.assert_close(attend_listed(q[:, :, position], keys, values, rows), wanted[:, :, position])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda part: part._replace(low=part.low.long()), "part 0: low is torch.int64 on cpu: give int32 on cpu"),
+        (lambda part: part._replace(high=part.high[:1]), r"part 0: high \(1, 2, 8\) must be \(2, 2, 8\)"),
+    ],
+)
+def test_what_does_not_fit_is_told(change: Callable[[Part], Part], message: str) -> None:
+    q, k, v = make_inputs(Shape(2, 2, 8, 4, 4), SINGLE)[:3]
+    part = change(recent_members(clusters("random", 2, 2, 8)))
+    with pytest.raises(ValueError, match=message):
+        selected_attention(q, k, v, Selection((part,), 8))
