@@ -47,7 +47,11 @@ class State(Protocol):
 
 
 class MixerConfig(Protocol):
-    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules."""
+    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
+
+    One with a true ``within_documents`` makes a module that has ``patterns``, one a head, and takes a fourth argument,
+    ``Documents``: so none of several documents in a context sees another.
+    """
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError, its paths relative to the mixer's object, where a context of this length does not fit."""
