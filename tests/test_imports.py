@@ -20,8 +20,8 @@ BIG_ROOMS = {
 ORDER = {
     "kernels": ["errors", "forms", "patterns", "plan", "selections", "backends", "attention", "selected", "decoding"],
     "sparse_model": [
-        "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config", "ngrams",
-        "embedding", "output", "transformer", "session", "generation",
+        "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config",
+        "ngrams", "embedding", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",
