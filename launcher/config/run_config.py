@@ -84,6 +84,12 @@ class DataConfig(StrictModel):
     prefetch: int = Field(default=2, gt=0, description="steps that each worker reads ahead")
     remote: RemoteConfig = RemoteConfig()
 
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _packing_object(cls, value: Any) -> Any:
+        """An object is told by its own rules alone, and not by those of a bool too."""
+        return PackingConfig.model_validate(value) if isinstance(value, dict) else value
+
     @model_validator(mode="after")
     def _check_together(self) -> DataConfig:
         problems = []
