@@ -55,7 +55,11 @@ class HeadWidths(NamedTuple):
 
 
 class MixerConfig(Protocol):
-    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules."""
+    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
+
+    One with a true ``within_documents`` makes a module that has ``patterns``, one a head, and takes a fourth argument,
+    ``Documents``: so none of several documents in a context sees another.
+    """
 
     @property
     def has_queries(self) -> bool:

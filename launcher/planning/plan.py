@@ -113,6 +113,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             "density": [each / dense for each in pairs],
             "pairs": sum(pairs),
             "dense_pairs": dense * model.layers,
+            "at_most": config.data.apart,  # where documents end, pairs do
         },
         "step": {**step, "dense_flops": sum(as_dense.values())},
         "length": {
@@ -244,7 +245,8 @@ def _work(plan: dict[str, Any]) -> list[str]:
     lines = [f"a step  {_flops(total)}; with dense attention {_flops(dense)}, {dense / total:.1f} times as many"]
     for name in ("forward", "backward", "recompute"):
         lines.append(f"  {name:<11}{_flops(step[f'{name}_flops']):>14}")
-    lines.append(f"  attention to {share:.2%} of the pairs of dense causal attention; by layer:")
+    bound = "at most " if attention["at_most"] else ""
+    lines.append(f"  attention to {bound}{share:.2%} of the pairs of dense causal attention; by layer:")
     users: dict[float, list[int]] = {}  # layers of the same density, in the order of the first of them
     for layer, density in enumerate(attention["density"]):
         users.setdefault(density, []).append(layer)

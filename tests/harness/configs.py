@@ -91,6 +91,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "chosen blocks": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,
