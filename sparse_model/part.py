@@ -54,7 +54,7 @@ class MixerConfig(Protocol):
         ...
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read."""
+        """Which positions each head may read, of the first heads; those after them choose by content."""
         ...
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> nn.Module:
@@ -79,6 +79,8 @@ class Work:
     scores: int = 0  # of attention: queries times keys
     values: int = 0  # of attention: weights times values
     again: int = 0  # of ``linear``, what the backward pass computes again in any case
+    once: int = 0  # what has no backward pass
+    bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -87,17 +89,19 @@ class Work:
             self.scores + other.scores,
             self.values + other.values,
             self.again + other.again,
+            self.once + other.once,
+            "; ".join(dict.fromkeys(filter(None, (self.bound, other.bound)))),
         )
 
     @property
     def forward(self) -> int:
         """The forward pass."""
-        return self.linear + self.scores + self.values
+        return self.linear + self.scores + self.values + self.once
 
     @property
     def backward(self) -> int:
         """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
-        return 2 * self.forward + self.scores + self.again
+        return 2 * (self.forward - self.once) + self.scores + self.again
 
 
 def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream: bool = False) -> None:
