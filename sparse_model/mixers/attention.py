@@ -157,8 +157,8 @@ class Attention(nn.Module):
         """Of the pairs that its heads read, its projections, and its convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
-        widths = (width // self.heads for width in (self.network.query_key_width, self.network.width))
-        own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
+        scores, values = (2 * pairs * width // self.heads for width in (self.network.query_key_width, self.widths[-1]))
+        own = Work(pairs, 2 * positions * weights, scores, values)
         return own if self.convolution is None else own + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
