@@ -194,7 +194,7 @@ class ClusteredAttention(Attention):
 
     def work(self, positions: int, batch: int) -> Work:
         """Of the most pairs that its heads can read, its projections, and its convolution."""
-        bound = f"at most {self.config.window} keys a query of the {self.routed} routed heads"
+        bound = f"at most {self.config.window} keys a query of {self.routed} routed heads"
         return replace(super().work(positions, batch), bound=bound)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RoutedCache:
