@@ -171,8 +171,7 @@ class Attention(nn.Module):
             A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
             the head reads. A row sums to 1, or to 0 where a query has no key.
         """
-        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
-        q, k = self.heads_of(rows)[:2]
+        q, k = self._queries_and_keys(h)
         left, right = self.compared(q, k)
 
         def of_head(queries: Tensor, head: int) -> Tensor:
@@ -182,6 +181,15 @@ class Attention(nn.Module):
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 
         return of_head
+
+    def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, h (1, N, C): queries (P,) int64 to (P, N) bool."""
+        return self.allowed(*self._queries_and_keys(h), head)
+
+    def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (1, H, N, D) of one context (1, N, C)."""
+        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
+        return self.heads_of(rows)[:2]
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
