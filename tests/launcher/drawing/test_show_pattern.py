@@ -217,7 +217,8 @@ def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest
     titles = [axis.get_title() for axis in figure.axes if "layer.head" in axis.get_title()]
     assert titles == [f"chosen by content\nlayer.head {place}" for place in ("0.0", "0.1", "1.1")]
     plt.close(figure)
-    assert cli.main([*words, "--text", str(text), "--query", "9"]) == 0 and picture.exists()
+    assert cli.main([*words, "--text", str(text), "--query", "9"]) == 0
+    picture.unlink()
     capsys.readouterr()
     for changes, options, line in (
         ({"attention": ROUTING}, [], "its heads choose their keys by content; give --text FILE"),
