@@ -78,17 +78,25 @@ class Attention(nn.Module):
 
     part = "attention"
 
-    def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
+    def __init__(
+        self,
+        network: NetworkConfig,
+        patterns: tuple[Pattern, ...],
+        rotary: Rotary | None,
+        widths: tuple[int, ...] | None = None,
+    ) -> None:
+        """``widths``: channels of what is projected, where that is not queries, keys and values of all heads."""
         super().__init__()
         self.network, self.heads, self.backend, self.patterns = network, network.heads, network.backend, patterns
-        self.widths = (network.query_key_width, network.query_key_width, network.width)
+        self.widths = widths or (network.query_key_width, network.query_key_width, network.width)
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
         self.projection = nn.Linear(network.width, network.width, bias=network.bias)
-        self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
+        # Several matrices in one, see ``parameter_roles``.
+        self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
 
     def initialize(self) -> None:
         """Set its linear layers."""
@@ -150,6 +158,10 @@ class Attention(nn.Module):
         positions = torch.arange(k.shape[2], device=k.device)
         return lambda queries: self.patterns[head].mask(queries[:, None], positions)
 
+    def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
+        return q, k
+
     def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels).
 
@@ -177,8 +189,8 @@ class Attention(nn.Module):
         """Of the pairs that its heads read, its projections, and its convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
-        widths = (width // self.heads for width in self.widths[1:])
-        own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
+        scores, values = (2 * pairs * width // self.heads for width in (self.network.query_key_width, self.widths[-1]))
+        own = Work(pairs, 2 * positions * weights, scores, values)
         return own if self.convolution is None else own + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
@@ -191,16 +203,25 @@ class Attention(nn.Module):
             A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
             the head reads. A row sums to 1, or to 0 where a query has no key.
         """
-        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
-        q, k = self.heads_of(rows)[:2]
+        q, k = self._queries_and_keys(h)
+        left, right = self.compared(q, k)
 
         def of_head(queries: Tensor, head: int) -> Tensor:
             allowed = self.allowed(q, k, head)(queries)
-            scores = (q[0, head, queries].double() @ k[0, head].double().T) * q.shape[-1] ** -0.5
+            scores = (left[0, head, queries].double() @ right[0, head].double().T) * q.shape[-1] ** -0.5
             weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 
         return of_head
+
+    def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, h (1, N, C): queries (P,) int64 to (P, N) bool."""
+        return self.allowed(*self._queries_and_keys(h), head)
+
+    def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (1, H, N, D) of one context (1, N, C)."""
+        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
+        return self.heads_of(rows)[:2]
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""

@@ -84,9 +84,9 @@ class BlockAttention(Attention):
         return self.heads * pairs
 
     def work(self, positions: int, batch: int) -> Work:
-        """Of attention, and of the scores of blocks, counted as if they had gradients."""
+        """Of attention, and of the scores of blocks."""
         blocks = sum(position // self.block for position in range(0, positions, self.block)) * self.block
-        return super().work(positions, batch) + Work(linear=2 * blocks * self.widths[0])
+        return super().work(positions, batch) + Work(choosing=2 * blocks * self.widths[0])
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
         """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
