@@ -77,7 +77,7 @@ def test_recomputed_gradients_of_documents_are_bitwise_equal() -> None:
 
 
 def test_a_mixer_that_reads_whole_contexts_is_refused() -> None:
-    model, tokens, begins = made(SYSTEMS["random synthesizer"])
+    model, tokens, begins = made(SYSTEMS["products of a synthesizer"])
     rule = r'^attention: synthesizer reads whole contexts; take patterns, or data.packing \{"attend": "context"\}$'
     with pytest.raises(ConfigError, match=rule):
         model(tokens, begins=begins)
