@@ -2,7 +2,8 @@
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
 Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the first candidate, a name in SHAPES for
-how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one.
+how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one,
+``overlap`` for the fourth of a selection's parts that may have the same pairs.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
     segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
     queries, keys, bounds = zip(*segments, strict=True)
     by_key = name in ("dkdv", "closed")
+    earlier = next((int(field.removeprefix("overlap")) for field in further if field.startswith("overlap")), 0)
     return {
         "SEGMENTS": len(segments),
         "ROWS": keys[0] if by_key else queries[0],
         "COLUMNS": (queries[0] if by_key else keys),
         "BOUNDS": (bounds[0] if by_key else bounds),
+        "EARLIER": earlier if by_key else (earlier,) * len(segments),
         "SHAPE": int("described" in further),
         "SHAPES": tuple(int("described" in further) for _ in segments),
         "RESUME": "resume" in further,
