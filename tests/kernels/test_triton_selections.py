@@ -14,7 +14,7 @@ from longstride.kernels import selected_attention
 from longstride.kernels.plan import Intervals, transposed
 from longstride.kernels.selections import Part, Selection, recent_members
 from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, WITH_TRITON, use_tiles
-from tests.harness.oracles import Shape, assert_within_precision, attention_and_gradients, make_inputs
+from tests.harness.oracles import Inputs, Shape, assert_within_precision, attention_and_gradients, make_inputs
 from tests.kernels.test_selections import NAMES, clusters, random_part, selections
 
 pytestmark = WITH_TRITON
@@ -23,16 +23,21 @@ SHAPE = Shape(3, 4, 41, 16, 24)
 HALF, BRAIN, SINGLE, DOUBLE = DTYPES
 
 
-def check(selection: Selection, dtype: torch.dtype, shape: Shape, *, grad_lse: bool = True, seed: int = 0) -> None:
-    """Assert that forward, logsumexp and gradients are within their precision."""
+def check(
+    selection: Selection, dtype: torch.dtype, shape: Shape, *, grad_lse: bool = True, scale: float | None = None
+) -> None:
+    """Assert that all results are within their precision; heads are cut from rows, as in models."""
     selection.check(shape.context)
     device = DEVICES["triton"]
     there = Selection(tuple(moved(part, device) for part in selection.parts), selection.span, selection.disjoint)
-    inputs = make_inputs(shape, dtype, seed=seed, grad_lse=grad_lse)
+    inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
+    inputs = Inputs(*(t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
     found = attention_and_gradients(
-        lambda q, k, v: selected_attention(q, k, v, there, backend="triton", return_lse=True), inputs, device
+        lambda q, k, v: selected_attention(q, k, v, there, scale=scale, backend="triton", return_lse=True),
+        inputs,
+        device,
     )
-    assert_within_precision(found, inputs, selection)
+    assert_within_precision(found, inputs, selection, scale)
 
 
 def moved(part: Part, device: str) -> Part:
@@ -100,7 +105,7 @@ def test_tiles_may_have_any_edges_and_passes_any_slices(
     monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
     monkeypatch.setattr(call, "num_processors", lambda device: 64)
     shape = Shape(1, 2, 75, 16, 16)
-    check(selections(*shape[:3])[name], HALF, shape)
+    check(selections(*shape[:3])[name], HALF, shape, scale=-0.3)
 
 
 @pytest.mark.campaign
@@ -172,3 +177,18 @@ def test_what_heads_share_is_kept_once() -> None:
     call = SelectedCall(q, q, selections(*SHAPE[:3])["expanded"])
     (choice,) = call.choices("forward", "all")
     assert call.packed("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
+
+
+@IN_THE_INTERPRETER
+def test_no_row_reads_its_future() -> None:
+    """When the second half is assigned otherwise, the first half stays, but for the rounding of its other tiles."""
+    shape = Shape(2, 2, 64, 16, 16)
+    q, k, v = make_inputs(shape, DOUBLE)[:3]
+    assigned = clusters("random", *shape[:3])
+    moved = torch.cat([assigned[..., :32], (assigned[..., 32:] + 3) % 7], -1)
+    later = [torch.cat([x[:, :, :32], x[:, :, 32:].flip(2) + 1], 2) for x in (q, k, v)]
+    first, second = (
+        selected_attention(*x, Selection((recent_members(c, window=6),), 6), backend="triton")[:, :, :32]
+        for x, c in (((q, k, v), assigned), (later, moved))
+    )
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-15)

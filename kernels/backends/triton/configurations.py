@@ -114,11 +114,17 @@ GFX942: Table = {
     Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
-# For passes whose tiles also test the pairs of earlier parts, which takes registers.
+# For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
 OVERLAPPING: Table = {
     Widest(2, 64): one_each((64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3)),
     Widest(2, 128): one_each((64, 32, 8, 3), (64, 32, 8, 3), (64, 32, 8, 3)),
     Widest(2, 256): one_each((32, 32, 8, 3), (32, 32, 8, 3), (32, 32, 8, 3)),
+    **FP32,
+}
+OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
+    Widest(2, 64): one_each((64, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3)),
+    Widest(2, 128): one_each((64, 32, 8, 3), (32, 64, 8, 3), (64, 32, 8, 3)),
+    Widest(2, 256): OVERLAPPING[Widest(2, 256)],
     **FP32,
 }
 INTERPRETER: Table = {
@@ -135,7 +141,7 @@ def candidates(
     """Those of the first entry that is wide enough; unknown AMD cards take gfx942's table, all others SAFE."""
     table = ARCHITECTURES.get(architecture, GFX942 if architecture.startswith("gfx") else SAFE)
     if overlapping and architecture.startswith("sm_"):
-        table = OVERLAPPING
+        table = OVERLAPPING_SM_90 if architecture == "sm_90" else OVERLAPPING
     entry = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
     return getattr(entry, kernel)
 
@@ -181,8 +187,8 @@ def _priced(
 def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
     """The candidate for rows that read at most ``span`` columns each, as far as that tells.
 
-    Nothing else is known of a selection. A tile of rows is taken to visit the columns of one row, one more for each
-    further row, and half a tile of columns beyond their end.
+    Nothing else is known of a selection. As bounds never fall, all tiles of rows together visit each column once and
+    besides as many a tile as a row reads: on average that is a column more a row, and half a tile is lost at the end.
     """
     choices = []
     for candidate in candidates:
