@@ -16,7 +16,7 @@ from longstride.kernels.attention import TAGS, check_tensors, choose_backend, lo
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.selections import Part, Selection
 
-BACKENDS = ("triton", "reference")
+BACKENDS = ("triton", "cpu", "reference")
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 
 
@@ -85,8 +85,6 @@ def selected_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
-    # Until the CPU backend has it, "auto" is the specification there.
-    backend = "reference" if backend == "auto" and not q.is_cuda else backend
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend_selected"):
