@@ -28,21 +28,28 @@ def check(
 ) -> None:
     """Assert that all results are within their precision; heads are cut from rows, as in models."""
     selection.check(shape.context)
-    device = DEVICES["triton"]
-    there = Selection(tuple(moved(part, device) for part in selection.parts), selection.span, selection.disjoint)
+    there = on_device(selection)
     inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
     inputs = Inputs(*(t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
     found = attention_and_gradients(
         lambda q, k, v: selected_attention(q, k, v, there, scale=scale, backend="triton", return_lse=True),
         inputs,
-        device,
+        DEVICES["triton"],
     )
     assert_within_precision(found, inputs, selection, scale)
 
 
-def moved(part: Part, device: str) -> Part:
-    """The part on a device; axes of stride 0 stay so."""
-    return Part(*(t if t is None or device == "cpu" else t.to(device) for t in part))
+def on_device(selection: Selection) -> Selection:
+    """The selection where the kernels run; axes of stride 0 stay so."""
+
+    def moved(vectors: Tensor | None) -> Tensor | None:
+        if vectors is None:
+            return None
+        kept = vectors[tuple(slice(0, None if step else 1) for step in vectors.stride())]
+        return kept.to(DEVICES["triton"]).expand(vectors.shape)
+
+    parts = tuple(Part(*map(moved, part)) for part in selection.parts)  # type: ignore[arg-type]
+    return Selection(parts, selection.span, selection.disjoint)
 
 
 # The interpreter takes seconds a case: by default each name once and each dtype several times.
@@ -81,8 +88,8 @@ def test_parts_of_one_order_share_a_pass_and_count_a_pair_once(dtype: torch.dtyp
     from longstride.kernels.backends.triton.selected import SelectedCall
 
     selection = natural_parts(*SHAPE[:3])
-    q, v = torch.empty(*SHAPE[:3], 16), torch.empty(*SHAPE[:3], 16)
-    call = SelectedCall(q, v, selection)
+    q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
+    call = SelectedCall(q, q, on_device(selection))
     choices = call.choices("forward", "all")
     passes = [call.packed("queries", "all", number, choice) for number, choice in enumerate(choices)]
     assert [one.earlier for one in passes] == [(0, 2, 3), (1,)]
@@ -151,9 +158,9 @@ def test_the_host_reads_no_value() -> None:
     """All that a launch reads is made by operations on the device, whose sizes follow from those of the tensors."""
     from longstride.kernels.backends.triton.selected import SelectedCall
 
-    q = torch.empty(*SHAPE[:3], 16)
+    q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
     for name in ("rounds", "any orders, twice", "expanded"):
-        selection = selections(*SHAPE[:3])[name]
+        selection = on_device(selections(*SHAPE[:3])[name])
 
         def launched(selection: Selection = selection) -> list[Tensor]:
             call = SelectedCall(q, q, selection)
@@ -173,8 +180,8 @@ def test_the_host_reads_no_value() -> None:
 def test_what_heads_share_is_kept_once() -> None:
     from longstride.kernels.backends.triton.selected import SelectedCall
 
-    q = torch.empty(*SHAPE[:3], 16)
-    call = SelectedCall(q, q, selections(*SHAPE[:3])["expanded"])
+    q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
+    call = SelectedCall(q, q, on_device(selections(*SHAPE[:3])["expanded"]))
     (choice,) = call.choices("forward", "all")
     assert call.packed("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
 
