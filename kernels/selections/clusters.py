@@ -29,11 +29,11 @@ def recent_members(
     position = torch.arange(context, device=queries.device)
     query_codes = queries.long() * context + position  # of a cluster first, then of a position
     query_codes, query_order = query_codes.sort(-1)
-    key_codes, key_order = query_codes, query_order
+    key_codes, key_order, high = query_codes, query_order, (position + itself).expand(query_codes.shape)
     if keys is not None:
         key_codes, key_order = (keys.long() * context + position).sort(-1)
+        high = torch.searchsorted(key_codes, query_codes, right=itself)
     start = torch.searchsorted(key_codes, (query_codes // context * context).contiguous())
-    high = torch.searchsorted(key_codes, query_codes, right=itself)
     low = start if window is None else torch.maximum(start, high - window)
     rows = query_order.int()
     return Part(rows, rows if keys is None else key_order.int(), low.int(), high.int())
