@@ -29,7 +29,7 @@ def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Te
 
 
 @pytest.mark.parametrize("heads_side_by_side", [pytest.param(False, marks=pytest.mark.campaign), True])
-@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2, 2)], ids=str)
+@pytest.mark.parametrize("pattern", [pytest.param(Strided(8), marks=pytest.mark.campaign), Fixed(8, 2, 2)], ids=str)
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_compile_and_checkpoint_see_through(
     backend: str, device: str, pattern: Pattern, heads_side_by_side: bool
