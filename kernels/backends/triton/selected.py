@@ -125,12 +125,16 @@ class SelectedCall(Call):
         return self.context if order is None else order.shape[-1]
 
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
-        """By the span, the same tiles for all passes."""
+        """By the span; of the candidates for overlapping parts where a pass has one after the first."""
         rows: Side = "keys" if kernel == "dkdv" else "queries"
-        one = chosen_by_span(self.candidates(kernel, self._earlier is not None), self.span, self.context, rows)
-        ahead = one._replace(configuration=pipelined(one.configuration))
-        passes, _ = self._passes(rows)
-        return tuple(ahead if any(part.columns for part in segments) else one for _, segments in passes)
+        choices = []
+        for numbers, segments in self._passes(rows)[0]:
+            candidates = self.candidates(kernel, overlapping=not self.disjoint and max(numbers) > 0)
+            choice = chosen_by_span(candidates, self.span, self.context, rows)
+            if any(segment.columns for segment in segments):
+                choice = choice._replace(configuration=pipelined(choice.configuration))
+            choices.append(choice)
+        return tuple(choices)
 
     def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """A pass on this device."""
