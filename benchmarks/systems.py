@@ -21,10 +21,11 @@ from typing import Any
 if __name__ == "__main__":  # as a program from a checkout that is not installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
 import torch
 
 from benchmarks.machine import about
-from benchmarks.recipe import Row, changed, measured, recipe, summary, train
+from benchmarks.recipe import Row, changed, longstride, measured, recipe, summary, train
 from benchmarks.report import RESULTS, write_json
 from longstride.launcher.planning.costs import parameter_parts, work
 from longstride.sparse_model import ModelConfig
@@ -63,6 +64,34 @@ def experts(ratio: float, **others: Any) -> dict[str, Any]:
     return {"model.feed_forward": shared | others, "model.feed_forward_ratio": ratio}
 
 
+COPIES = "routing on copies"  # the comparison that is trained on strings and their copies
+
+
+def by_content(kind: str, **others: Any) -> dict[str, Any]:
+    """A local head, and one of as many pairs at most: local too, of random clusters, or routed."""
+    shared = {
+        "clusters": 8,
+        "window": 64,
+        "local": {"heads": 1, "window": 32},
+        "decay": 0.99,
+        "shared_query_key": False,
+    }
+    heads = {"heads": [{"count": 1, "type": "local", "window": width} for width in (32, 64)]}
+    attention = heads if kind == "local" else {"type": "routing", "keys": kind} | shared
+    return {"model.attention": attention, "model.heads": 2} | others
+
+
+def on_copies(kind: str) -> dict[str, Any]:
+    """The same in contexts that hold a string and at least one copy of it."""
+    sizes = {"model.context": 512, "train.micro_batch": 8, "train.global_batch": 8}
+    return by_content(kind, **sizes, **{"model.layers": 2})
+
+
+BY_CONTENT = {
+    "windows of 32 and 64": "local",
+    "a window of 32 and random keys, 64 at most": "random",
+    "a window of 32 and routing, 64 keys at most": "routed",
+}
 COMPARISONS: dict[str, tuple[Row, ...]] = {
     "sandwich": (
         Row("interleaved, (sf)4", {}),
@@ -90,6 +119,8 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("8 experts, one a byte", experts(2.0, count=8, top=1)),
         Row("8 experts of half the width, two a byte", experts(1.0, count=8, top=2)),
     ),
+    "routing": tuple(Row(name, by_content(kind)) for name, kind in BY_CONTENT.items()),
+    COPIES: tuple(Row(f"on copies: {name}", on_copies(kind)) for name, kind in BY_CONTENT.items()),
 }
 
 
@@ -109,13 +140,17 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
         if before["steps"] != options.steps:
             raise SystemExit(f"--steps={options.steps}: {options.output} has {before['steps']} steps; take that")
         result["comparisons"] = before["comparisons"]
+    places = {COPIES: folder / "copies-data"}  # all others are trained on Python's sources
+    write_copies(folder / "copies")
+    longstride("data", "build", folder / "copies", "--output", places[COPIES])
     with ThreadPoolExecutor(options.parallel) as pool:
         jobs = {}
         for name in options.only or COMPARISONS:
+            place = places.get(name, data)
             for row in COMPARISONS[name]:
                 content = changed(changed(recipe(), BASE), row.changes)
                 seeds = [
-                    pool.submit(train, content, options.steps, seed, data, folder) for seed in range(options.seeds)
+                    pool.submit(train, content, options.steps, seed, place, folder) for seed in range(options.seeds)
                 ]
                 jobs[name, row.name] = sizes(content), seeds
             result["comparisons"][name] = {}
@@ -124,6 +159,26 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
             result["comparisons"][name][row_name] = counted | {"runs": runs}
             write_json(options.output, result)
             print(f"{name}: {row_name}: {summary(runs)}", flush=True)
+
+
+def write_copies(folder: Path, documents: int = 1024, size: int = 4096) -> None:
+    """Documents of a random string each and nothing else, again and again: 65 to 256 bytes, at a period of its own.
+
+    So each byte stands as far behind its copy as no window of 64 reads, and how far, content alone tells. The strings
+    are of 32 letters, each drawn by the two before it, which costs about 3 bits a byte: from letters that are drawn
+    evenly, none of the models learns to copy within some hundred steps.
+    """
+    draw = np.random.default_rng(0)
+    last, before = 1.5 * draw.normal(size=(2, 32, 32))
+    odds = np.exp(last[:, None] + before[None])
+    shares = (odds / odds.sum(-1, keepdims=True)).cumsum(-1)
+    folder.mkdir()
+    for number in range(documents):
+        letters = [0, 0]
+        for chance in draw.random(draw.integers(65, 257)):
+            letters.append(min(31, int(np.searchsorted(shares[letters[-1], letters[-2]], chance))))
+        string = bytes(ord("@") + letter for letter in letters[2:])
+        (folder / f"{number:04}.txt").write_bytes((string * (size // len(string) + 1))[:size])
 
 
 def sizes(content: dict[str, Any]) -> dict[str, int]:

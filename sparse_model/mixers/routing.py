@@ -11,8 +11,12 @@ depends on later positions, and so do their rows.) Scores are divided by √D as
 In causal models the paper has queries serve as keys (its algorithm 1). A position would then agree with itself before
 all others; so it reads itself only where it is the first of its cluster (Kitaev et al. 2020, section 2).
 
-Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its members in
-that step: c ← λc + (1 - λ)m, m of length 1. One without members stays.
+Where queries are not the keys, both begin with equal weights, and queries go where their products with the keys'
+centroids are greatest. (The paper moves centroids by both. In a causal model queries and keys then ended in clusters
+apart, where no query has a key.)
+
+Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its keys in
+that step: c ← λc + (1 - λ)m, m of length 1. One without keys stays.
 
 Rotary positions turn queries and keys after clusters are chosen. So clusters know what is there, and not where.
 """
@@ -35,7 +39,7 @@ from longstride.kernels.selections import Selection, recent_members, selection_m
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Mixed, Work
+from longstride.sparse_model.part import HeadWidths, Mixed, Work
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -63,6 +67,11 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     keys: Literal["routed", "random"] = "routed"
     shared_query_key: bool = True  # queries of routed heads are their keys
 
+    @property
+    def has_queries(self) -> bool:
+        """As any attention."""
+        return True
+
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the heads or the network's options do not go together."""
         if problems := list(self._problems(network)):
@@ -80,6 +89,10 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Of the local heads, which come first."""
         return () if self.local is None else (Local(self.local.window),) * self.local.heads
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths."""
+        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> ClusteredAttention:
         """The module."""
@@ -108,12 +121,20 @@ class ClusteredAttention(Attention):
         self.config, self.local, self.routed = config, len(patterns), network.heads - len(patterns)
         self.head_width = width
 
+    def initialize(self) -> None:
+        """Set its linear layers. Routed queries and keys begin equal: those alike begin in one cluster."""
+        super().initialize()
+        if not self.config.shared_query_key:
+            with torch.no_grad():
+                _, _, queries, keys, _ = self.query_key_value.weight.split(self.widths)
+                keys.copy_(queries)
+
     @abstractmethod
     def clusters(self, x: Tensor, first: int = 0) -> Tensor:
         """The cluster of each position from ``first`` on, x (B, R, n, D): (B, R, n) int64."""
 
-    def statistics(self, members: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        """In training, what ``observe`` gets, of routed queries and keys (B, R, N, D) with clusters."""
+    def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
+        """In training, what ``observe`` gets, of routed keys (B, R, N, D) in their clusters (B, R, N)."""
         return ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
@@ -126,7 +147,7 @@ class ClusteredAttention(Attention):
         queries, keys = self.assigned(q, k)
         outs.append(self.attend_routed(q, k, v, queries, keys))
         out = torch.cat(outs, 1) if local else outs[0]
-        if self.training and (seen := self.statistics([(q, queries)] if keys is None else [(q, queries), (k, keys)])):
+        if self.training and (seen := self.statistics(q if keys is None else k, queries if keys is None else keys)):
             return Mixed(out, None, seen)
         return out
 
@@ -252,21 +273,20 @@ class Routing(ClusteredAttention):
             centroids = self.centroids.to(wide_of(x)).mT
             return torch.cat([(some @ centroids).argmax(-1) for some in self._cut(x.detach())], 2)
 
-    def statistics(self, members: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        """The sum of each cluster's members in all contexts, and behind it their number: (R, k, D + 1)."""
-        every = torch.arange(self.config.clusters, device=self.centroids.device)
+    def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
+        """The sum of each cluster's keys in all contexts, and behind it their number: (R, k, D + 1)."""
+        every = torch.arange(self.config.clusters, device=keys.device)
         total = self.centroids.new_zeros(self.routed, len(every), self.head_width + 1)
         with torch.no_grad():
-            for x, clusters in members:
-                pieces = self._cut(x.detach())
-                for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
-                    # A product with zeros and ones: a sum that is the same every time, on a card too.
-                    member = (of_some[..., None] == every).to(some.dtype)
-                    total = total + (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
+            pieces = self._cut(keys.detach())
+            for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
+                # A product with zeros and ones: a sum that is the same every time, on a card too.
+                member = (of_some[..., None] == every).to(some.dtype)
+                total = total + (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
         return (total,)
 
     def observe(self, total: Tensor) -> None:
-        """Move the centroids towards the mean directions of their members in a step, as ``statistics`` gives them."""
+        """Move the centroids towards the mean directions of their keys in a step, as ``statistics`` gives them."""
         sums, counts = total[..., :-1], total[..., -1:]
         decay = self.config.decay
         moved = decay * self.centroids + (1 - decay) * F.normalize(sums, dim=-1)

@@ -173,6 +173,13 @@ def test_first_centroids_are_directions_and_no_parameters() -> None:
     assert isinstance(mixer_of(**routing(keys="random")).train()(torch.randn(1, N, C).double()), Tensor)
 
 
+def test_separate_queries_and_keys_begin_equal() -> None:
+    mixer: Any = SparseTransformer(small(layers=1, **routing(shared_query_key=False))).blocks[0].attention
+    q, k, _ = mixer.heads_of(mixer.query_key_value(torch.randn(1, N, C)))
+    torch.testing.assert_close(q[:, 1:], k[:, 1:])
+    assert not torch.allclose(q[:, :1], k[:, :1])
+
+
 def test_random_keys_are_of_positions_alone() -> None:
     """As many in each cluster, and others in each head; so of content nothing, and of distance nothing."""
     mixer = mixer_of(**routing(keys="random", clusters=8))
