@@ -4,6 +4,6 @@
 """
 
 from longstride.kernels.selections.base import Part, Selection, selection_mask
-from longstride.kernels.selections.clusters import recent_members
+from longstride.kernels.selections.clusters import hash_rounds, recent_members
 
-__all__ = ["Part", "Selection", "recent_members", "selection_mask"]
+__all__ = ["Part", "Selection", "hash_rounds", "recent_members", "selection_mask"]

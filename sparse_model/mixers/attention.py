@@ -61,18 +61,20 @@ class Attention(nn.Module):
     """
 
     part = "attention"
+    shares_keys = False  # in a subclass: keys have no projection, and it makes them of the queries
 
     def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
         super().__init__()
         self.network, self.heads, self.backend, self.patterns = network, network.heads, network.backend, patterns
-        self.widths = (network.query_key_width, network.query_key_width, network.width)
+        prepared = (network.query_key_width,) * (1 if self.shares_keys else 2)
+        self.widths = (*prepared, network.width)  # of queries, keys and values
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
         self.projection = nn.Linear(network.width, network.width, bias=network.bias)
-        self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
+        self.stacked_rows = {"query_key_value": self.widths}  # matrices in one, see ``parameter_roles``
 
     def initialize(self) -> None:
         """Set its linear layers."""
@@ -91,7 +93,7 @@ class Attention(nn.Module):
             h = self.convolution(h, None if state is None else state.recent, first)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
-            q, k, v = self._heads_of_one(rows, first)
+            q, k, v = self.heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
         q, k, v = self.heads_of(rows)
         given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
@@ -110,7 +112,7 @@ class Attention(nn.Module):
         """Empty keys and values with room for ``length`` positions, and how one more query reads them."""
         keys, values = (
             empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
-            for width in self.widths[1:]
+            for width in self.widths[-2:]
         )
         return KeyValues(keys, values, self.patterns, self.backend)
 
@@ -123,14 +125,13 @@ class Attention(nn.Module):
         positions = torch.arange(k.shape[2], device=k.device)
         return lambda queries: self.patterns[head].mask(queries[:, None], positions)
 
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads_of(self, rows: Tensor) -> Sequence[Tensor]:
         """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels)."""
         if not self.as_projected:
-            channels, width = 2 * self.widths[0], self.widths[0] // self.heads
+            channels, width = sum(self.widths[:-1]), self.widths[0] // self.heads
             table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
             rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1))
-        return q, k, v
+        return [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1)]
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """An empty state with room for ``length`` positions; a CPU takes memory only as it is written.
@@ -145,7 +146,7 @@ class Attention(nn.Module):
         """Of the pairs that its heads read, its projections, and its convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
-        widths = (width // self.heads for width in self.widths[1:])
+        widths = (width // self.heads for width in self.widths[-2:])
         own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
         return own if self.convolution is None else own + self.convolution.work(positions, batch)
 
@@ -170,13 +171,13 @@ class Attention(nn.Module):
 
         return of_head
 
-    def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
+    def heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
         if self.as_projected:
             if self.equal_widths:
-                return row.view(len(row), 3, self.heads, -1).unbind(1)
+                return row.view(len(row), len(self.widths), self.heads, -1).unbind(1)
             return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]
         turns = None if self.rotary is None else self.rotary.table(row.device)[position]
-        both, v = row.split((2 * self.widths[0], self.widths[2]), dim=-1)
-        both = prepared_row(both.view(len(row), 2 * self.heads, -1), self.normed, turns)
-        return *both.split(self.heads, 1), v.view(len(row), self.heads, -1)
+        prepared, v = row.split((sum(self.widths[:-1]), self.widths[-1]), dim=-1)
+        prepared = prepared_row(prepared.view(len(row), -1, self.widths[0] // self.heads), self.normed, turns)
+        return *prepared.split(self.heads, 1), v.view(len(row), self.heads, -1)

@@ -85,6 +85,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "hash rounds": {
+        "layers": 2, "query_key_ratio": 0.5, "convolution": 3, "attention": [
+            {"type": "lsh", "buckets": 4, "rounds": 3, "chunk": 2}, {"type": "lsh", "buckets": 1, "chunk": 6},
+        ],
+    },
+    "hash rounds of turned queries": {
+        "layers": 2, "rotary": {"base": 1000}, "attention": {"type": "lsh", "buckets": 6, "rounds": 2, "chunk": 3},
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,
