@@ -21,7 +21,7 @@ ORDER = {
     "kernels": ["errors", "forms", "patterns", "selections", "plan", "backends", "attention", "selected", "decoding"],
     "sparse_model": [
         "strict", "network", "tiles", "norm", "rotary", "part", "mixers", "feed_forwards", "config", "ngrams",
-        "embedding", "output", "transformer", "session", "generation",
+        "embedding", "output", "reversible", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",

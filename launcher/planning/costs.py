@@ -270,7 +270,7 @@ def rehearse(
         tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
         if on_gpu:
             modes.enter_context(_FusedDropout())
-        if checkpointing:
+        if checkpointing and not model_config.reversible:  # whose blocks are recomputed in any case
             # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
             model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=True)
         return count(model, tokens)

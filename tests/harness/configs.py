@@ -93,6 +93,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "hash rounds of turned queries": {
         "layers": 2, "rotary": {"base": 1000}, "attention": {"type": "lsh", "buckets": 6, "rounds": 2, "chunk": 3},
     },
+    "reversible": {"reversible": True, "feed_forward": [{"type": "experts", "count": 4}, {"type": "dense"}]},
+    "reversible in another order": {"reversible": True, "order": "s(sf)2f", "norm": "rms"},
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,

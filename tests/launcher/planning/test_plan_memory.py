@@ -137,6 +137,18 @@ def test_recomputing_keeps_an_input_a_layer(config: Callable[..., RunConfig]) ->
     assert many.kept - few.kept == many.peak - few.peak == 10 * layer_input
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_reversible_blocks_take_no_memory_of_their_own(config: Callable[..., RunConfig], precision: str) -> None:
+    """Counted in real steps of 4, 8 and 16 blocks: they keep two streams and random states, and work in one sub-layer."""
+    found = {}
+    for layers in (4, 8, 16):
+        run = config("model.reversible=true", f"model.layers={layers}", f"deepspeed=zero0_{precision}")
+        found[layers] = count(*real_model(run))
+        assert activations(run, checkpointing=False) == activations(run, checkpointing=True) == found[layers]
+    print(found)
+    rows = run.train.micro_batch * run.model.context * run.model.width
+
+
 def test_memory_of_the_optimiser_is_shared_out_by_stages(config: Callable[..., RunConfig]) -> None:
     """16 bytes a parameter in half precision, and what is left of them (Rajbhandari et al. 2020, figure 1)."""
     run, parameters, processes = config("deepspeed=zero1_fp16", "train.ema_decay=null"), 1_000_000, 4
