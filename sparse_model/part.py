@@ -89,7 +89,8 @@ class Work:
     scores: int = 0  # of attention: queries times keys
     values: int = 0  # of attention: weights times values
     again: int = 0  # of ``linear``, what the backward pass computes again in any case
-    choosing: int = 0  # of what decides who reads whom, which has no gradient
+    once: int = 0  # what has no backward pass
+    bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -98,18 +99,19 @@ class Work:
             self.scores + other.scores,
             self.values + other.values,
             self.again + other.again,
-            self.choosing + other.choosing,
+            self.once + other.once,
+            "; ".join(dict.fromkeys(filter(None, (self.bound, other.bound)))),
         )
 
     @property
     def forward(self) -> int:
         """The forward pass."""
-        return self.linear + self.scores + self.values + self.choosing
+        return self.linear + self.scores + self.values + self.once
 
     @property
     def backward(self) -> int:
         """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
-        return 2 * (self.linear + self.scores + self.values) + self.scores + self.again
+        return 2 * (self.forward - self.once) + self.scores + self.again
 
 
 def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream: bool = False) -> None:

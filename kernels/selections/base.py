@@ -69,7 +69,7 @@ def inverse_order(order: Tensor, context: int) -> Tensor:
 
 
 def part_mask(part: Part, context: int, queries: Tensor | None = None) -> Tensor:
-    """(B, H, N, N) bool: [b, h, i, j] is True where query i reads key j; (B, H, P, N) for ``queries`` (P,) alone."""
+    """(B, H, N, N) bool: [b, h, i, j] is True where query i reads key j; of some ``queries`` (P,): (B, H, P, N)."""
     query_order, key_order, low, high = part
     natural = torch.arange(context, dtype=torch.int32, device=low.device)
     column = natural if key_order is None else inverse_order(key_order, context)[:, :, None, :]
@@ -84,7 +84,7 @@ def part_mask(part: Part, context: int, queries: Tensor | None = None) -> Tensor
 def selection_mask(selection: Selection, context: int, queries: Tensor | None = None) -> Tensor:
     """The definition of a selection: (B, H, N, N) bool, True where query i reads key j in any part. For small N.
 
-    ``queries``: (P,) positions, for (B, H, P, N) of these alone.
+    For large N of some ``queries`` (P,) alone: (B, H, P, N).
     """
     masks = [part_mask(part, context, queries) for part in selection.parts]
     return torch.stack(torch.broadcast_tensors(*masks)).any(0)

@@ -61,20 +61,26 @@ class Attention(nn.Module):
     """
 
     part = "attention"
-    shares_keys = False  # in a subclass: keys have no projection, and it makes them of the queries
 
-    def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
+    def __init__(
+        self,
+        network: NetworkConfig,
+        patterns: tuple[Pattern, ...],
+        rotary: Rotary | None,
+        widths: tuple[int, ...] | None = None,
+    ) -> None:
+        """``widths``: channels of what is projected, where that is not queries, keys and values of all heads."""
         super().__init__()
         self.network, self.heads, self.backend, self.patterns = network, network.heads, network.backend, patterns
-        prepared = (network.query_key_width,) * (1 if self.shares_keys else 2)
-        self.widths = (*prepared, network.width)  # of queries, keys and values
+        self.widths = widths or (network.query_key_width, network.query_key_width, network.width)
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
         self.projection = nn.Linear(network.width, network.width, bias=network.bias)
-        self.stacked_rows = {"query_key_value": self.widths}  # matrices in one, see ``parameter_roles``
+        # Several matrices in one, see ``parameter_roles``.
+        self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
 
     def initialize(self) -> None:
         """Set its linear layers."""
@@ -93,7 +99,7 @@ class Attention(nn.Module):
             h = self.convolution(h, None if state is None else state.recent, first)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
-            q, k, v = self.heads_of_one(rows, first)
+            q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
         q, k, v = self.heads_of(rows)
         given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
@@ -146,8 +152,8 @@ class Attention(nn.Module):
         """Of the pairs that its heads read, its projections, and its convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
-        widths = (width // self.heads for width in self.widths[-2:])
-        own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
+        scores, values = (2 * pairs * width // self.heads for width in (self.network.query_key_width, self.widths[-1]))
+        own = Work(pairs, 2 * positions * weights, scores, values)
         return own if self.convolution is None else own + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
@@ -171,7 +177,7 @@ class Attention(nn.Module):
 
         return of_head
 
-    def heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
+    def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
         if self.as_projected:
             if self.equal_widths:

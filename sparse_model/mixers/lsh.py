@@ -56,6 +56,8 @@ class LshConfig(StrictModel):
         if network.query_key_norm:
             rule = "has keys of unit length, and a softmax hardly tells queries of one length apart; set query_key_norm"
             yield Problem("type", f"{rule} to false", self.type)
+        if network.backend == "flex":
+            yield Problem("type", 'needs another backend than "flex"; nearest "auto"', self.type)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read: all before it."""
@@ -69,11 +71,11 @@ class LshConfig(StrictModel):
 class HashedAttention(Attention):
     """Attention among the positions of a bucket; one projection gives queries and keys."""
 
-    shares_keys = True
     rotations: Tensor | None  # (H, R, D, buckets / 2)
 
     def __init__(self, network: NetworkConfig, config: LshConfig, rotary: Rotary | None) -> None:
-        super().__init__(network, config.head_patterns(network), rotary)
+        widths = network.query_key_width, network.width
+        super().__init__(network, config.head_patterns(network), rotary, widths)
         self.config = config
         shape = (network.heads, config.rounds, network.query_key_width // network.heads, config.buckets // 2)
         self.register_buffer("rotations", torch.empty(shape) if config.buckets > 1 else None)
@@ -89,9 +91,9 @@ class HashedAttention(Attention):
         q, v = super().heads_of(rows)
         return q, _unit(q), v
 
-    def heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
+    def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """Likewise (B, H, D), of one position."""
-        q, v = super().heads_of_one(row, position)
+        q, v = super()._heads_of_one(row, position)
         return q, _unit(q), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,9 +129,10 @@ class HashedAttention(Attention):
         return lambda queries: selection_mask(selection, q.shape[2], queries)[0, 0]
 
     def work(self, positions: int, batch: int) -> Work:
-        """As attention has, and the rotations."""
-        rotated = 0 if self.rotations is None else 2 * positions * self.rotations.numel()
-        return super().work(positions, batch) + Work(choosing=rotated)
+        """Of the most pairs that its heads can read, its projections and convolution, and the rotations."""
+        once = 0 if self.rotations is None else 2 * positions * self.rotations.numel()
+        bound = f"at most as of {self.config.rounds} rounds in each of which all positions are in one bucket"
+        return super().work(positions, batch) + Work(once=once, bound=bound)
 
 
 def _unit(q: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.m
 SYSTEMS = {  # docs/systems.md, with their parameters
     "enwik8_experts": 315_481_088,
     "enwik8_longformer": 38_247_936,
+    "enwik8_reformer": 139_742_208,
     "enwik8_sandwich": 208_425_216,
     "enwik8_synthesizer": 66_491_928,
 }
