@@ -63,6 +63,12 @@ def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, ca
     )
     sample = ["sample", str(tmp_path / "model"), "--bytes", "20", "--output", str(tmp_path / "sample.txt")]
     assert main(sample) == 0 and (tmp_path / "sample.txt").stat().st_size == 20
+    # A likelihood without a leak is a code length: the decoder, which knows no future, finds the same bytes.
+    file, packed, again = (tmp_path / name for name in ("file", "file.lsz", "again"))
+    file.write_bytes(bytes(range(97)))
+    assert main(["compress", str(file), "--model", str(tmp_path / "model"), "--output", str(packed)]) == 0
+    assert main(["decompress", str(packed), "--model", str(tmp_path / "model"), "--output", str(again)]) == 0
+    assert again.read_bytes() == file.read_bytes()
     assert main(["show", "attention", str(moved), "--output", str(tmp_path / "attention.png")]) == 0, (
         capsys.readouterr()
     )
