@@ -75,29 +75,30 @@ class RandomStates(NamedTuple):
 class Reversible(torch.autograd.Function):
     """All residual blocks, keeping nothing of them but the streams that leave the last one.
 
-    It takes embedded positions h (B, N, C) and the blocks. It returns rows (B, N, C), the sum of the auxiliary losses
-    or None, and the statistics. The backward pass goes through the sub-layers from the last to the first: it computes
-    one again, which gives its gradients and the stream that it was added to.
+    It takes embedded positions h (B, N, C), the blocks, and what each takes beside its streams. It returns rows
+    (B, N, C), the sum of the auxiliary losses or None, and the statistics. The backward pass goes through the
+    sub-layers from the last to the first: it computes one again, which gives its gradients and the stream that it was
+    added to.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, blocks: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, h: Tensor, blocks: Sequence[Any], more: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         stream = Mixed(opened(h))
         starts: list[RandomStates] = []
-        for block in blocks:
-            stream = joined(stream, block(stream.rows, starts=starts))
+        for block, rest in zip(blocks, more, strict=True):
+            stream = joined(stream, block(stream.rows, *rest, starts=starts))
         ctx.save_for_backward(stream.rows)
-        ctx.blocks, ctx.starts, ctx.dtype = blocks, starts, h.dtype
+        ctx.blocks, ctx.more, ctx.starts, ctx.dtype = blocks, more, starts, h.dtype
         ctx.mark_non_differentiable(*stream.statistics)
         ctx.set_materialize_grads(False)
         return closed(stream.rows, h), stream.auxiliary, *stream.statistics
 
     @staticmethod
-    def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Any, ...]:
         (streams,) = ctx.saved_tensors
         before, written = streams.unbind()  # written in place: a second backward pass is told so by torch
         grad_before, grad_written = grad_rows.double() / 2, grad_rows.double() / 2
-        sublayers = [part for block in ctx.blocks for part in block.sublayers()]
+        sublayers = [part for block, rest in zip(ctx.blocks, ctx.more, strict=True) for part in block.sublayers(*rest)]
         for part, start in zip(reversed(sublayers), reversed(ctx.starts), strict=True):
             with torch.enable_grad(), torch.random.fork_rng(devices=start.devices[0]):
                 start.restore()
@@ -110,4 +111,4 @@ class Reversible(torch.autograd.Function):
             torch.autograd.backward(outputs, grads)
             before, written = written.sub_(on_grid(again.rows.detach())), before
             grad_before, grad_written = grad_written, grad_before.add_(read.grad)
-        return grad_before.add_(grad_written).to(ctx.dtype), None
+        return grad_before.add_(grad_written).to(ctx.dtype), None, None

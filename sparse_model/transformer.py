@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection, within_documents
 from longstride.sparse_model.config import BlockConfig, ModelConfig
+from longstride.sparse_model.documents import Documents, places_of
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
@@ -42,8 +45,9 @@ class SparseTransformer(nn.Module):
         self.blocks = nn.ModuleList(kind(config, block, rotary) for block in made)
         self.norm = norm_of(config)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
-        # Where set, called as (block, h) in place of each block, to recompute activations in the backward pass.
+        # Where set, called as (block, h, …) in place of each block, to recompute activations in the backward pass.
         self.activation_checkpoint: Callable[..., Any] | None = None
+        self._kept_apart = False  # whether documents are, by all mixers: once it is known
         for module in self.modules():  # once all is made, in this order: published models keep their draws
             if (initialize := getattr(module, "initialize", None)) is not None:
                 initialize()
@@ -74,14 +78,22 @@ class SparseTransformer(nn.Module):
             roles[name] = Role(part, tuple(stacked.get(layer, ())))
         return roles
 
-    def forward(self, tokens: Tensor, return_nats: bool = False, return_mixed: bool = False) -> Any:
-        """Row i predicts tokens[:, i] from tokens[:, :i].
+    def forward(
+        self,
+        tokens: Tensor,
+        return_nats: bool = False,
+        return_mixed: bool = False,
+        begins: Tensor | None = None,
+    ) -> Any:
+        """Row i predicts tokens[:, i] from tokens[:, :i], or with ``begins`` from those of them in its document.
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
                 As bytes, they reach a device with an eighth of the traffic of int64.
             return_nats: return each token's cross-entropy instead of the logits, which are then never in memory whole.
             return_mixed: return what the parts give beside rows too, as training needs it.
+            begins: (B, N) bool, True on the first token of each document; position 0 begins one in any case. Each
+                document is then computed as in a context of its own.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32; with ``return_mixed`` these as the rows of a ``Mixed``, with the
@@ -89,25 +101,52 @@ class SparseTransformer(nn.Module):
 
         Raises:
             ValueError: tokens are not (B, N) with 1 to ``context`` positions.
+            ConfigError: ``begins`` is given, and a mixer reads whole contexts (``ModelConfig.check_documents``).
         """
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         tokens = tokens.long()
-        h = self.embedding(tokens)
-        if self.config.reversible and self.activation_checkpoint is None and torch.is_grad_enabled():
-            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks)
+        places = None if begins is None else places_of(begins)
+        more = self.beside(places)
+        h = self.embedding(tokens, places)
+        recompute = self.activation_checkpoint
+        if self.config.reversible and recompute is None and torch.is_grad_enabled():
+            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
             stream = Mixed(rows, auxiliary, tuple(statistics))
         else:
             stream = Mixed(opened(h) if self.config.reversible else h)
-            for block in self.blocks:
+            for block, rest in zip(self.blocks, more, strict=True):
                 rows = stream.rows
-                given = block(rows) if self.activation_checkpoint is None else self.activation_checkpoint(block, rows)
+                given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
                 # Torch's recomputation makes a plain tuple of it.
                 stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
             if self.config.reversible:
                 stream = stream._replace(rows=closed(stream.rows, h))
         scored = self.logits(self.norm(stream.rows), tokens if return_nats else None)
         return stream._replace(rows=scored) if return_mixed else scored
+
+    def beside(self, places: Tensor | None) -> list[tuple[Any, ...]]:
+        """What each block takes beside its rows in training, by the place of each position in its document (B, N).
+
+        Nothing for None: each context is one whole. Else no state, the first position and its ``Documents``.
+
+        Raises:
+            ConfigError: as ``ModelConfig.check_documents`` does.
+        """
+        if places is None:
+            return [()] * len(self.blocks)
+        if not self._kept_apart:
+            self.config.check_documents()
+            self._kept_apart = True
+        starts = torch.arange(places.shape[1], device=places.device) - places
+        known: dict[tuple[Pattern, ...], Selection] = {}  # layers of the same patterns share theirs
+        more = []
+        for block in self.blocks:
+            mixer: Any = block.attention
+            if mixer is not None and mixer.patterns not in known:
+                known[mixer.patterns] = within_documents(mixer.patterns, starts)
+            more.append((None, 0, Documents(places, None if mixer is None else known[mixer.patterns])))
+        return more
 
     @property
     def observers(self) -> list[Any]:
@@ -166,25 +205,30 @@ class ResidualBlock(nn.Module):
             self.feed_forward = block.feed_forward.make(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, h: Tensor, state: State | None = None, first: int = 0) -> Tensor | Mixed:
+    def forward(
+        self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
+    ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C), with what the parts have to tell beside that, if they have.
 
-        With a state: one position, which reads the kept ones too, or the first N.
+        With a state: one position, which reads the kept ones too, or the first N. With documents: none sees another.
         """
         more: list[Mixed] = []
         if self.attention is not None:
-            h = h + _rows(self.mix(h, state, first), more)
+            h = h + _rows(self.mix(h, state, first, documents), more)
         if self.feed_forward is not None:
             h = h + _rows(self.feed(h), more)
         return functools.reduce(joined, more)._replace(rows=h) if more else h
 
-    def mix(self, h: Tensor, state: State | None = None, first: int = 0) -> Tensor | Mixed:
-        """What the mixer adds to a stream (B, N, C) that reads so."""
+    def mix(
+        self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
+    ) -> Tensor | Mixed:
+        """What the mixer adds to a stream, (B, N, C) as it reads it."""
         assert self.attention is not None
-        return self._dropped(self.attention(self.attention_norm(h), state, first))
+        rest = (state, first) if documents is None else (state, first, documents)
+        return self._dropped(self.attention(self.attention_norm(h), *rest))
 
     def feed(self, h: Tensor) -> Tensor | Mixed:
-        """What the feed-forward adds to a stream (B, N, C) that reads so."""
+        """What the feed-forward adds to a stream, (B, N, C) as it reads it."""
         assert self.feed_forward is not None
         return self._dropped(self.feed_forward(self.feed_forward_norm(h)))
 
@@ -204,12 +248,17 @@ class ReversibleBlock(ResidualBlock):
     """The same parts on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
 
     def forward(
-        self, h: Tensor, state: State | None = None, first: int = 0, starts: list[RandomStates] | None = None
+        self,
+        h: Tensor,
+        state: State | None = None,
+        first: int = 0,
+        documents: Documents | None = None,
+        starts: list[RandomStates] | None = None,
     ) -> Tensor | Mixed:
         """Streams (2, B, N, C) to such, as ``reversible`` has them; ``starts`` gets what each part draws from."""
         before, written = h.unbind()
         more: list[Mixed] = []
-        for sublayer in self.sublayers(state, first):
+        for sublayer in self.sublayers(state, first, documents):
             if starts is not None:
                 starts.append(RandomStates.now(h))
             rows = _rows(sublayer(written.to(self._dtype)), more)
@@ -217,11 +266,13 @@ class ReversibleBlock(ResidualBlock):
         h = torch.stack([before, written])
         return functools.reduce(joined, more)._replace(rows=h) if more else h
 
-    def sublayers(self, state: State | None = None, first: int = 0) -> list[Callable[[Tensor], Tensor | Mixed]]:
+    def sublayers(
+        self, state: State | None = None, first: int = 0, documents: Documents | None = None
+    ) -> list[Callable[[Tensor], Tensor | Mixed]]:
         """In their order, each from a stream (B, N, C) to what is added to the other."""
         found: list[Callable[[Tensor], Tensor | Mixed]] = []
         if self.attention is not None:
-            found.append(functools.partial(self.mix, state=state, first=first))
+            found.append(functools.partial(self.mix, state=state, first=first, documents=documents))
         return found if self.feed_forward is None else [*found, self.feed]
 
     @property

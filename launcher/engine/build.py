@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import BaseModel
 from torch import Tensor
 
-from longstride.kernels import ConfigError, check_backend
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
 from longstride.launcher.engine import states
 from longstride.launcher.engine.compiled import check_compiler, compile_blocks
@@ -100,14 +100,14 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
     """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
 
-    def checkpoint_in_training(block: Callable[..., Any], h: Tensor) -> Any:
+    def checkpoint_in_training(block: Callable[..., Any], h: Tensor, *more: Any) -> Any:
         if not torch.is_grad_enabled():  # no backward pass follows in evaluation
-            return block(h)
+            return block(h, *more)
         has_auxiliary = False
 
         def as_tensors(h: Tensor) -> Tensor | tuple[Tensor, ...]:  # which is all that DeepSpeed hands on
             nonlocal has_auxiliary
-            given = block(h)
+            given = block(h, *more)
             if isinstance(given, Tensor):
                 return given
             has_auxiliary = given.auxiliary is not None
@@ -167,16 +167,8 @@ def check_engine(config: RunConfig, ranks: Ranks) -> None:
     check_section(config, ranks.world_size, on_cpu=ranks.device.type == "cpu")
     if config.train.compile:
         check_compiler()
-    model = config.model
     try:
-        check_backend(
-            model.backend,
-            device=ranks.device,
-            dtype=DTYPES[config.precision],
-            head_width=model.query_key_width // model.heads,
-            value_width=model.width // model.heads,
-            training=True,
-        )
+        config.model.check_backend(ranks.device, DTYPES[config.precision], training=True)
     except ConfigError as error:
         raise error.under("model") from None
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import Selection, hash_rounds, selection_mask
-from longstride.sparse_model.mixers.attention import Attention
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.rotary import Rotary
@@ -34,7 +34,7 @@ from longstride.sparse_model.strict import StrictModel
 SHORTEST = 1e-6  # length of a query that still has a direction; fp16 knows it
 
 
-class LshConfig(StrictModel):
+class LshConfig(OfQueriesAndKeys, StrictModel):
     """Attention by hashing as the configuration asks for it."""
 
     type: Literal["lsh"]
@@ -86,9 +86,9 @@ class HashedAttention(Attention):
         if self.rotations is not None:
             torch.nn.init.normal_(self.rotations)
 
-    def heads_of(self, rows: Tensor) -> Sequence[Tensor]:
+    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> Sequence[Tensor]:
         """q, k and v (B, H, N, D), from what ``query_key_value`` gives, (B, N, channels)."""
-        q, v = super().heads_of(rows)
+        q, v = super().heads_of(rows, places)
         return q, _unit(q), v
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
@@ -130,9 +130,9 @@ class HashedAttention(Attention):
 
     def work(self, positions: int, batch: int) -> Work:
         """Of the most pairs that its heads can read, its projections and convolution, and the rotations."""
-        once = 0 if self.rotations is None else 2 * positions * self.rotations.numel()
+        choosing = 0 if self.rotations is None else 2 * positions * self.rotations.numel()
         bound = f"at most as of {self.config.rounds} rounds in each of which all positions are in one bucket"
-        return super().work(positions, batch) + Work(once=once, bound=bound)
+        return super().work(positions, batch) + Work(choosing=choosing, bound=bound)
 
 
 def _unit(q: Tensor) -> Tensor:

@@ -55,13 +55,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "feed_forward": [{"activation": "squared_relu"}, {"type": "dense"}],
         "attention": ATTENTIONS["heads"],
     },
-    "random synthesizer": {
+    "random synthesizer, and attention that alone turns its queries": {
         "layers": 2,
         "convolution": 3,
-        "attention": {
-            "type": "synthesizer", "kind": "random",
-            "pattern": {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2},
-        },
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "query_key_ratio": 0.5,
+        "attention": [
+            {
+                "type": "synthesizer", "kind": "random",
+                "pattern": {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2},
+            },
+            {"type": "local", "window": 9},
+        ],
     },
     "products of a synthesizer": {
         "layers": 2,
@@ -95,6 +101,30 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     },
     "reversible": {"reversible": True, "feed_forward": [{"type": "experts", "count": 4}, {"type": "dense"}]},
     "reversible in another order": {"reversible": True, "order": "s(sf)2f", "norm": "rms"},
+    "chosen blocks": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
+    },
+    "routing": {
+        "layers": 2,
+        "attention": {"type": "routing", "clusters": 5, "window": 6, "local": {"heads": 2, "window": 4}},
+    },
+    "routing in turn": {
+        "layers": 3,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "query_key_ratio": 0.5,
+        "bias": False,
+        "attention": [
+            {"type": "routing", "clusters": 4, "window": 3, "shared_query_key": False},
+            {"type": "routing", "clusters": 7, "window": 50, "local": {"heads": 1, "window": 4}},
+            {"type": "routing", "clusters": 4, "window": 5, "local": {"heads": 3, "window": 9}, "keys": "random"},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,
