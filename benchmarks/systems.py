@@ -58,6 +58,12 @@ def synthesizer(*kinds: str) -> dict[str, Any]:
     }
 
 
+def hashed(**lsh: int) -> dict[str, Any]:
+    """Attention by hashing, or dense; queries are not normalised in either, as hashing has keys of unit length."""
+    kind = {"type": "lsh", "buckets": 32, "chunk": 16} | lsh if lsh else {"type": "dense"}
+    return {"model.attention": kind, "model.query_key_norm": None}
+
+
 def experts(ratio: float, **others: Any) -> dict[str, Any]:
     """Experts in place of the dense feed-forwards."""
     shared = {"type": "experts", "activation": "squared_relu"}
@@ -109,6 +115,13 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("synthesizer: random + vanilla", synthesizer("random", "attention")),
         Row("synthesizer: dense", synthesizer("dense")),
         Row("synthesizer: factorized random", synthesizer("factorized_random")),
+    ),
+    "hash rounds": (
+        Row("dense attention", hashed()),
+        Row("one bucket, every earlier key", hashed(buckets=1, chunk=1024)),
+        Row("hash rounds: 1", hashed(rounds=1)),
+        Row("hash rounds: 2", hashed(rounds=2)),
+        Row("hash rounds: 4", hashed(rounds=4)),
     ),
     "chosen blocks": (  # of about as many pairs
         Row("window of 113", windows(113)),

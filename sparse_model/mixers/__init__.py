@@ -14,6 +14,7 @@ from typing import Any
 from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.sparse_model.mixers.attention import Attention, HeadPatterns
+from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
@@ -22,6 +23,7 @@ from longstride.sparse_model.part import MixerConfig
 from longstride.sparse_model.strict import StrictModel
 
 MIXERS: dict[str, type[StrictModel]] = {
+    "lsh": LshConfig,
     "moba": MobaConfig,
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,
