@@ -3,9 +3,17 @@
 ``selected_attention`` attends over them. To add a way to select: a function that makes a ``Selection`` of tensors.
 """
 
-from longstride.kernels.selections.base import Part, Selection, selection_mask
+from longstride.kernels.selections.base import Part, Selection, inverse_order, selection_mask
 from longstride.kernels.selections.blocks import chosen_blocks
 from longstride.kernels.selections.clusters import recent_members
 from longstride.kernels.selections.documents import within_documents
 
-__all__ = ["Part", "Selection", "chosen_blocks", "recent_members", "selection_mask", "within_documents"]
+__all__ = [
+    "Part",
+    "Selection",
+    "chosen_blocks",
+    "inverse_order",
+    "recent_members",
+    "selection_mask",
+    "within_documents",
+]

@@ -30,8 +30,7 @@ from longstride.kernels.backends.triton.packing import (
     int32_table,
 )
 from longstride.kernels.plan import Side
-from longstride.kernels.selections import Selection
-from longstride.kernels.selections.base import inverse_order
+from longstride.kernels.selections import Selection, inverse_order
 
 
 class Place(NamedTuple):
