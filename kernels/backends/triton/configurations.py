@@ -124,9 +124,10 @@ OVERLAPPING: Table = {
 OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
     Widest(2, 64): one_each((64, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3)),
     Widest(2, 128): one_each((64, 32, 8, 3), (32, 64, 8, 3), (64, 32, 8, 3)),
-    Widest(2, 256): OVERLAPPING[Widest(2, 256)],
+    Widest(2, 256): one_each((64, 32, 8, 3), (32, 32, 8, 3), (64, 32, 8, 3)),
     **FP32,
 }
+OVERLAPPING_GFX942 = GFX942 | {Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))}
 INTERPRETER: Table = {
     Widest(8, 256): one_each(
         (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1), Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0))
@@ -139,9 +140,10 @@ def candidates(
     kernel: Kernel, architecture: str, bytes_an_element: int, width: int, overlapping: bool = False
 ) -> tuple[Configuration, ...]:
     """Those of the first entry that is wide enough; unknown AMD cards take gfx942's table, all others SAFE."""
-    table = ARCHITECTURES.get(architecture, GFX942 if architecture.startswith("gfx") else SAFE)
-    if overlapping and architecture.startswith("sm_"):
-        table = OVERLAPPING_SM_90 if architecture == "sm_90" else OVERLAPPING
+    known, of_amd, other = ARCHITECTURES, GFX942, SAFE
+    if overlapping and architecture != "interpreter":
+        known, of_amd, other = {"sm_90": OVERLAPPING_SM_90}, OVERLAPPING_GFX942, OVERLAPPING
+    table = known.get(architecture, of_amd if architecture.startswith("gfx") else other)
     entry = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
     return getattr(entry, kernel)
 
