@@ -55,7 +55,11 @@ class HeadWidths(NamedTuple):
 
 
 class MixerConfig(Protocol):
-    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules."""
+    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
+
+    One with a true ``within_documents`` makes a module that has ``patterns``, one a head, and takes a fourth argument,
+    ``Documents``: so none of several documents in a context sees another.
+    """
 
     @property
     def has_queries(self) -> bool:
@@ -96,7 +100,7 @@ class Work:
     scores: int = 0  # of attention: queries times keys
     values: int = 0  # of attention: weights times values
     again: int = 0  # of ``linear``, what the backward pass computes again in any case
-    once: int = 0  # what has no backward pass
+    choosing: int = 0  # of what decides who reads whom, which has no gradient
     bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
 
     def __add__(self, other: Work) -> Work:
@@ -106,19 +110,19 @@ class Work:
             self.scores + other.scores,
             self.values + other.values,
             self.again + other.again,
-            self.once + other.once,
+            self.choosing + other.choosing,
             "; ".join(dict.fromkeys(filter(None, (self.bound, other.bound)))),
         )
 
     @property
     def forward(self) -> int:
         """The forward pass."""
-        return self.linear + self.scores + self.values + self.once
+        return self.linear + self.scores + self.values + self.choosing
 
     @property
     def backward(self) -> int:
         """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
-        return 2 * (self.forward - self.once) + self.scores + self.again
+        return 2 * (self.forward - self.choosing) + self.scores + self.again
 
 
 def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream: bool = False) -> None:

@@ -4,6 +4,8 @@
 """
 
 from longstride.kernels.selections.base import Part, Selection, selection_mask
+from longstride.kernels.selections.blocks import chosen_blocks
 from longstride.kernels.selections.clusters import recent_members
+from longstride.kernels.selections.documents import within_documents
 
-__all__ = ["Part", "Selection", "recent_members", "selection_mask"]
+__all__ = ["Part", "Selection", "chosen_blocks", "recent_members", "selection_mask", "within_documents"]

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from longstride.kernels import empty_cache, num_pairs, sparse_attention
+from longstride.kernels import empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import NetworkConfig
@@ -19,16 +21,25 @@ from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 
-@dataclass(frozen=True, slots=True)
-class HeadPatterns:
-    """Attention as the configuration asks for it: a pattern for each head."""
-
-    patterns: tuple[Pattern, ...]
+class OfQueriesAndKeys:
+    """What the configurations of all attention have in common."""
 
     @property
     def has_queries(self) -> bool:
-        """As any attention."""
+        """All have queries and keys."""
         return True
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths."""
+        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
+
+
+@dataclass(frozen=True)
+class HeadPatterns(OfQueriesAndKeys):
+    """Attention as the configuration asks for it: a pattern for each head."""
+
+    patterns: tuple[Pattern, ...]
+    within_documents: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly."""
@@ -38,10 +49,6 @@ class HeadPatterns:
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read."""
         return self.patterns
-
-    def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """Each head's share of both widths."""
-        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
         """The module."""
@@ -96,8 +103,12 @@ class Attention(nn.Module):
         draw_linear(self.query_key_value, self.network)
         draw_linear(self.projection, self.network, into_stream=True)
 
-    def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor | Mixed:
+    def forward(
+        self, h: Tensor, state: AttentionState | None = None, first: int = 0, documents: Documents | None = None
+    ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
+
+        With documents, each is computed as in a context of its own.
 
         Raises:
             ValueError: several positions that do not begin at 0.
@@ -105,13 +116,20 @@ class Attention(nn.Module):
         if first and h.shape[1] != 1:
             raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         if self.convolution is not None:
-            h = self.convolution(h, None if state is None else state.recent, first)
+            places = None if documents is None else documents.places
+            h = self.convolution(h, None if state is None else state.recent, first, places)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
-        q, k, v = self.heads_of(rows)
-        given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
+        given: Tensor | Mixed
+        if documents is not None:
+            assert documents.selection is not None
+            q, k, v = self.heads_of(rows, documents.places)
+            given = selected_attention(q, k, v, documents.selection, backend=self.backend)
+        else:
+            q, k, v = self.heads_of(rows)
+            given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
         out = given.rows if isinstance(given, Mixed) else given
         out = self.projection(out.transpose(1, 2).flatten(2))
         return given._replace(rows=out) if isinstance(given, Mixed) else out
@@ -144,11 +162,16 @@ class Attention(nn.Module):
         """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
         return q, k
 
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels)."""
+    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels).
+
+        Positions are ``places`` (B, N) where these are given, else 0 to N - 1.
+        """
         if not self.as_projected:
             channels, width = 2 * self.widths[0], self.widths[0] // self.heads
-            table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
+            table = None
+            if self.rotary is not None:
+                table = self.rotary.table(rows.device)[slice(rows.shape[1]) if places is None else places]
             rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1))
         return q, k, v

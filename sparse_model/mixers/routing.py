@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention, sparse_attention
 from longstride.kernels.patterns import Local, Pattern
 from longstride.kernels.selections import Selection, recent_members, selection_mask
-from longstride.sparse_model.mixers.attention import Attention
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import HeadWidths, Mixed, Work
@@ -60,7 +60,7 @@ class LocalHeads(StrictModel):
     window: Annotated[int, POSITIVE]
 
 
-class RoutingConfig(StrictModel):
+class RoutingConfig(OfQueriesAndKeys, StrictModel):
     """Routing attention as the configuration asks for it."""
 
     type: Literal["routing"]
@@ -184,8 +184,9 @@ class ClusteredAttention(Attention):
         rows = PreparedHeads.apply(rows, rows.shape[-1], self.head_width, False, table)
         return rows.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, H, N, D), from what ``query_key_value`` gives, (B, N, channels)."""
+        assert places is None, "routing reads whole contexts"
         if self.local and not self.as_projected:
             table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
             channels = 2 * self.local * self.head_width
@@ -303,7 +304,7 @@ class Routing(ClusteredAttention):
     def work(self, positions: int, batch: int) -> Work:
         """Products with centroids too, which have no backward pass."""
         sides = 1 if self.config.shared_query_key else 2
-        return super().work(positions, batch) + Work(once=2 * sides * positions * self.centroids.numel())
+        return super().work(positions, batch) + Work(choosing=2 * sides * positions * self.centroids.numel())
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
         """Rows (B, R, n, D) by runs of positions, so that their products with all centroids are never too many."""

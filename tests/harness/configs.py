@@ -91,6 +91,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "chosen blocks": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
+    },
     "routing": {
         "layers": 2,
         "attention": {"type": "routing", "clusters": 5, "window": 6, "local": {"heads": 2, "window": 4}},

@@ -110,7 +110,10 @@ def test_it_is_the_papers_formula(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"shared_query_key": False}, {"keys": "random"}], ids=str)
 def test_not_a_bit_of_the_future_is_seen(changes: dict[str, Any]) -> None:
-    """Key sets of the first half are equal, whatever the second half is, and its rows differ by exactly 0."""
+    """Key sets of the first half are equal, whatever the second half is, and its rows differ by exactly 0.
+
+    By the specification: others take rows together as the selection has it, and products round by their size.
+    """
     mixer, half = mixer_of(**routing(**changes), backend="reference"), N // 2
     x = torch.randn(2, N, C, dtype=torch.float64)
     other = torch.cat([x[:, :half], 3 * torch.randn(2, half, C, dtype=torch.float64) + 1], 1)
