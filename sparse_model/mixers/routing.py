@@ -4,9 +4,10 @@ Letters: B batch, H heads, L of them local, R routed, N positions of a context, 
 keys of a window, D head width of queries and keys, Dv of values.
 
 Queries and keys of routed heads go through a layer norm without weights, which puts them on a sphere of radius √D.
-There each belongs to the cluster whose centroid has the greatest product with it. A query reads the most recent w
-earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best. Which those are
-depends on later positions, and so do their rows.) Scores are divided by √D as ever: they lie between -√D and √D.
+There each belongs to the cluster whose centroid has the greatest product with it, after a balance. A query reads the
+most recent w earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best. Which
+those are depends on later positions, and so do their rows.) Scores are divided by √D as ever: they lie between -√D and
+√D.
 
 In causal models the paper has queries serve as keys (its algorithm 1). A position would then agree with itself before
 all others; so it reads itself only where it is the first of its cluster (Kitaev et al. 2020, section 2).
@@ -17,6 +18,10 @@ apart, where no query has a key.)
 
 Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its keys in
 that step: c ← λc + (1 - λ)m, m of length 1. One without keys stays.
+
+The authors' clusters are all of one size, by taking N/k positions each. Here a number for each cluster is added to its
+products, which grows while the cluster is smaller than the mean of all and falls while it is larger (Wang et al. 2024,
+of experts): b ← b + (1 - λ)√D·(1 - s), s the cluster's size over the mean size, at most 2.
 
 Rotary positions turn queries and keys after clusters are chosen. So clusters know what is there, and not where.
 """
@@ -256,10 +261,12 @@ class Routing(ClusteredAttention):
     """Clusters by content: the centroid with the greatest product."""
 
     centroids: Tensor  # (R, k, D)
+    balance: Tensor  # (R, k), added to products with them
 
     def __init__(self, network: NetworkConfig, config: RoutingConfig, rotary: Rotary | None) -> None:
         super().__init__(network, config, rotary)
         self.register_buffer("centroids", torch.empty(self.routed, config.clusters, self.head_width))
+        self.register_buffer("balance", torch.zeros(self.routed, config.clusters))
 
     def initialize(self) -> None:
         """Set its linear layers, and its centroids to random directions."""
@@ -268,10 +275,10 @@ class Routing(ClusteredAttention):
         self.centroids.copy_(F.normalize(self.centroids, dim=-1))
 
     def clusters(self, x: Tensor, first: int = 0) -> Tensor:
-        """The centroid that each position agrees with most; of equal ones the first."""
+        """The centroid that each position agrees with most, after ``balance``; of equal ones the first."""
         with torch.no_grad():
-            centroids = self.centroids.to(wide_of(x)).mT
-            return torch.cat([(some @ centroids).argmax(-1) for some in self._cut(x.detach())], 2)
+            centroids, balance = self.centroids.to(wide_of(x)).mT, self.balance.to(wide_of(x))[:, None]
+            return torch.cat([(some @ centroids + balance).argmax(-1) for some in self._cut(x.detach())], 2)
 
     def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
         """The sum of each cluster's keys in all contexts, and behind it their number: (R, k, D + 1)."""
@@ -291,6 +298,8 @@ class Routing(ClusteredAttention):
         decay = self.config.decay
         moved = decay * self.centroids + (1 - decay) * F.normalize(sums, dim=-1)
         self.centroids.copy_(torch.where(counts > 0, moved, self.centroids))
+        size = counts[..., 0] / counts[..., 0].mean(-1, keepdim=True)
+        self.balance += ((1 - decay) * self.head_width**0.5 * (1 - size).clamp_min(-1)).to(self.balance.dtype)
 
     def work(self, positions: int, batch: int) -> Work:
         """Products with centroids too, which have no backward pass."""
