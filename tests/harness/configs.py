@@ -85,6 +85,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "adaptive span": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_ratio": 0.5,
+        "attention": [
+            {"type": "adaptive_span", "ramp": 5, "penalty": 0.01, "initial": 9.5},
+            {"type": "adaptive_span", "penalty": 0.0, "limit": 13},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,
