@@ -145,7 +145,8 @@ def table(result: dict[str, Any]) -> str:
         "| | bits per byte | seconds | parameters | operations a byte |",
         "|---|---|---|---|---|",
     ]
-    for rows in result["comparisons"].values():
+    for comparison, rows in result["comparisons"].items():
+        lines.append(f"| **{comparison}** | | | | |")
         for name, row in rows.items():
             bits, seconds = ([run[key] for run in row["runs"]] for key in ("bits_per_byte", "seconds"))
             cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seconds):.0f}"
