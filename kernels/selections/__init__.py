@@ -5,5 +5,6 @@
 
 from longstride.kernels.selections.base import Part, Selection, selection_mask
 from longstride.kernels.selections.clusters import recent_members
+from longstride.kernels.selections.of_pattern import pattern_parts
 
-__all__ = ["Part", "Selection", "recent_members", "selection_mask"]
+__all__ = ["Part", "Selection", "pattern_parts", "recent_members", "selection_mask"]

@@ -15,6 +15,7 @@ from longstride.kernels import ConfigError, Problem
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import Attention, HeadPatterns
+from longstride.sparse_model.mixers.entmax import EntmaxConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import MixerConfig
@@ -23,6 +24,7 @@ from longstride.sparse_model.strict import StrictModel
 MIXERS: dict[str, type[StrictModel]] = {
     "synthesizer": SynthesizerConfig,
     "adaptive_span": AdaptiveSpanConfig,
+    "entmax": EntmaxConfig,
 }
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration

@@ -94,6 +94,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "adaptive_span", "penalty": 0.0, "limit": 13},
         ],
     },
+    "entmax": {
+        "layers": 2,
+        "convolution": 3,
+        "attention": [
+            {"type": "entmax", "pattern": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2}},
+            {"type": "entmax", "pattern": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1}},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,
