@@ -14,9 +14,10 @@ from torch import Tensor
 
 from longstride.kernels.attention import TAGS, check_tensors, choose_backend, load
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.errors import ConfigError
 from longstride.kernels.selections import Part, Selection
 
-BACKENDS = ("reference",)
+BACKENDS = ("triton", "cpu", "reference")
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 
 
@@ -85,9 +86,10 @@ def selected_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}: must be a finite number")
-    # Until the fast backends have it, "auto" is the specification.
-    backend = "reference" if backend == "auto" else choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
+    backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
+    if backend == "triton" and not hasattr(module, "selected_forward"):
+        raise ConfigError.at("backend", backend, f"has no selections yet; {ADVICE}")
     if hasattr(module, "attend_selected"):
         out, lse = module.attend_selected(q, k, v, selection, scale)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -56,9 +57,34 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit code. A mistake of the user (2) and Ctrl-C (130) print no traceback."""
+    """Runs a command line; returns its exit code.
+
+    A mistake of the user (2) and Ctrl-C (130) print no traceback, nor does a reader of standard output that goes away,
+    as `| head` does: a verb that it cuts off ends as by SIGPIPE (141), one that is done has its own code.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in words if not word.startswith("--local_rank=")]  # the deepspeed launcher puts it first
+    code = exit_codes.UNREAD
+    try:
+        try:
+            code = _run(words)
+        finally:
+            print(end="", flush=True)  # and not as Python ends, when a failure could only be told
+    except BrokenPipeError as error:
+        standing = select.poll()
+        standing.register(sys.stdout, 0)
+        if not standing.poll(0):  # it was another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still buffers
+        if isinstance(error.__context__, SystemExit):
+            raise error.__context__ from None
+    except OSError as error:  # a full disk
+        return report(error)
+    return code
+
+
+def _run(words: list[str]) -> int:
+    """Runs the verb that the words begin with."""
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
         return _help(words)

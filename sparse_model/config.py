@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
-from longstride.kernels import ConfigError, Problem
+from longstride.kernels import ConfigError, Problem, check_backend
 from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.feed_forwards import DenseFeedForward, feed_forward_schema, feed_forwards_from_json
 from longstride.sparse_model.mixers import attention_schema, mixers_from_json
@@ -172,6 +173,20 @@ class ModelConfig(NetworkConfig):
             mixer = next(mixers) if "s" in block else None
             made.append(BlockConfig(mixer, next(feed_forwards) if "f" in block else None))
         return tuple(made)
+
+    def check_backend(self, device: torch.device, dtype: torch.dtype, *, training: bool) -> None:
+        """Check that ``backend`` can run what the mixers ask of it, without computing anything.
+
+        Raises:
+            ConfigError: it cannot; the path is ``backend``.
+        """
+        mixers = (block.mixer for block in self.blocks() if block.mixer is not None)
+        for widths in dict.fromkeys(mixer.head_widths(self) for mixer in mixers):
+            if widths.in_kernels:
+                head, value = widths.query_key, widths.value
+                check_backend(
+                    self.backend, device=device, dtype=dtype, head_width=head, value_width=value, training=training
+                )
 
     def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
         """Which positions each head of each mixer may read, ``[layer][head]`` (Child et al. 2019, section 4.2)."""

@@ -46,8 +46,21 @@ class State(Protocol):
         ...
 
 
+class HeadWidths(NamedTuple):
+    """Channels of one head of a mixer, of which generation keeps those of each position."""
+
+    query_key: int  # D, of a query and of a key; 0 where its scores are no products
+    value: int  # Dv
+    in_kernels: bool = True  # whether the attention kernels read them, and not operations of the mixer's own
+
+
 class MixerConfig(Protocol):
     """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules."""
+
+    @property
+    def has_queries(self) -> bool:
+        """Whether rows are projected to queries and keys, which options of the network normalise, turn and narrow."""
+        ...
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError, its paths relative to the mixer's object, where a context of this length does not fit."""
@@ -55,6 +68,10 @@ class MixerConfig(Protocol):
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read."""
+        ...
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """What each head multiplies, and whether it asks the attention kernels to."""
         ...
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> nn.Module:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,10 +20,10 @@ from safetensors.torch import load_file
 
 from longstride.launcher import cli
 from longstride.sparse_model import ModelConfig, SparseTransformer
+from tests.harness.runs import spawn
 
 MADE = Path(__file__).parent / "made_before"
 EXPECTED: dict[str, Any] = json.loads((MADE / "expected.json").read_text())
-ROOT = Path(cli.__file__).parents[cli.__name__.count(".")]  # of the packages
 DATA = {"zero2_fp32": "text", "zero3_bf16": "text", "zero1_fp16": "pictures"}  # that each run is trained on
 # Of a loss, relative to it. Other dropout moves these runs' losses by some 1e-4, so that a resume which lost its random
 # states is seen in fp32 anywhere, and in half precision on a machine like the one that made the files.
@@ -71,19 +68,6 @@ def rounding(name: str) -> float:
     return LIKE_MACHINE_BF16 if name.endswith("bf16") else LIKE_MACHINE
 
 
-def run_alone(*words: object) -> subprocess.CompletedProcess[str]:
-    """A command line in a process of its own, on the CPU and with one thread, as the files were made; it succeeds."""
-    told = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in told}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", cli.__name__, *map(str, words)]
-    ended = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended
-
-
 def copied(name: str, folder: Path) -> Path:
     """A copy of a file or folder, so that nothing can change those that are kept."""
     if (MADE / name).is_dir():
@@ -99,9 +83,11 @@ def weights_of(name: str) -> list[str]:
 def gone_on_with(name: str, folder: Path, *overrides: str) -> tuple[Path, str]:
     """A copy of a run folder at its step 8, trained on from step 4, and what was told on the way."""
     run, data = copied(name, folder), copied(DATA[name], folder)
-    words = ["--config", run / "config.json", "--processes", EXPECTED["runs"][name]["processes"], "--resume", "auto"]
-    ended = run_alone("train", *words, f"train.output={run}", f"data.path={data}", *overrides)
-    return run, ended.stderr
+    words = ["--config", str(run / "config.json"), "--resume", "auto", f"train.output={run}", f"data.path={data}"]
+    world_size = EXPECTED["runs"][name]["processes"]
+    ended = spawn([*words, *overrides], world_size, {"CUDA_VISIBLE_DEVICES": ""})
+    assert ended.codes == [0] * world_size, ended.stderr
+    return run, ended.stderr[0]
 
 
 def check_lines(run: Path, name: str, tolerance: float) -> None:
@@ -137,10 +123,12 @@ def test_run_goes_on_in_another_layout_from_the_universal_form(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32", "zero1_fp16_ema"])
-def test_run_has_the_same_score(name: str, tmp_path: Path) -> None:
+def test_run_has_the_same_score(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = name.removesuffix("_ema")
     run, data = copied(trained, tmp_path), copied(DATA[trained], tmp_path)
-    line = json.loads(run_alone("evaluate", run, "--data", data, *weights_of(name)).stdout)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(run), "--data", str(data), *weights_of(name)]) == 0
+    line = json.loads(capsys.readouterr().out)
     expected = EXPECTED["evaluations"][name]
     assert line["tokens"] == expected["tokens"]
     assert line["loss_nats"] == pytest.approx(expected["loss_nats"], rel=rounding(trained), abs=0)

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from longstride.launcher.config.run_config import RunConfig
-from longstride.launcher.planning.costs import REHEARSED_BLOCKS
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"
@@ -89,7 +88,7 @@ def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
 
 def trace(config: RunConfig) -> Trace:
     """A micro-batch of the run. Layers are alike: those of a deep network repeat the third of a rehearsal."""
-    model, few = config.model, max(REHEARSED_BLOCKS)
+    model, few = config.model, 3  # layers: the last two are as those of any depth
     batch, checkpointing = config.train.micro_batch, config.train.activation_checkpointing
     if model.layers <= few:
         return rehearse(model, batch, checkpointing)

@@ -144,7 +144,9 @@ class StopWhenConfig(StrictModel):
     """When a run is over before its last step: its validation loss has come to a standstill."""
 
     evaluations: int = Field(gt=0, description="in a row that did not improve")
-    by: float = Field(default=0.0, ge=0, description="bits per byte; an evaluation improves by more than this")
+    by: float = Field(
+        default=0.0, ge=0, description="bits per byte, or per pixel of a palette; an evaluation improves by more"
+    )
 
 
 class TrainConfig(StrictModel):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -77,11 +76,7 @@ def run_data_show(arguments: argparse.Namespace) -> int:
         save_picture(draw_samples(drawn, name, title), arguments.output)
         print(arguments.output)
         return 0
-    try:
-        print_texts(samples, sys.stdout)
-    except BrokenPipeError:
-        # The reader has enough. At exit Python would flush what it still buffers into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_texts(samples, sys.stdout)
     return 0
 
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import BaseModel
 from torch import Tensor
 
-from longstride.kernels import ConfigError, check_backend
+from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, part_errors
 from longstride.launcher.engine import states
 from longstride.launcher.engine.compiled import check_compiler, compile_blocks
@@ -167,16 +167,8 @@ def check_engine(config: RunConfig, ranks: Ranks) -> None:
     check_section(config, ranks.world_size, on_cpu=ranks.device.type == "cpu")
     if config.train.compile:
         check_compiler()
-    model = config.model
     try:
-        check_backend(
-            model.backend,
-            device=ranks.device,
-            dtype=DTYPES[config.precision],
-            head_width=model.query_key_width // model.heads,
-            value_width=model.width // model.heads,
-            training=True,
-        )
+        config.model.check_backend(ranks.device, DTYPES[config.precision], training=True)
     except ConfigError as error:
         raise error.under("model") from None
 

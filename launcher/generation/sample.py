@@ -9,7 +9,6 @@ import argparse
 import codecs
 import itertools
 import json
-import os
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,11 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
                 write_new(file, content)
                 print(file, file=sys.stderr)
             return 0
-        try:
-            _write_output(request, sampled)
-        except BrokenPipeError:
-            # The reader has what it wanted. What Python still buffers must not meet the closed pipe at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_output(request, sampled)
     return 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from longstride.kernels import ConfigError, check_backend
+from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
 from longstride.launcher.models.tensors import ALIGNMENT, MAPPED_BYTES, STORED, Fingerprint
 from longstride.launcher.output import file_names
@@ -236,9 +236,8 @@ def _placed(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _runnable(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
     """The configuration with a backend of attention that can run there: its own, or else the best."""
-    widths = {"head_width": config.query_key_width // config.heads, "value_width": config.width // config.heads}
     try:
-        check_backend(config.backend, device=device, dtype=dtype, **widths, training=False)
+        config.check_backend(device, dtype, training=False)
     except ConfigError:
         return config.model_copy(update={"backend": "auto"})
     return config

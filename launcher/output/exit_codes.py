@@ -7,5 +7,6 @@ REQUEUE = 75  # stopped by request and saved: --resume auto goes on (EX_TEMPFAIL
 GUARDED = 76  # stopped by a guard
 HUNG = 77  # a collective timed out, or another process died
 STOPPED = 130  # left at once without saving; shells give Ctrl-C this code
+UNREAD = 141  # the reader of standard output went away meanwhile; shells give SIGPIPE this code
 DOCUMENTED = (DONE, UNFORESEEN, WRONG_INPUT, REQUEUE, GUARDED, HUNG, STOPPED)
 RESTARTABLE = (UNFORESEEN, HUNG)  # another attempt may succeed

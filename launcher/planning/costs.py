@@ -8,15 +8,14 @@ much for the sum of values; the backward pass has the scores once more and four 
 FlashAttention counts them). It also computes again what the model does not keep: the logits, and of long contexts the
 first half of feed-forward.
 
-**Memory**: the optimiser's states by formula, activations by a rehearsal. For each kind of block, a step of a model
-with two and with three of them runs on tensors that have shapes and no content; every storage that the model's own code
-creates is counted until it would be freed. The difference is what each block adds. Nothing here can drift from the
-model, and nothing is allocated.
+**Memory**: the optimiser's states by formula, activations by a rehearsal. A step of a model with two blocks of each
+kind runs on tensors that have shapes and no content; every storage that the model's own code creates is counted until
+it would be freed. That tells what a block keeps and what it takes at work; the model's own order tells what other
+blocks keep at that moment. Nothing here can drift from the model, and nothing is allocated.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections import Counter
@@ -38,7 +37,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.sparse_model import BlockConfig, ModelConfig, SparseTransformer, Work
 
-REHEARSED_BLOCKS = (2, 3)
+REHEARSED_BLOCKS = 2  # of each kind: the first also makes what blocks share, such as the table of rotary positions
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
@@ -59,6 +58,13 @@ def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConf
     with torch.device("meta"):
         model = SparseTransformer(config, list(counts))
     return model, {kind: (block, counts[kind]) for kind, block in zip(counts, model.blocks, strict=True)}
+
+
+def buffer_numbers(config: ModelConfig) -> int:
+    """Numbers in the model's buffers, which every process holds in fp32: what a part keeps and no gradient trains."""
+    model, kinds = _one_of_each(config)
+    modules = [(model, 1), *((block, count - 1) for block, count in kinds.values())]
+    return sum(count * buffer.numel() for module, count in modules for buffer in module.buffers())
 
 
 def _parts_of(module: torch.nn.Module, part: str = "") -> Counter[str]:
@@ -112,7 +118,7 @@ class Activations:
 class States:
     """Bytes that a process holds under one ZeRO stage, whatever it computes."""
 
-    weights: int
+    weights: int  # and buffers of the model
     gradients: int
     masters: int  # fp32 copies of the weights
     moments: int  # of the optimiser, in fp32
@@ -153,7 +159,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int) -
         # Sent and received, or being computed some at a time; beside that what came and what has been computed.
         whole = (2 if half else 4) * (2 * matrices + max(2 * matrices, 4 * min(matrices, MUON_BATCH)))
     return States(
-        weights=(2 if half else 4) * share(num_parameters, 3),
+        weights=(2 if half else 4) * share(num_parameters, 3) + 4 * buffer_numbers(config.model),
         gradients=gradient_bytes * share(num_parameters, 2),
         masters=4 * share(num_parameters, 1) if copied else 0,
         moments=4 * share(moment_elements(config, num_parameters), 1),
@@ -232,52 +238,65 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
 
     What an attention kernel allocates and frees within a call is not counted.
     """
-    dtype = DTYPES[config.precision]
-    batch, on_gpu = config.train.micro_batch, config.model.backend != "cpu"
-    few, more = REHEARSED_BLOCKS
-    counts = Counter(config.model.blocks())
-    if counts.total() <= more:
-        return rehearse(config.model, list(counts.elements()), batch, dtype, checkpointing, on_gpu)
-    kept, peak, beside = 0, 0, []
-    for kind, count in counts.items():
-        first, second = (
-            rehearse(config.model, [kind] * number, batch, dtype, checkpointing, on_gpu) for number in REHEARSED_BLOCKS
-        )
-        each = Activations((second.kept - first.kept) // (more - few), (second.peak - first.peak) // (more - few))
-        kept, peak = kept + count * each.kept, peak + count * each.peak
-        beside.append(Activations(first.kept - few * each.kept, first.peak - few * each.peak))
-    # What is beside the blocks is there once; the worst moment is that of the kind that takes most at work.
-    return Activations(kept + max(each.kept for each in beside), peak + max(each.peak for each in beside))
+    blocks = config.model.blocks()
+    kinds = list(dict.fromkeys(blocks))
+    if len(blocks) <= REHEARSED_BLOCKS * len(kinds):
+        return _rehearse(config, blocks, checkpointing)[0]
+    _, begins, shares = _rehearse(config, REHEARSED_BLOCKS * kinds, checkpointing)
+    *shares, behind = shares[len(kinds) :]
+    of_kind = dict(zip(kinds, shares, strict=True))
+    live, peak = begins - sum(share.kept for share in shares), 0  # as if the first ones of each kind were not there
+    for block in blocks:
+        peak = max(peak, live + of_kind[block].peak)
+        live += of_kind[block].kept
+    return Activations(live + behind.kept, max(peak, live + behind.peak))
 
 
-def rehearse(
-    model_config: ModelConfig,
-    blocks: Sequence[BlockConfig],
-    batch: int,
-    dtype: torch.dtype,
-    checkpointing: bool,
-    on_gpu: bool,
-) -> Activations:
-    """A forward and backward pass of a model with these blocks on tensors without content, counted."""
+def _rehearse(
+    config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool
+) -> tuple[Activations, int, list[Activations]]:
+    """A forward and backward pass of a model with these blocks on tensors without content, counted.
+
+    Returns:
+        All of it; the bytes that live when the second half of the blocks begins; and what each block, and what comes
+        behind them, adds to those that live when it begins.
+    """
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
         # Every backend's operation has the same shapes, and the CPU's runs on any machine.
-        model = SparseTransformer(model_config.model_copy(update={"backend": "cpu"}), blocks)
+        model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks)
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(DTYPES[config.precision])
         if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
             model.embedding.ngrams.rows.requires_grad_(False)
-        tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
-        if on_gpu:
+        tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
+        if config.model.backend != "cpu":
             modes.enter_context(_FusedDropout())
-        if checkpointing:
+        live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
+        begun: list[int] = []  # bytes that live when a block begins, and at last what is behind all
+        peaks: list[int] = []  # between those moments, and then between the same ones of the backward pass
+
+        def begin(h: Tensor) -> None:
+            peaks.append(live.take_peak())
+            begun.append(live.now)
+            h.register_hook(lambda _: peaks.append(live.take_peak()))
+
+        def run(block: Callable[..., Any], h: Tensor) -> Any:
+            begin(h)
             # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
-            model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=True)
-        return count(model, tokens)
+            return checkpoint(block, h, use_reentrant=True) if checkpointing else block(h)
+
+        model.activation_checkpoint = run
+        model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
+        whole = count(model, tokens, live)
+    # Both passes of a block begin and end with what those before it keep.
+    both = zip(peaks[1:], peaks[::-1], begun, [*begun[1:], whole.kept], strict=False)
+    shares = [Activations(after - before, max(peak) - before) for *peak, before, after in both]
+    return whole, begun[len(blocks) // 2], shares
 
 
-def count(model: SparseTransformer, tokens: Tensor) -> Activations:
-    """What a forward and backward pass over tokens (B, N) creates beside the parameters and their gradients.
+def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
+    """What a forward and backward pass over tokens (B, N) creates beside the model's tensors and their gradients.
 
     Tensors may have content or not. Each gradient is dropped once it is complete: ``states`` counts them.
     """
@@ -288,8 +307,9 @@ def count(model: SparseTransformer, tokens: Tensor) -> Activations:
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
-        with LiveBytes([*model.parameters(), tokens]) as live:
-            loss = model(tokens, return_nats=True).sum()
+        with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
+            given = model(tokens, return_nats=True, return_mixed=True)
+            loss = given.rows.sum() if given.auxiliary is None else given.rows.sum() + given.auxiliary
             kept = live.now
             loss.backward()
         return Activations(kept, live.peak)
@@ -303,7 +323,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, without: list[Tensor]) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self._recent = 0
         self._counted = {tensor.untyped_storage()._cdata for tensor in without}
 
     def __torch_dispatch__(
@@ -315,9 +335,14 @@ class LiveBytes(TorchDispatchMode):
             if (key := storage._cdata) not in self._counted:
                 self._counted.add(key)
                 self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
+                self.peak, self._recent = max(self.peak, self.now), max(self._recent, self.now)
                 weakref.finalize(storage, self._free, key, storage.nbytes())
         return out
+
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        peak, self._recent = self._recent, self.now
+        return peak
 
     def _free(self, key: int, num_bytes: int) -> None:
         self._counted.discard(key)

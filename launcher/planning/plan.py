@@ -92,6 +92,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
+        "buffer_numbers": costs.buffer_numbers(model),
         "precision": config.precision,
         "zero_stage": config.zero_stage,
         "activation_checkpointing": train.activation_checkpointing,
@@ -194,6 +195,10 @@ def _parameters(plan: dict[str, Any]) -> list[str]:
     for name, count in plan["parameters"].items():
         if name != "total":
             lines.append(f"  {name:<14}{count:>14,}  {count / total:6.1%}")
+    if numbers := plan["buffer_numbers"]:
+        lines.append(
+            f"  and in buffers, which are not trained: {numbers:,} numbers, {4 * numbers / _GIB:.2f} GiB in fp32"
+        )
     return lines
 
 

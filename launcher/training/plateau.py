@@ -11,6 +11,7 @@ from pydantic import Field
 
 from longstride.launcher.checkpoints import Score
 from longstride.launcher.data import Run
+from longstride.launcher.output import metrics_file
 from longstride.sparse_model import StrictModel
 
 
@@ -65,7 +66,8 @@ class Plateau:
         settings, memory = self._settings, self._memory
         if settings is None or memory.since < settings.evaluations:
             return None
-        by = f" by more than {settings.by:g} bits per byte" if settings.by else ""
+        unit = metrics_file.NO_BYTE if self._run.data.unit == metrics_file.NO_BYTE else "byte"
+        by = f" by more than {settings.by:g} bits per {unit}" if settings.by else ""
         since = ": none was a number"
         if memory.best is not None:
             since = f", since {memory.best.bits_per_byte:.4f} at step {memory.best.step}"

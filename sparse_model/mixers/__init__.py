@@ -54,6 +54,12 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
             cycle += made
         except ConfigError as error:
             errors.append(error.under(f"attention[{number}]" if listed else "attention"))
+    if not errors and not any(mixer.has_queries for mixer in cycle[: network.layers]):
+        rule = "is of queries and keys, and no layer has any; leave it out, or mix attention in"
+        options = {"rotary": network.rotary, "query_key_norm": network.query_key_norm}
+        errors = [ConfigError(Problem(name, rule)) for name, value in options.items() if value]
+        if network.query_key_ratio != 1:
+            errors.append(ConfigError.at("query_key_ratio", network.query_key_ratio, rule))
     if errors:
         raise ConfigError.joined(errors)
     return tuple(cycle)
@@ -139,7 +145,7 @@ def _pattern_and_combination(
     pattern = pattern_from_json(own, beside=["combine", *beside], others=others)
     for key in RESOLVED_BY_HEAD:
         if key in entry:
-            raise ConfigError.at(key, entry[key], "must be left out: heads take the sub-blocks in turn")
+            raise ConfigError.at(key, entry[key], "must be left out: it follows from the number of the head")
     pattern.check(context)
     return pattern, combine
 

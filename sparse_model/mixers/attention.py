@@ -15,7 +15,7 @@ from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import NetworkConfig
-from longstride.sparse_model.part import Mixed, Work, draw_linear
+from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 
@@ -25,6 +25,11 @@ class HeadPatterns:
 
     patterns: tuple[Pattern, ...]
 
+    @property
+    def has_queries(self) -> bool:
+        """As any attention."""
+        return True
+
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly."""
         for pattern in dict.fromkeys(self.patterns):
@@ -33,6 +38,10 @@ class HeadPatterns:
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read."""
         return self.patterns
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths."""
+        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
         """The module."""

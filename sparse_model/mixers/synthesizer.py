@@ -40,7 +40,7 @@ from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Work, draw, draw_linear
+from longstride.sparse_model.part import HeadWidths, Work, draw, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -74,7 +74,7 @@ def _kinds(value: Any) -> tuple[Kind, ...]:
 def one_pattern(value: Any) -> Pattern:
     """Of `pattern`, which all heads of a mixer have; null is dense."""
     if isinstance(value, dict) and "index" in value:
-        raise ConfigError.at("index", value["index"], "must be left out: heads take the sub-blocks in turn")
+        raise ConfigError.at("index", value["index"], "must be left out: it follows from the number of the head")
     return Dense() if value is None else pattern_from_json(value)
 
 
@@ -103,6 +103,11 @@ class SynthesizerConfig(StrictModel):
         Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA), Field(validate_default=True)
     ] = None
 
+    @property
+    def has_queries(self) -> bool:
+        """Whether attention is among its kinds."""
+        return "attention" in self.kind
+
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the kinds, the network's options or this context do not go together."""
         if problems := list(self._problems(network)):
@@ -118,14 +123,6 @@ class SynthesizerConfig(StrictModel):
             value = getattr(self, key)
             if value not in (None, False) and not set(kinds) & set(self.kind):
                 yield Problem(key, f"is of {' and '.join(kinds)}, and kind is {given}; leave it out", value)
-        if "attention" not in self.kind:
-            for key, value in (("rotary", network.rotary), ("query_key_norm", network.query_key_norm)):
-                if value:
-                    yield Problem(
-                        "kind", f"has no queries and keys for {key}; leave that out, or mix attention in", given
-                    )
-            if network.query_key_ratio != 1:
-                yield Problem("kind", "has no queries and keys for query_key_ratio; give 1, or mix attention in", given)
         if "factorized_dense" in self.kind and network.context % (self.blocks or 1):
             near = min(_divisors(network.context), key=lambda d: abs(d - (self.blocks or 1)))
             yield Problem("blocks", f"must divide context {network.context}; nearest {near}", self.blocks)
@@ -133,6 +130,17 @@ class SynthesizerConfig(StrictModel):
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read."""
         return tuple(self.pattern.for_head(head) for head in range(network.heads))
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Channels of all kinds that are products, side by side; beside kinds that are none, no kernel reads them."""
+        value = network.width // network.heads
+        products = {
+            "attention": network.query_key_width // network.heads,
+            "factorized_random": self.rank or RANK,
+            "dense": self.hidden or value,
+        }
+        whole = any(kind in WHOLE_SCORES for kind in self.kind)
+        return HeadWidths(sum(products.get(kind, 0) for kind in self.kind), value, in_kernels=not whole)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Synthesizer:
         """The module."""
@@ -195,7 +203,8 @@ class Synthesizer(nn.Module):
         super().__init__()
         self.network, self.heads, self.kinds, self.backend = network, network.heads, config.kind, network.backend
         self.patterns = config.head_patterns(network)
-        self.whole_scores = any(kind in WHOLE_SCORES for kind in self.kinds)
+        widths = config.head_widths(network)
+        self.product_width, self.whole_scores = widths.query_key, not widths.in_kernels
         self.rotary, self.normed = rotary, network.query_key_norm
         context, heads, width = network.context, network.heads, network.width
         hidden, rank = config.hidden or width // heads, config.rank or RANK
@@ -227,8 +236,6 @@ class Synthesizer(nn.Module):
             self.blocks = config.blocks or min(_divisors(context), key=lambda d: abs(d - root))
             self._add_table("block_keys", (self.blocks, hidden), hidden)
             self._add_table("place_keys", (context // self.blocks, hidden), hidden)
-        products = {"attention": network.query_key_width // heads, "factorized_random": rank, "dense": hidden}
-        self.product_width = sum(products.get(kind, 0) for kind in self.kinds)  # D
 
     def _add_table(self, name: str, shape: tuple[int, int], fan_in: int, fixed: bool = False) -> None:
         """A table for each head. Scores begin small, so that each query begins near the mean of its values."""

@@ -55,13 +55,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "feed_forward": [{"activation": "squared_relu"}, {"type": "dense"}],
         "attention": ATTENTIONS["heads"],
     },
-    "random synthesizer": {
+    "random synthesizer, and attention that alone turns its queries": {
         "layers": 2,
         "convolution": 3,
-        "attention": {
-            "type": "synthesizer", "kind": "random",
-            "pattern": {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2},
-        },
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "query_key_ratio": 0.5,
+        "attention": [
+            {
+                "type": "synthesizer", "kind": "random",
+                "pattern": {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2},
+            },
+            {"type": "local", "window": 9},
+        ],
     },
     "products of a synthesizer": {
         "layers": 2,

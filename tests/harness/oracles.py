@@ -48,9 +48,6 @@ VARIANTS: tuple[dict[str, object], ...] = (  # what the required fields alone do
     {"type": "summary", "stride": 9, "summary": 2, "num_summaries": 3},
     {"type": "fixed", "stride": 8, "summary": 8},
     {"type": "fixed", "stride": 9, "summary": 2, "num_summaries": 3},
-)
-LATER_TYPES = ("longformer", "longnet", "bigbird")  # later than Child et al.
-LATER_VARIANTS: tuple[dict[str, object], ...] = (
     {"type": "local", "window": 5, "dilation": 4},
     {"type": "strided", "stride": 2, "num_factors": 4},
     {"type": "longformer", "window": 5, "dilation": 4},
@@ -79,22 +76,17 @@ class Inputs(NamedTuple):
 
 def example_patterns() -> list[Pattern]:
     """One pattern of every registered type, found through the registry, and the variants."""
-    return [*_examples(set(PATTERNS) - set(LATER_TYPES), VARIANTS), *later_examples()]
-
-
-def later_examples() -> list[Pattern]:
-    """Those of them that came after Child et al.; of these, the widest grids run one case each by default."""
-    return _examples(set(LATER_TYPES), LATER_VARIANTS)
-
-
-def _examples(types: set[str], variants: tuple[dict[str, object], ...]) -> list[Pattern]:
     examples: list[Pattern] = []
     for name, cls in PATTERNS.items():
-        if name in types:
-            required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-            values = {field: EXAMPLE_VALUES.get(field, 5) for field in required}
-            examples.append(pattern_from_json({"type": name, **values, **EXAMPLES_OF.get(name, {})}))
-    return examples + [pattern_from_json(variant) for variant in variants]
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        values = {field: EXAMPLE_VALUES.get(field, 5) for field in required}
+        examples.append(pattern_from_json({"type": name, **values, **EXAMPLES_OF.get(name, {})}))
+    return examples + [pattern_from_json(variant) for variant in VARIANTS]
+
+
+def heads_to_see(pattern: Pattern) -> int:
+    """How many heads the slow interpreter is given of a pattern: 1 where all read alike."""
+    return 1 if pattern.for_head(0) == pattern.for_head(1) else 2
 
 
 def mask_of(pattern: Pattern, context: int) -> Tensor:

@@ -23,9 +23,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", example_patterns(), ids=str)
-@pytest.mark.parametrize("context", [1, 20, 33])
+@pytest.mark.parametrize("context", [*(pytest.param(n, marks=pytest.mark.campaign) for n in (1, 20)), 33])
 def test_flex_agrees_with_the_reference(pattern: Pattern, context: int) -> None:
-    q, k, v = make_inputs(Shape(2, 3, context, 16, 16), torch.float64)[:3]
+    q, k, v = make_inputs(Shape(1, 3, context, 16, 16), torch.float64)[:3]
     wanted = sparse_attention(q, k, v, pattern, backend="reference", return_lse=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

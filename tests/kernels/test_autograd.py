@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longstride.kernels import sparse_attention
+from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.patterns import Fixed, Pattern, Strided
+from longstride.kernels.selections import Selection, recent_members
 from tests.harness.backends import DEVICES, on
 from tests.harness.oracles import Shape, make_inputs
 
 BACKENDS = [on(name, DEVICES[name]) for name in ("cpu", "triton")]
+SELECT = [on(name, DEVICES[name]) for name in ("cpu",)]  # those that attend over selections
 
 
 def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Tensor]:
@@ -27,7 +29,7 @@ def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Te
 
 
 @pytest.mark.parametrize("heads_side_by_side", [pytest.param(False, marks=pytest.mark.campaign), True])
-@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2, 2)], ids=str)
+@pytest.mark.parametrize("pattern", [pytest.param(Strided(8), marks=pytest.mark.campaign), Fixed(8, 2, 2)], ids=str)
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_compile_and_checkpoint_see_through(
     backend: str, device: str, pattern: Pattern, heads_side_by_side: bool
@@ -81,3 +83,37 @@ def test_rows_are_allocated_in_the_order_of_their_model(dtype: torch.dtype) -> N
     found = empty_like_rows(cut, accumulator_dtype(dtype))
     assert found.shape == cut.shape == (2, 2, 8, 4) and found.dtype == accumulator_dtype(dtype)
     assert found.transpose(1, 2).is_contiguous() and empty_like_rows(cut.contiguous()).is_contiguous()
+
+
+def selection_of(q: Tensor) -> Selection:
+    """Two rounds of clusters, which follow from q; one has orders, the other is natural in its queries."""
+    with torch.no_grad():
+        parts = [recent_members(q[..., :clusters].argmax(-1), window=7) for clusters in (3, 5)]
+    return Selection(tuple(parts), 7, disjoint=False)
+
+
+@pytest.mark.parametrize("backend, device", SELECT)
+def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: str) -> None:
+    *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=True)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = selected_attention(q * 2, k, v, selection_of(q), backend=backend, return_lse=True)
+        return out + lse[..., None]
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    wanted = gradients(layer(*leaves))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for found in (gradients(compiled(*leaves)), gradients(checkpoint(layer, *leaves, use_reentrant=False))):
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("heads_side_by_side", [False, True])
+@pytest.mark.parametrize("backend, device", SELECT)
+def test_the_op_of_selections_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
+    *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]
+    op = torch.ops.longstride.selected_attention.default
+    torch.library.opcheck(op, (*leaves, parts, 7, False, 0.25, backend))

@@ -12,13 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels import sparse_attention
+from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.backends.cpu import attention as cpu
+from longstride.kernels.backends.cpu import selected, slabs
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Chunks, chunked
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, PatternPart, Strided, Summary
 from longstride.kernels.plan import view
+from longstride.kernels.selections import Part, Selection, recent_members
 from tests.harness.backends import MIXES
-from tests.harness.oracles import Shape, check_against_reference, example_patterns, make_inputs
+from tests.harness.oracles import (
+    Shape,
+    attention_and_gradients,
+    check_against_reference,
+    example_patterns,
+    make_inputs,
+)
 
 
 def _name(pattern: Pattern) -> str:
@@ -45,7 +53,7 @@ def test_cpu_says_why_not() -> None:
 @pytest.mark.parametrize("slab", [1, 5_000])
 @pytest.mark.parametrize("pattern", [Local(40), Strided(16), Fixed(16, 3)], ids=_name)
 def test_cpu_is_right_in_slabs_of_any_size(pattern: Pattern, slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "SCORES_IN_WORK", slab)
+    monkeypatch.setattr(slabs, "SCORES_IN_WORK", slab)
     check_against_reference("cpu", pattern, torch.float32, Shape(2, 3, 257, 16, 16), grad_lse=True)
 
 
@@ -55,8 +63,8 @@ def test_cpu_multiplies_bf16_with_and_without_instructions(
     pattern: Pattern, has_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever this machine has; heads lie beside each other and not, in whole and in several slabs."""
-    monkeypatch.setattr(cpu, "has_bf16_products", lambda: has_products)
-    monkeypatch.setattr(cpu, "SCORES_IN_WORK", 30_000)
+    monkeypatch.setattr(slabs, "has_bf16_products", lambda: has_products)
+    monkeypatch.setattr(slabs, "SCORES_IN_WORK", 30_000)
     for heads in (1, 2):
         shape = Shape(2, heads, 256, 32, 32)
         inputs = make_inputs(shape, torch.bfloat16, grad_lse=pattern != Local(1))
@@ -69,8 +77,8 @@ def test_cpu_multiplies_bf16_with_and_without_instructions(
 @pytest.mark.parametrize("patterns", [[Strided(8)] * 3, *MIXES], ids=str)
 def test_cpu_heads_that_take_turns_give_the_same(patterns: list[Pattern], monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for limit in (cpu.VALUES_IN_WORK, 1):
-        monkeypatch.setattr(cpu, "VALUES_IN_WORK", limit)
+    for limit in (slabs.VALUES_IN_WORK, 1):
+        monkeypatch.setattr(slabs, "VALUES_IN_WORK", limit)
         inputs = make_inputs(Shape(1, 3, 72, 16, 16), torch.float32)
         q, k, v = (x.requires_grad_() for x in inputs[:3])
         out, lse = _attend(q, k, v, patterns)
@@ -207,3 +215,47 @@ def test_chunks_stay_small_in_a_long_context(pattern: Pattern) -> None:
         assert max(batch.rows * batch.width for batch in chunks.batches) <= MAX_PAIRS
         biases = {id(edge.bias): edge.bias.numel() for batch in chunks.batches for edge in batch.edges}
         assert sum(biases.values()) <= MAX_PAIRS
+
+
+def _routed(batch: int, heads: int, context: int, clusters: int, window: int | None) -> Part:
+    generator = torch.Generator().manual_seed(0)
+    return recent_members(torch.randint(clusters, (batch, heads, context), generator=generator), window=window)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_selections_have_the_same_bits_on_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads go to threads, each of which works alone; how chunks are cut depends on none of that."""
+    slab_forward, seen = selected.slab_forward, set()
+
+    def watched(*args: Any) -> None:
+        time.sleep(0.02)
+        seen.add((threading.get_ident(), torch.get_num_threads()))
+        slab_forward(*args)
+
+    monkeypatch.setattr(selected, "slab_forward", watched)
+    inputs = make_inputs(Shape(2, 3, 130, 16, 16), torch.float32, grad_lse=True)
+    parts = (_routed(2, 3, 130, 4, 20), _routed(2, 3, 130, 3, 20))
+
+    def results() -> dict[str, Tensor]:
+        selection = Selection(parts, 20, disjoint=False)
+        return attention_and_gradients(
+            lambda q, k, v: selected_attention(q, k, v, selection, backend="cpu", return_lse=True), inputs
+        )
+
+    found = [results(), results()]
+    assert len({thread for thread, _ in seen}) >= 3 and {number for _, number in seen} == {1}
+    torch.set_num_threads(1)
+    found.append(results())
+    for name, wanted in found[0].items():
+        assert all(torch.equal(other[name], wanted) for other in found[1:]), name
+
+
+@pytest.mark.parametrize(
+    ("clusters", "window", "waste"), [(1, None, 1.2), (1, 128, 2), (20, None, 2), (111, 128, 2), (12_288, 128, 32)]
+)
+def test_chunks_of_selections_do_little_more_than_is_asked(clusters: int, window: int | None, waste: float) -> None:
+    """Of clusters of a position or two, 16 rows by up to 32 columns for each 16 positions."""
+    part = _routed(1, 2, 12_288, clusters, window)
+    alike = selected._cut(part, False).alike
+    assert all(one.rows * one.width <= MAX_PAIRS for one in alike)
+    assert sum(one.rows * one.width * len(one.start) for one in alike) <= waste * int((part.high - part.low).sum())

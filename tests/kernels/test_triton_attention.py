@@ -18,8 +18,8 @@ from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import Side
-from tests.harness.backends import DEVICES, WITH_TRITON, use_tiles
-from tests.harness.oracles import Shape, check_against_reference
+from tests.harness.backends import DEVICES, WITH_TRITON, repeats, use_tiles
+from tests.harness.oracles import Shape, check_against_reference, heads_to_see
 
 pytestmark = WITH_TRITON
 
@@ -35,9 +35,16 @@ CLOSED: tuple[Pattern | list[Pattern], ...] = (
 )
 
 
-@pytest.mark.parametrize("grad_lse", [pytest.param(False, marks=pytest.mark.campaign), True])
-@pytest.mark.parametrize("closed", [None, 16, 32])
-@pytest.mark.parametrize("pattern", CLOSED, ids=str)
+# By default each pattern with runs at once, in tiles that several fit or one, and every second one without.
+WAYS = [
+    pytest.param(pattern, closed, grad_lse, marks=() if is_default and grad_lse else pytest.mark.campaign)
+    for i, pattern in enumerate(CLOSED)
+    for closed, is_default in ((None, i % 2 == 0), (16, i % 2 == 1), (32, i % 2 == 0))
+    for grad_lse in (False, True)
+]
+
+
+@pytest.mark.parametrize("pattern, closed, grad_lse", WAYS, ids=str)
 def test_triton_serves_runs_that_stand_alone(
     pattern: Pattern | list[Pattern], closed: int | None, grad_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +72,8 @@ def test_triton_reads_tiles_through_descriptors(
 ) -> None:
     use_tiles(monkeypatch, edges, closed=None, described=True)
     # A width that is padded; the interpreter of triton 3.5 counts a stride's alignment in elements.
-    check_against_reference("triton", pattern, torch.float16, Shape(1, 2, context, 48, 16), device=DEVICES["triton"])
+    shape = Shape(1, heads_to_see(pattern), context, 48, 16)
+    check_against_reference("triton", pattern, torch.float16, shape, device=DEVICES["triton"])
 
 
 def test_descriptors_serve_every_order_of_whole_blocks() -> None:
@@ -107,7 +115,7 @@ def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("context", [64, 75])
+@pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
     monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
@@ -116,8 +124,15 @@ def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypa
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICES["triton"])
 
 
-@pytest.mark.parametrize("edges", [(16, 32), (32, 16), (64, 64)])
-@pytest.mark.parametrize("pattern", [Column(8), Block(24), Strided(8), Fixed(24, 3), Local(40)], ids=str)
+@pytest.mark.parametrize(
+    "pattern, edges",
+    [
+        pytest.param(pattern, edges, marks=repeats(i + j))
+        for i, pattern in enumerate((Column(8), Block(24), Strided(8), Fixed(24, 3), Local(40)))
+        for j, edges in enumerate(((16, 32), (32, 16), (64, 64)))
+    ],
+    ids=str,
+)
 def test_triton_tiles_may_have_any_edges(
     pattern: Pattern, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

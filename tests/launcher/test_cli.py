@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -72,6 +73,33 @@ def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("longstride.launcher.config.run_config.run", stop)
     assert cli.main(["config", "schema"]) == 130
     assert capsys.readouterr().err == "longstride: stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["config"], 2),
+        (["data", "show", "--help"], 0),  # it is done: what it says waits in Python's buffer
+        (["config", "schema"], 141),  # it is not: the schema does not fit there
+    ],
+    ids=["wrong", "done", "cut off"],
+)
+def test_verb_ends_quietly_where_its_reader_goes_away(words: list[str], code: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "longstride.launcher.cli", *words]
+    ended = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert ended.returncode == code
+    assert ended.stderr.startswith("longstride: error: no verb config\nusage" if code == 2 else "")
+    assert code == 2 or not ended.stderr
+
+
+def test_a_result_that_a_full_disk_takes_is_told_in_one_line() -> None:
+    command = [sys.executable, "-m", "longstride.launcher.cli", "--help"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "longstride: error: [Errno 28] No space left on device\n")
 
 
 def test_command_line_starts_without_heavy_packages() -> None:

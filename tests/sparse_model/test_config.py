@@ -76,7 +76,7 @@ def test_a_list_is_a_cycle_over_the_layers() -> None:
         ({"attention": [{"type": "column", "stride": 3}, {"type": "dense"}, {"typ": "dense"}]},
          "attention[0].stride=3: must divide context 40; nearest 2, 4\nattention[2].typ: unknown key; nearest type"),
         ({"attention": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2, "index": 1}},
-         "attention.index=1: must be left out: heads take the sub-blocks in turn"),
+         "attention.index=1: must be left out: it follows from the number of the head"),
         ({"attention": []}, "attention: the list needs at least one pattern"),
         ({"attention": "dense"}, "attention: must be a pattern object, or a list of them"),
         ({"attention": {"type": "dense", "combine": "mixed"}},

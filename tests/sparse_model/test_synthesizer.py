@@ -200,12 +200,9 @@ def test_operations_are_those_that_torch_counts() -> None:
             {"kind": "dense", "pattern": {"type": "fixed", "stride": 7, "summary": 1}},
             "attention.pattern.stride=7: must divide context 40; nearest 5, 8",
         ),
-        (
-            {"kind": "dense", "rotary": {}},
-            'attention.kind="dense": has no queries and keys for rotary; leave that out, or mix attention in',
-        ),
-        ({"kind": "random", "query_key_norm": True}, 'attention.kind="random": has no queries and keys for query'),
-        ({"kind": "random", "query_key_ratio": 0.5}, 'attention.kind="random": has no queries and keys for query'),
+        ({"kind": "dense", "rotary": {}}, "rotary: is of queries and keys, and no layer has any; leave it out, or "),
+        ({"kind": "random", "query_key_norm": True}, "query_key_norm: is of queries and keys, and no layer has any; "),
+        ({"kind": "random", "query_key_ratio": 0.5}, "query_key_ratio=0.5: is of queries and keys, and no layer has "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import ConfigError
@@ -211,3 +212,37 @@ def test_wrong_feed_forwards_are_named(feed_forward: Any, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         small(feed_forward=feed_forward)
     assert str(caught.value).startswith(line)
+
+
+class AskedWidths(TorchDispatchMode):
+    """Collects D and Dv of what the attention kernels are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.longstride.attention.default:
+            self.found.add((args[0].shape[-1], args[2].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@every_system
+def test_mixers_say_which_widths_they_ask_the_kernels_for(changes: dict[str, Any]) -> None:
+    model = awake(**changes)
+    with torch.no_grad(), AskedWidths() as asked:
+        model(torch.zeros(1, 40, dtype=torch.uint8))
+    mixers = [block.mixer for block in model.config.blocks() if block.mixer is not None]
+    widths = [mixer.head_widths(model.config) for mixer in mixers]
+    assert asked.found == {(each.query_key, each.value) for each in widths if each.in_kernels}
+
+
+def test_a_backend_is_checked_for_the_widths_that_the_mixers_ask_for() -> None:
+    def check(attention: Any) -> None:
+        config = small(backend="triton", attention=attention)
+        config.check_backend(torch.device("cpu"), torch.float32, training=True)
+
+    wide = {"type": "synthesizer", "kind": ["dense", "attention"], "hidden": 241}
+    with pytest.raises(ConfigError, match=r'^backend="triton": cannot run here: a head width of 257 exceeds 256$'):
+        check([{"type": "local", "window": 4}, wide])
+    check({"type": "synthesizer", "kind": ["random", "attention"]})  # computes its scores itself

@@ -2,5 +2,6 @@
 
 from longstride.kernels.backends.cpu.attention import backward, forward, why_not
 from longstride.kernels.backends.cpu.decode import PreparedCache
+from longstride.kernels.backends.cpu.selected import selected_backward, selected_forward
 
 prepare = PreparedCache  # as every backend names it

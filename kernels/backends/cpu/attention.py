@@ -1,68 +1,36 @@
-"""Attention on the CPU: each part of a pattern as batches of equal chunks, by batched matrix products.
+"""Attention over patterns on the CPU: each part as batches of equal chunks, by batched matrix products.
 
-Letters: G batch entries times heads of one pattern, N positions, M keys of a part, D and E widths of keys and values,
-b chunks in work at once, R rows and W columns of a chunk. Softmax and sums are in fp32 (fp64 for fp64), products too,
-but for bf16 where the processor multiplies it faster: see ``Numbers``.
+Letters as in ``slabs``, which has the arithmetic.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial, reduce
-from typing import NamedTuple
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows, has_bf16_products
-from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks, chunked
-from longstride.kernels.forms import Fold
+from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends.cpu.chunks import Chunks, chunked
+from longstride.kernels.backends.cpu.slabs import (
+    Numbers,
+    Piece,
+    Scratch,
+    merge,
+    put,
+    rows_of_backward,
+    shared,
+    slab_backward,
+    slab_forward,
+    slabs_of,
+)
 from longstride.kernels.patterns import Pattern, PatternPart
-
-SCORES_IN_WORK = 1 << 19  # scores of a slab: enough to amortise a call, few enough to stay in the cache
-VALUES_IN_WORK = 1 << 20  # of q (or v) in work at once, likewise
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Reads CPU memory."""
     return None if q.device.type == "cpu" else f"it needs CPU tensors, not {q.device}"
-
-
-class Numbers(NamedTuple):
-    """The arithmetic for one dtype of q, k and v."""
-
-    narrow: torch.dtype  # of the operands and results of products
-    wide: torch.dtype  # of everything else
-    binary: bool  # exponents are of 2, not of e: quicker, in other bits
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Numbers:
-        """That of a dtype on this machine."""
-        if dtype == torch.bfloat16 and has_bf16_products():
-            return cls(dtype, torch.float32, binary=True)
-        wide = accumulator_dtype(dtype)
-        return cls(wide, wide, binary=False)
-
-    def power_(self, exponents: Tensor) -> Tensor:
-        """Replace exponents by powers."""
-        return exponents.exp2_() if self.binary else exponents.exp_()
-
-    def log(self, powers: Tensor) -> Tensor:
-        """Exponents of powers."""
-        return powers.log2() if self.binary else powers.log()
-
-    @property
-    def alignment(self) -> int:
-        """Of the width of chunks: narrow products of other widths are slower, and the search for their peaks."""
-        return 16 if self.narrow != self.wide else 1
-
-    @property
-    def nats(self) -> float:
-        """Of a unit of the exponents."""
-        return math.log(2) if self.binary else 1.0
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
@@ -78,11 +46,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
             by_part = (
                 _part_forward(scratch, i, **by_name, part=part, scale=scale) for i, part in enumerate(pattern.parts())
             )
-            merged = reduce(_merge, by_part)
-            _put(out, piece, merged[0])
-            _put(lse, piece, merged[1].squeeze(-1))
+            merged = reduce(merge, by_part)
+            put(out, piece, merged[0])
+            put(lse, piece, merged[1].squeeze(-1))
 
-    _shared(work, patterns, q, v)
+    shared(work, patterns, q, v)
     return out, lse
 
 
@@ -104,72 +72,14 @@ def backward(
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            inputs = (("q", q), ("k", k), ("v", v), ("grad_out", grad_out))
-            rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in inputs}
-            lse_rows = lse[piece].reshape(-1, q.shape[2], 1)
-            # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
-            products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)
-            minus_delta = -products.contiguous().sum(-1)  # whose bits would depend on the order in memory
-            if grad_lse is not None:
-                minus_delta += grad_lse[piece]
-            # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
-            blind = lse_rows == -math.inf
-            rows["minus_lse"] = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
-            rows["minus_delta"] = minus_delta.reshape(blind.shape).masked_fill_(blind, 0.0)
-            if numbers.narrow != numbers.wide:
-                rows["minus_delta"] = _terms(rows["minus_delta"], numbers.narrow)
+            rows = rows_of_backward(scratch, piece, (q, k, v), grad_out, grad_lse, out, lse)
             by_part = (_part_backward(scratch, i, rows, part, scale) for i, part in enumerate(pattern.parts()))
             totals = reduce(lambda sums, more: tuple(a.add_(b) for a, b in zip(sums, more, strict=True)), by_part)
             for whole, total in zip(grads, totals, strict=True):
-                _put(whole, piece, total)
+                put(whole, piece, total)
 
-    _shared(work, patterns, q, v)
+    shared(work, patterns, q, v)
     return grads[0], grads[1], grads[2]
-
-
-def _terms(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, N, 1) as four narrow numbers (G, N, 4) whose sum it is: bf16 has 8 bits where fp32 has 24."""
-    terms = x.new_empty(*x.shape[:2], 4, dtype=dtype)  # a product takes its terms in pairs, hence four
-    for term in terms.split(1, -1):
-        term.copy_(x)
-        x = x - term
-    return terms
-
-
-Piece = tuple[slice, slice | list[int]]  # entries of the batch, and heads of one pattern
-
-
-def _pieces(pattern: Pattern, patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> list[Piece]:
-    """All of (B, H, N, ·) that has this pattern: pieces of about VALUES_IN_WORK values, yet one for each thread."""
-    heads = [head for head, other in enumerate(patterns) if other == pattern]
-    size = min(
-        VALUES_IN_WORK // (q.shape[2] * max(q.shape[3], v.shape[3])), len(q) * len(heads) // torch.get_num_threads()
-    )
-    pieces: list[Piece] = []
-    entries = max(1, size // len(heads))
-    for entry in range(0, len(q), entries):
-        for first in range(0, len(heads), max(1, size)):
-            group = heads[first : first + max(1, size)]
-            neighbours = group[-1] - group[0] == len(group) - 1  # a slice is quicker than a list
-            pieces.append((slice(entry, entry + entries), slice(group[0], group[-1] + 1) if neighbours else group))
-    return pieces
-
-
-def _put(whole: Tensor, piece: Piece, rows: Tensor) -> None:
-    """Write (G, N, ·) where the piece lies in (B, H, N, ·), in that tensor's dtype."""
-    target = whole[piece]  # a copy where heads are a list
-    values = rows.view(target.shape)
-    if isinstance(piece[1], slice):
-        target.copy_(values)
-    else:
-        whole[piece] = values.to(whole.dtype)
-
-
-def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The softmax over the union of two disjoint sets of keys, from the outputs (G, N, E) and logsumexps (G, N, 1)."""
-    share = torch.sigmoid(second[1] - first[1])  # of the second
-    share.masked_fill_((first[1] == -math.inf) & (second[1] == -math.inf), 0.0)
-    return first[0].lerp_(second[0], share), torch.logaddexp(first[1], second[1])
 
 
 def _part_forward(
@@ -187,29 +97,11 @@ def _part_forward(
     if not chunks.has_all_rows:
         ordered_out.zero_()
         ordered_lse.fill_(-math.inf)
-    for slab in _slabs(chunks, len(rows)):
-        _slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale / numbers.nats)
+    for slab in slabs_of(chunks, len(rows)):
+        slab_forward(slab, scratch, rows, keys, values, ordered_out, ordered_lse, scale / numbers.nats)
     _put_rows(out, ordered_out, chunks)
     _put_rows(lse, ordered_lse, chunks)
     return out, lse.mul_(numbers.nats) if numbers.binary else lse
-
-
-def _slab_forward(
-    slab: Slab, scratch: Scratch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> None:
-    """The softmax of a slab's scores times its values; all tensors in the part's orders."""
-    batch, numbers = slab.batch, scratch.numbers
-    scores = _scores(scratch, slab.rows_of(q), slab.keys_of(k), batch, scale, None)
-    peak = scores.amax(-1, keepdim=True)
-    if batch.has_blind_rows:
-        peak.masked_fill_(peak == -math.inf, 0.0)
-    weights = numbers.power_(scores.sub_(peak))
-    total = weights.sum(-1, keepdim=True)
-    slab.write_rows(lse, peak.add_(numbers.log(total)))  # log 0 is the -inf of a row without keys
-    if batch.has_blind_rows:
-        total.masked_fill_(total == 0, 1.0)
-    products = scratch.take("slab", len(weights), batch.rows, v.shape[2], dtype=numbers.narrow)
-    slab.write_rows(out, torch.bmm(scratch.narrow("weights", weights), slab.keys_of(v), out=products), total)
 
 
 def _part_backward(
@@ -229,49 +121,13 @@ def _part_backward(
     if not chunks.has_all_keys_once:
         grad_k.zero_()
         grad_v.zero_()
-    for slab in _slabs(chunks, len(by_row[0])):
-        _slab_backward(slab, scratch, by_row, by_key, (grad_q, grad_k, grad_v), chunks, scale)
+    grads_in_order = grad_q, grad_k, grad_v
+    for slab in slabs_of(chunks, len(by_row[0])):
+        slab_backward(slab, scratch, by_row, by_key, grads_in_order, chunks.has_all_keys_once, scale)
     _put_rows(grads[0], grad_q, chunks)
     _put_keys(grads[1], grad_k, chunks)
     _put_keys(grads[2], grad_v, chunks)
     return grads
-
-
-def _slab_backward(
-    slab: Slab,
-    scratch: Scratch,
-    by_row: list[Tensor],
-    by_key: list[Tensor],
-    grads: tuple[Tensor, Tensor, Tensor],
-    chunks: Chunks,
-    scale: float,
-) -> None:
-    """Put a slab's gradients of q, and add those of k and v; all tensors in the part's orders."""
-    q, grad_out, minus_lse, minus_delta = (slab.rows_of(x) for x in by_row)
-    k, v = (slab.keys_of(x) for x in by_key)
-    batch, b, numbers = slab.batch, slab.num_chunks(), scratch.numbers
-    weights = numbers.power_(_scores(scratch, q, k, batch, scale / numbers.nats, minus_lse))
-    narrow_weights = scratch.narrow("weights", weights)
-    grad_v = scratch.take("slab", b, batch.width, v.shape[2], dtype=numbers.narrow)
-    torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v)
-    slab.add_keys(grads[2], scratch.wide("wide slab", grad_v), chunks.has_all_keys_once)
-    if numbers.narrow == numbers.wide:
-        grad_scores = scratch.take("grad_scores", *weights.shape, dtype=numbers.wide).copy_(
-            minus_delta.expand(weights.shape)
-        )
-        grad_scores.baddbmm_(grad_out, v.transpose(1, 2))
-    else:
-        # Delta goes into the product, which rounds what is left after it: in a row of one key, say, next to nothing.
-        ones = v.new_ones(1, 1, minus_delta.shape[2]).expand(b, batch.width, -1)
-        products = scratch.take("products", *weights.shape, dtype=numbers.narrow)
-        torch.bmm(torch.cat([grad_out, minus_delta], -1), torch.cat([v, ones], -1).transpose(1, 2), out=products)
-        grad_scores = scratch.wide("grad_scores", products)
-    grad_scores = scratch.narrow("products", grad_scores.mul_(weights))
-    grad_q = scratch.take("slab", b, batch.rows, q.shape[2], dtype=numbers.narrow)
-    slab.write_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
-    grad_k = scratch.take("slab", b, batch.width, q.shape[2], dtype=numbers.narrow)
-    grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
-    slab.add_keys(grads[1], scratch.wide("wide slab", grad_k), chunks.has_all_keys_once)
 
 
 def _put_rows(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
@@ -286,180 +142,3 @@ def _put_keys(whole: Tensor, ordered: Tensor, chunks: Chunks) -> None:
         _put_rows(whole, ordered, chunks)  # a permutation, whose inverse is known
     elif chunks.key_order is not None:
         whole.zero_().index_copy_(1, chunks.key_order, ordered)
-
-
-def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> Tensor:
-    """q . k x scale, -inf where the pattern forbids, plus ``shift`` (b, R, 1): (b, R, W)."""
-    edges, narrow = batch.edges, scratch.numbers.narrow
-    scores = scratch.take("products", len(q), batch.rows, batch.width, dtype=narrow)
-    late = shift if narrow != scratch.numbers.wide else None  # a product would round it
-    early = shift if late is None else None
-    # What is added first costs nothing more: the product accumulates onto it.
-    whole = len(edges) == 1 and edges[0].last - edges[0].first == batch.width
-    if whole and early is not None:
-        torch.add(edges[0].bias, early, out=scores)
-    elif whole:
-        scores.copy_(edges[0].bias)
-    elif early is not None:
-        scores.copy_(early.expand_as(scores))
-    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if whole or early is not None else 0, alpha=scale)
-    scores = scratch.wide("scores", scores)
-    for edge in () if whole else edges:
-        scores[..., edge.first : edge.last].add_(edge.bias)
-    return scores if late is None else scores.add_(late)
-
-
-class Scratch:
-    """Buffers that slabs reuse, so that they stay in the cache and are allocated once."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
-        self.buffers: dict[str, Tensor] = {}
-
-    def take(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor of this shape, in the memory of the last one of that name, whose dtype it has."""
-        size = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=dtype)
-        return self.buffers[name][:size].view(shape)
-
-    def wide(self, name: str, x: Tensor) -> Tensor:
-        """A product for softmax and sums: ``x`` itself, or a copy of it in a buffer where it is narrow."""
-        return self._cast(name, x, self.numbers.wide)
-
-    def narrow(self, name: str, x: Tensor) -> Tensor:
-        """An operand of a product, likewise."""
-        return self._cast(name, x, self.numbers.narrow)
-
-    def _cast(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x if x.dtype == dtype else self.take(name, *x.shape, dtype=dtype).copy_(x)
-
-    def rows(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, H, N, D) as (G, N, D) in this dtype, its channels adjacent: a copy in a buffer, or ``x`` itself."""
-        regular = x.is_contiguous() or (dtype == torch.bfloat16 and 1 in x.shape[:2] and x.stride(3) == 1)
-        if x.dtype != dtype or not regular:
-            x = self.take(f"{name} rows", *x.shape, dtype=dtype).copy_(x)
-        return x.flatten(0, 1)
-
-    def ordered(self, name: str, x: Tensor, order: Tensor | None) -> Tensor:
-        """(G, N, D) with its rows in this order: a copy in a buffer, or ``x`` itself for the natural order."""
-        if order is None:
-            return x
-        return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2], dtype=x.dtype))
-
-    def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
-        """Where results in this order are computed before they go to ``x``: ``x`` itself for the natural order."""
-        return x if order is None else self.take(name, len(x), rows, x.shape[2], dtype=x.dtype)
-
-
-class Slab(NamedTuple):
-    """Some equal chunks in work at once: ``chunks`` from ``first_chunk`` on, of ``groups`` from ``first_group`` on."""
-
-    batch: EqualChunks
-    columns: Fold | None  # the order of rows and keys, where tensors stay in the natural order: see ``Chunks``
-    first_group: int
-    groups: int
-    first_chunk: int
-    chunks: int
-
-    def num_chunks(self) -> int:
-        """b."""
-        return self.groups * self.chunks
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """The queries' rows of (G, N, D): (b, R, D), a view where they lie regularly."""
-        return _joined(self._view(x, self.batch.row, self.batch.row_step, self.batch.rows))
-
-    def keys_of(self, x: Tensor) -> Tensor:
-        """The keys' rows of (G, M, D): (b, W, D), a view where they lie regularly."""
-        return _joined(self._view(x, self.batch.key, self.batch.key_step, self.batch.width))
-
-    def write_rows(self, x: Tensor, rows: Tensor, divisor: Tensor | None = None) -> None:
-        """Put (b, R, D) into the queries' rows of (G, N, D), divided by (b, R, 1)."""
-        target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
-        target.copy_(rows.view(target.shape))
-        if divisor is not None:
-            target.div_(divisor.view(*target.shape[:3], 1))
-
-    def add_keys(self, x: Tensor, rows: Tensor, once: bool) -> None:
-        """Add (b, W, D) to the keys' rows of (G, M, D); copy it there where every key comes once."""
-        width, step = self.batch.width, self.batch.key_step
-        parts = rows.view(self.groups, self.chunks, width, -1)
-        if once:
-            self._view(x, self.batch.key, step, width).copy_(parts)
-            return
-        if step == 0 and self.chunks > 1:  # all chunks read the same keys
-            parts = parts.sum(1, keepdim=True)
-        # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
-        for column in range(0, width, step if parts.shape[1] > 1 else width):
-            piece = parts[:, :, column : column + step if parts.shape[1] > 1 else width]
-            target = self._view(x, self.batch.key + column, self.batch.key_step, piece.shape[2])
-            target[:, : parts.shape[1]].add_(piece)
-
-    def _view(self, x: Tensor, first: int, step: int, length: int) -> Tensor:
-        """Rows first + i x step … of chunk i: (groups, chunks, length, D) without a copy."""
-        between_groups, between_rows, _ = x.stride()
-        spacing = 1  # positions from one row of a chunk to the next
-        first += self.first_chunk * step
-        if self.columns is not None:
-            first, step, spacing = self.columns(first), step // self.columns.period, self.columns.stride
-        strides = (between_groups, step * between_rows, spacing * between_rows, 1)
-        offset = self.first_group * between_groups + first * between_rows
-        return x.as_strided((self.groups, self.chunks, length, x.shape[2]), strides, x.storage_offset() + offset)
-
-
-def _joined(chunks: Tensor) -> Tensor:
-    """(groups, chunks, L, D) as (b, L, D)."""
-    joined = chunks.flatten(0, 1)
-    # Of chunks that overlap, a narrow product would make its own copies, and slowly.
-    return joined.contiguous() if joined.dtype == torch.bfloat16 else joined
-
-
-def _slabs(chunks: Chunks, groups: int) -> Iterator[Slab]:
-    """The chunks in slabs of about SCORES_IN_WORK scores: whole groups, or some chunks of one group."""
-    for batch in chunks.batches:
-        size = batch.rows * batch.width
-        groups_at_once = max(1, SCORES_IN_WORK // (size * batch.count))
-        chunks_at_once = max(1, SCORES_IN_WORK // size)
-        for group in range(0, groups, groups_at_once):
-            for chunk in range(0, batch.count, chunks_at_once):
-                here = min(groups_at_once, groups - group), min(chunks_at_once, batch.count - chunk)
-                yield Slab(batch, chunks.columns, group, here[0], chunk, here[1])
-
-
-def _shared(work: Callable[[Pattern, list[Piece]], None], patterns: tuple[Pattern, ...], q: Tensor, v: Tensor) -> None:
-    """Do the work of all pieces: on as many threads as torch has, where a pattern has a piece for each.
-
-    A slab is many short operations. Torch's own threads wait for each other after each of them, which doubles the cost;
-    the threads started here wait for each other once.
-    """
-    threads = torch.get_num_threads()
-    for pattern in dict.fromkeys(patterns):
-        pieces = _pieces(pattern, patterns, q, v)
-        if len(pieces) < threads or threads == 1:
-            work(pattern, pieces)
-        else:
-            bounds = [len(pieces) * i // threads for i in range(threads + 1)]
-            _at_once([partial(work, pattern, pieces[slice(*ends)]) for ends in itertools.pairwise(bounds)])
-
-
-def _at_once(tasks: list[Callable[[], None]]) -> None:
-    """Do each task in a thread of its own, which shares its products with no other."""
-    threads = torch.get_num_threads()
-    inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it, and its writes need it
-
-    def alone(task: Callable[[], None]) -> None:
-        torch.set_num_threads(1)  # of this thread: MKL's products would take every core
-        with torch.inference_mode(inference), torch.no_grad():
-            task()
-
-    # And of all others until the last task ends: newer versions of torch have one number for all, and each task would
-    # spread its products over as many threads again, slowly and in other bits from time to time.
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            jobs = [pool.submit(alone, task) for task in tasks]
-    finally:
-        torch.set_num_threads(threads)
-    for job in jobs:
-        job.result()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import machine
 from benchmarks.attention import attention, gate
 from benchmarks.attention.cases import NAMES
 from benchmarks.attention.figures import PHASES
@@ -27,6 +28,13 @@ TINY = [
     "--plans",
     "--no-flex",
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast this machine copies and multiplies is of no interest here."""
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(machine.MATMUL_EDGE, "cpu", 64)
 
 
 def run(tmp_path: Path, *words: str) -> tuple[int, dict]:

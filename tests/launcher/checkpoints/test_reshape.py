@@ -130,9 +130,9 @@ GRID |= {
     for precision in ("fp32", "fp16", "bf16")
 }
 GRID["adafactor"] = [
-    Leg(2, 0, "fp32", (ADAFACTOR,)),
-    Leg(1, 0, "bf16", (ADAFACTOR,)),
-    Leg(3, 0, "fp16", (ADAFACTOR, LOW_SCALE)),  # the usual scale overflows in its first step
+    Leg(2, 0, "fp32", (ADAFACTOR, EXPERTS)),
+    Leg(1, 0, "bf16", (ADAFACTOR, EXPERTS)),
+    Leg(3, 0, "fp16", (ADAFACTOR, EXPERTS, LOW_SCALE)),  # the usual scale overflows in its first step
 ]
 
 

@@ -94,7 +94,7 @@ def test_text_for_a_reader_that_has_seen_enough(folders: Path) -> None:
     process.stdout.close()
     with process.stderr:
         assert process.stderr.read() == ""
-    assert process.wait() == 0
+    assert process.wait() == 141
 
 
 def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:

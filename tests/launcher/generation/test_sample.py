@@ -90,7 +90,7 @@ def test_sample_stops_quietly_where_nobody_reads(exported: Path) -> None:
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert writer.stdout is not None and writer.stderr is not None
     writer.stdout.close()
-    assert (writer.stderr.read(), writer.wait()) == (b"", 0)
+    assert (writer.stderr.read(), writer.wait()) == (b"", 141)
     writer.stderr.close()
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_run_is_over_once_no_evaluation_has_improved_enough(plateau: Callable[..
     assert judge.reason == f"{OVER}, since 3.8750 at step 10"
     judge.add(score(18, 9.0, tokens=32))  # over other bytes: a count of its own
     assert judge.reason is None
+
+
+def test_pictures_of_a_palette_are_judged_by_bits_per_pixel(config_file: Path) -> None:
+    config, ranks = load_config(config_file, [STOP]), Ranks()
+    run: Any = SimpleNamespace(
+        config=config, ranks=ranks, data=SimpleNamespace(unit="pixel"), folder=config_file.parent
+    )
+    judge = Plateau(run)
+    for step in (2, 4, 6, 8):
+        judge.add(score(step, 3.0))
+    assert judge.reason == f"{OVER.replace('byte', 'pixel')}, since 3.0000 at step 2"
 
 
 def test_memory_lacks_no_evaluation_and_counts_none_twice(plateau: Callable[..., Plateau], tmp_path: Path) -> None:

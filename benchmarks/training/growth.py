@@ -1,0 +1,194 @@
+"""How the parts of other systems grow: Longformer's attention with the context, a mixture with its experts.
+
+``python benchmarks/training/growth.py``: forward and backward of one layer's attention, beside torch's dense causal
+attention, at each context; and of one feed-forward with each number of experts, one a row, beside a dense one: equal
+operations but for the router. All that is compared takes turns in one process of one thread. Seconds are of the
+processor, the least of the turns. Memory is the most that torch held at once beyond inputs and parameters.
+
+docs/systems.md has the tables made of the result file by ``--tables``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.attention.peers import dense_attention
+from benchmarks.machine import about, slug
+from benchmarks.report import RESULTS, add_output_arguments, check_output, rounded, write_json
+from longstride.kernels import num_pairs, sparse_attention
+from longstride.kernels.patterns import Longformer
+from longstride.sparse_model import Mixed, ModelConfig, SparseTransformer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "systems.md"
+BEGIN, END = "<!-- made by benchmarks/training/growth.py: begin -->", "<!-- end -->"
+CPU = torch.device("cpu")
+DTYPES = ("float32", "bfloat16")
+HEADS, HEAD_WIDTH = 8, 64
+DILATED, DILATION, GLOBALS = 2, 2, 4  # heads, positions, positions
+Step = Callable[[], object]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288], help="positions of attention")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--experts", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--rows", type=int, default=4_096, help="of a feed-forward")
+    parser.add_argument("--width", type=int, default=512, help="of the stream; a feed-forward is four times as wide")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tables", action="store_true", help=f"only make {PAGE.name} anew from the result files")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    if options.tables:
+        PAGE.write_text(with_tables(PAGE.read_text()))
+        return 0
+    check_output(parser, options, f"growth-{slug(CPU)}.json")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {name: getattr(options, name) for name in ("window", "rows", "width", "repeats")}
+    found: dict[str, Any] = about(CPU) | sizes | {"attention": [], "experts": []}
+    for part, measure in (("attention", attention), ("experts", experts)):
+        for dtype in DTYPES:
+            found[part] += measure(options, dtype)
+            write_json(options.output, found)
+    print(tables(found))
+    print(f"wrote {options.output}")
+    return 0
+
+
+def attention(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
+    """A row for each context and kind of attention."""
+    plain = Longformer(options.window, globals=GLOBALS)
+    dilated = Longformer(options.window, DILATION, GLOBALS)
+    patterns = (plain,) * (HEADS - DILATED) + (dilated,) * DILATED
+    kinds = {"longformer": lambda q, k, v: sparse_attention(q, k, v, patterns), "dense": dense_attention()}
+    rows, steps = [], []
+    for context in options.contexts:
+        *leaves, grad_out = (torch.randn(1, HEADS, context, HEAD_WIDTH, dtype=getattr(torch, dtype)) for _ in range(4))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        pairs = {
+            "longformer": sum(num_pairs(pattern, context) for pattern in patterns),
+            "dense": HEADS * context * (context + 1) // 2,
+        }
+        for name, call in kinds.items():
+            rows.append({"dtype": dtype, "context": context, "attention": name, "pairs": pairs[name]})
+            steps.append(
+                lambda call=call, leaves=leaves, grad_out=grad_out: torch.autograd.grad(call(*leaves), leaves, grad_out)
+            )
+    return measured(rows, steps, options.repeats)
+
+
+def experts(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
+    """A row for a dense feed-forward (0 experts) and for each number of experts."""
+    h = torch.randn(1, options.rows, options.width, dtype=getattr(torch, dtype), requires_grad=True)
+    grad_out = torch.randn_like(h)
+    rows, steps = [], []
+    for count in (0, *options.experts):
+        config = {
+            "context": options.rows,
+            "layers": 1,
+            "heads": 1,
+            "width": options.width,
+            "attention": {"type": "dense"},
+            "embedding": {"type": "learned"},
+            "feed_forward": {"type": "experts", "count": count, "top": 1} if count else {"type": "dense"},
+        }
+        model = SparseTransformer(ModelConfig.model_validate(config)).to(h.dtype).train()
+        part: Any = model.blocks[0].feed_forward
+        counted = {
+            "parameters": sum(parameter.numel() for parameter in part.parameters()),
+            "operations": part.work(options.rows, 1).forward // options.rows,  # of a row, forward
+        }
+
+        def step(part: Any = part) -> None:
+            out = part(h)
+            leaves = [h, *part.parameters()]
+            if isinstance(out, Mixed) and out.auxiliary is not None:
+                torch.autograd.grad((out.rows, out.auxiliary), leaves, (grad_out, torch.ones_like(out.auxiliary)))
+            else:
+                torch.autograd.grad(out, leaves, grad_out)
+
+        rows.append({"dtype": dtype, "experts": count} | counted)
+        steps.append(step)
+    return measured(rows, steps, options.repeats)
+
+
+def measured(rows: list[dict[str, Any]], steps: Iterable[Step], repeats: int) -> list[dict[str, Any]]:
+    """The rows with what their steps take."""
+    steps = list(steps)
+    peaks = [peak_bytes(step) for step in steps]  # the first run of each, which also builds its plans
+    seconds: list[list[float]] = [[] for _ in steps]
+    for _, (taken, step) in itertools.product(range(repeats), list(zip(seconds, steps, strict=True))):
+        start = time.process_time()
+        step()
+        taken.append(time.process_time() - start)
+    return [
+        row | {"seconds": rounded(min(taken)), "peak_bytes": peak}
+        for row, taken, peak in zip(rows, seconds, peaks, strict=True)
+    ]
+
+
+def peak_bytes(step: Step) -> int:
+    """The most bytes that torch's allocator held at once for a step, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    changes = (event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(itertools.accumulate(changes))
+
+
+def with_tables(page: str) -> str:
+    """The page's text with its tables as the result files have them."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END, 1)
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("growth-*.json"))]
+    return f"{before}{BEGIN}\n{''.join(map(tables, files))}{END}{after}"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """One device's result."""
+    contexts = sorted({row["context"] for row in found["attention"]})
+    head = "".join(f" {n:,}: ms | MiB |" for n in contexts)
+    lines = [
+        f"{found['device']}, one thread, torch {found['torch']}, {found['date']}. {HEADS} heads of width {HEAD_WIDTH}, "
+        f"window {found['window']}, {DILATED} heads dilated by {DILATION}, {GLOBALS} global keys:\n",
+        f"| attention |{head} growth of time | of memory | of pairs |",
+        "|---|" + "---|" * (2 * len(contexts) + 3),
+    ]
+    for dtype, name in itertools.product(DTYPES, ("longformer", "dense")):
+        rows = [row for row in found["attention"] if (row["dtype"], row["attention"]) == (dtype, name)]
+        cells = [f"{1e3 * row['seconds']:,.0f} | {row['peak_bytes'] / 2**20:.0f}" for row in rows]
+        cells += [f"{rows[-1][key] / rows[0][key]:.1f}×" for key in ("seconds", "peak_bytes", "pairs")]
+        lines.append(f"| {name}, {dtype} | {' | '.join(cells)} |")
+    lines += [
+        f"\nOne expert a row, {found['rows']:,} rows of {found['width']} channels:\n",
+        "| feed-forward | parameters | operations a row | "
+        + " | ".join(f"{dtype}: ms | × dense" for dtype in DTYPES)
+        + " |",
+        "|---|" + "---|" * (2 + 2 * len(DTYPES)),
+    ]
+    dense = {row["dtype"]: row["seconds"] for row in found["experts"] if row["experts"] == 0}
+    for first in (row for row in found["experts"] if row["dtype"] == DTYPES[0]):
+        same = (row for row in found["experts"] if row["experts"] == first["experts"])
+        times = (f"{1e3 * row['seconds']:.0f} | {row['seconds'] / dense[row['dtype']]:.2f}" for row in same)
+        name = {0: "dense", 1: "1 expert"}.get(first["experts"], f"{first['experts']} experts")
+        lines.append(f"| {name} | {first['parameters']:,} | {first['operations']:,} | {' | '.join(times)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
