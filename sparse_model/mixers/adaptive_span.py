@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, Problem, empty_cache, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
-from longstride.sparse_model.mixers.attention import Attention
+from longstride.sparse_model.mixers.attention import Attention, OfAttention
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed
 from longstride.sparse_model.rotary import Rotary
@@ -41,7 +41,7 @@ LEAST_BLOCK = 16  # rows of a block, where the ramp is shorter: products of fewe
 SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 
 
-class AdaptiveSpanConfig(StrictModel):
+class AdaptiveSpanConfig(OfAttention, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
     type: Literal["adaptive_span"]

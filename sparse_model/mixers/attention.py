@@ -19,16 +19,24 @@ from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 
-@dataclass(frozen=True, slots=True)
-class HeadPatterns:
-    """Attention as the configuration asks for it: a pattern for each head."""
-
-    patterns: tuple[Pattern, ...]
+class OfAttention:
+    """What the configurations of attention of every kind say alike."""
 
     @property
     def has_queries(self) -> bool:
         """As any attention."""
         return True
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths."""
+        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPatterns(OfAttention):
+    """Attention as the configuration asks for it: a pattern for each head."""
+
+    patterns: tuple[Pattern, ...]
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly."""
@@ -38,10 +46,6 @@ class HeadPatterns:
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read."""
         return self.patterns
-
-    def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """Each head's share of both widths."""
-        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
         """The module."""

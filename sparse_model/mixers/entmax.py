@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, allowed_keys, empty_cache
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
-from longstride.sparse_model.mixers.attention import Attention
+from longstride.sparse_model.mixers.attention import Attention, OfAttention
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
 from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.part import HeadWidths
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -49,7 +50,7 @@ STEPS = 16  # of Newton's method at most; 9 were the most seen
 LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
 
 
-class EntmaxConfig(StrictModel):
+class EntmaxConfig(OfAttention, StrictModel):
     """Adaptively sparse attention as the configuration asks for it."""
 
     type: Literal["entmax"]
@@ -70,6 +71,10 @@ class EntmaxConfig(StrictModel):
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Which positions each head may read."""
         return tuple(self.pattern.for_head(head) for head in range(network.heads))
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths, which no kernel reads."""
+        return super().head_widths(network)._replace(in_kernels=False)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> EntmaxAttention:
         """The module."""
