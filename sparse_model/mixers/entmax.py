@@ -190,18 +190,19 @@ def weights_of(scores: Tensor, shift: Tensor, power: Tensor) -> Weights:
 def threshold(scores: Tensor, power: Tensor) -> Tensor:
     """t of each row (…, W), (…, 1): x = s + t; 0 where it has no keys."""
     greatest = scores.amax(-1, keepdim=True)
-    blind = greatest == -math.inf
-    shift = -greatest.masked_fill(blind, 0.0)  # the greatest that t can be: one key has all
+    sought = greatest > -math.inf
+    shift = -greatest.masked_fill(~sought, 0.0)  # the greatest that t can be: one key has all
     rounding = 4 * torch.finfo(scores.dtype).eps
     for _ in range(STEPS):
         found = weights_of(scores, shift, power)
         # The β-norm is sums^(1/β). Written so, a step is exact at α → 1, where that is nearly 1 everywhere.
         rise = found.slopes.sum(-1, keepdim=True)
         step = -torch.expm1(-found.sums.log() / power) * power * found.sums / rise
-        step = step.masked_fill_(blind, 0.0)
+        # A row that is found stays, so that no bit of it depends on how long others take, which may be later ones.
+        step = torch.where(sought, step, 0.0)
         shift = shift - step
-        # Elsewhere to look at it would wait for the device.
-        if shift.device.type == "cpu" and bool((step.abs() <= rounding * (1 + shift.abs())).all()):
+        sought = step.abs() > rounding * (1 + shift.abs())
+        if sought.device.type == "cpu" and not bool(sought.any()):  # elsewhere to look at it would wait for the device
             break
     return shift
 
