@@ -198,6 +198,12 @@ def test_no_row_reads_its_future() -> None:
         assert torch.equal(one, other)
 
 
+def test_no_bit_of_a_row_depends_on_other_rows() -> None:
+    scores, others = rows(30), (rows(30).flip(0) * 9, torch.zeros(50, 30, dtype=torch.float64))
+    one, other = (entmax(torch.cat([scores, each]), excess_of(1.7))[:50] for each in others)
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", UNITS, ids=str)
 def test_steps_are_as_near_as_the_dtype_allows(dtype: torch.dtype) -> None:
     check(awake(**SYSTEMS["entmax"]).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
