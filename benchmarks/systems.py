@@ -88,6 +88,10 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("synthesizer: dense", synthesizer("dense")),
         Row("synthesizer: factorized random", synthesizer("factorized_random")),
     ),
+    "chosen blocks": (  # of about as many pairs
+        Row("window of 113", windows(113)),
+        Row("4 blocks of 32, the best three of the past", {"model.attention": {"type": "moba", "block": 32, "top": 4}}),
+    ),
     "experts at equal operations": (
         Row("dense", {}),
         Row("8 experts, one a byte", experts(2.0, count=8, top=1)),

@@ -135,7 +135,8 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     if options.replay is not None:
         return replay_step(run, int(options.replay))
     choose_start(run)
-    compile_kernels(config.model, config.train.micro_batch, config.precision, ranks.device, train=config.train)
+    train, apart = config.train, config.data.apart
+    compile_kernels(config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart)
     stop.listen()
     return _train(run, stop, launcher_gone)
 

@@ -188,6 +188,18 @@ class ModelConfig(NetworkConfig):
                     self.backend, device=device, dtype=dtype, head_width=head, value_width=value, training=training
                 )
 
+    def check_documents(self) -> None:
+        """Whether several documents in a context can be kept apart.
+
+        Raises:
+            ConfigError: a mixer reads whole contexts.
+        """
+        for block in self.blocks():
+            if block.mixer is not None and not getattr(block.mixer, "within_documents", False):
+                kind = getattr(block.mixer, "type", type(block.mixer).__name__)
+                rule = f'{kind} reads whole contexts; take patterns, or data.packing {{"attend": "context"}}'
+                raise ConfigError(Problem("attention", rule))
+
     def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
         """Which positions each head of each mixer may read, ``[layer][head]`` (Child et al. 2019, section 4.2)."""
         return tuple(block.mixer.head_patterns(self) for block in self.blocks() if block.mixer is not None)

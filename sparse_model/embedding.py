@@ -14,7 +14,7 @@ from longstride.sparse_model.ngrams import Ngrams
 from longstride.sparse_model.part import draw
 
 NO_TOKEN = -1
-Index = TypeVar("Index", int, Tensor)  # one position, or a vector of them
+Index = TypeVar("Index", int, Tensor)  # one position, or many
 
 
 class Embedding(nn.Module):
@@ -45,14 +45,20 @@ class Embedding(nn.Module):
             assert isinstance(table, nn.Embedding)
             draw(table.weight, self.config, self.config.width * len(self.positions))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i."""
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i.
+
+        With the place of each position in its document (B, N), positions count from the document's first one, and
+        tokens before that are none.
+        """
         batch, length = tokens.shape
         start = self.start.expand(batch, 1, -1)
         h = torch.cat([start, self.tokens(tokens[:, :-1])], dim=1)
+        if places is not None:
+            h = torch.where((places == 0)[..., None], self.start, h)
         if self.ngrams is not None:
-            h = self.ngrams(h, F.pad(tokens[:, :-1], (self.reach, 0), value=NO_TOKEN))
-        for table, index in self._places(torch.arange(length, device=tokens.device)):
+            h = self.ngrams(h, F.pad(tokens[:, :-1], (self.reach, 0), value=NO_TOKEN), places)
+        for table, index in self._places(torch.arange(length, device=tokens.device) if places is None else places):
             h = h + table(index)
         return h
 

@@ -44,24 +44,28 @@ class Ngrams(nn.Module):
         self.adder: Callable[[Tensor, Tensor], Tensor] | None = None
         self._numbers: dict[torch.device, tuple[Tensor, ...]] = {}
 
-    def forward(self, h: Tensor, before: Tensor) -> Tensor:
+    def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None) -> Tensor:
         """Adds the rows to h.
 
         Args:
             h: (B, n, C).
             before: (B, L + n - 1) int64, the tokens up to the last row's own; -1 where there is none.
+            places: (B, n) of each row in its document, before which there is no token; None: ``before`` tells.
 
         Returns:
             (B, n, C), in the type of h.
         """
-        ids = self.ids(before)
+        ids = self.ids(before, places)
         return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids)
 
-    def ids(self, before: Tensor) -> Tensor:
-        """The row of each order at each position, (B, n, O) int64; ``before`` as for ``forward``."""
-        powers, places, odd, offsets = self._numbers_on(before.device)
+    def ids(self, before: Tensor, places: Tensor | None = None) -> Tensor:
+        """The row of each order at each position, (B, n, O) int64; the arguments as for ``forward``."""
+        powers, columns, odd, offsets = self._numbers_on(before.device)
         # Newest first, so that the key of order n is the sum of the first n.
-        keys = ((before + 1).unfold(1, len(powers), 1).flip(-1) * powers).cumsum(-1)[..., places]
+        tokens = (before + 1).unfold(1, len(powers), 1).flip(-1)
+        if places is not None:
+            tokens = tokens.where(torch.arange(len(powers), device=before.device) < places[..., None], 0)
+        keys = (tokens * powers).cumsum(-1)[..., columns]
         exact = sum(self.base**order <= self.num_rows for order in self.orders)  # the shortest orders
         x = keys[..., exact:] * odd[exact:]
         # int64 shifts carry the sign, which the masks take off.

@@ -55,7 +55,11 @@ class HeadWidths(NamedTuple):
 
 
 class MixerConfig(Protocol):
-    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules."""
+    """One mixer as the configuration asks for it. A frozen, hashable value: equal ones make equal modules.
+
+    One with a true ``within_documents`` makes a module that has ``patterns``, one a head, and takes a fourth argument,
+    ``Documents``: so none of several documents in a context sees another.
+    """
 
     @property
     def has_queries(self) -> bool:
@@ -67,7 +71,7 @@ class MixerConfig(Protocol):
         ...
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """Which positions each head may read."""
+        """Which positions each head may read, of the first heads; those after them choose by content."""
         ...
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
@@ -96,6 +100,8 @@ class Work:
     scores: int = 0  # of attention: queries times keys
     values: int = 0  # of attention: weights times values
     again: int = 0  # of ``linear``, what the backward pass computes again in any case
+    choosing: int = 0  # of what decides who reads whom, which has no gradient
+    bound: str = ""  # how the pairs are bounded, where the data decide and these are the most there can be
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -104,17 +110,19 @@ class Work:
             self.scores + other.scores,
             self.values + other.values,
             self.again + other.again,
+            self.choosing + other.choosing,
+            "; ".join(dict.fromkeys(filter(None, (self.bound, other.bound)))),
         )
 
     @property
     def forward(self) -> int:
         """The forward pass."""
-        return self.linear + self.scores + self.values
+        return self.linear + self.scores + self.values + self.choosing
 
     @property
     def backward(self) -> int:
         """The backward pass: the gradients of both factors, and once more the scores and what is not kept."""
-        return 2 * self.forward + self.scores + self.again
+        return 2 * (self.forward - self.choosing) + self.scores + self.again
 
 
 def draw(parameter: Tensor, network: NetworkConfig, fan_in: int, *, into_stream: bool = False) -> None:

@@ -58,9 +58,9 @@ class PreparedHeads(torch.autograd.Function):
     """Rows of queries, keys and values with queries and keys normalised, turned, or both.
 
     It takes rows (B, N, W), of which the first ``channels`` are queries and keys of heads of D = ``width``; whether to
-    normalise each head to a root mean square of 1; and a table of turns (N, 1, D/2, 2) or None. It returns rows
-    (B, N, W), and saves them, which attention keeps anyway, with a number a head. What is between is in fp32 (fp64 for
-    fp64).
+    normalise each head to a root mean square of 1; and a table of turns, (N, 1, D/2, 2) or (B, N, 1, D/2, 2), or
+    None. It returns rows (B, N, W), and saves them, which attention keeps anyway, with a number a head. What is between
+    is in fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class PreparedHeads(torch.autograd.Function):
             x.copy_(source[:, place])
             if scales is not None:
                 x.mul_(inverse_rms(x, out=scales[:, place]))
-            target[:, place] = x if table is None else turn(x, table[place], turned)
+            target[:, place] = x if table is None else turn(x, table[..., place, :, :, :], turned)
         ctx.save_for_backward(out if normed else None, scales, table)
         ctx.sizes = channels, width
         return out
@@ -92,7 +92,7 @@ class PreparedHeads(torch.autograd.Function):
                 x.copy_(out[:, place, :channels].unflatten(-1, (-1, width)))
                 along = torch.mul(grad, x, out=other).sum(-1, keepdim=True).div_(-width)
                 grad.addcmul_(x, along).mul_(scales[:, place])
-            target[:, place] = grad if table is None else turn(grad, table[place], other, back=True)
+            target[:, place] = grad if table is None else turn(grad, table[..., place, :, :, :], other, back=True)
         return grad_rows, None, None, None, None
 
 

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection, within_documents
 from longstride.sparse_model.config import BlockConfig, ModelConfig
+from longstride.sparse_model.documents import Documents, places_of
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
@@ -40,8 +43,9 @@ class SparseTransformer(nn.Module):
         self.blocks = nn.ModuleList(ResidualBlock(config, block, rotary) for block in made)
         self.norm = norm_of(config)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
-        # Where set, called as (block, h) in place of each block, to recompute activations in the backward pass.
+        # Where set, called as (block, h, …) in place of each block, to recompute activations in the backward pass.
         self.activation_checkpoint: Callable[..., Any] | None = None
+        self._kept_apart = False  # whether documents are, by all mixers: once it is known
         for module in self.modules():  # once all is made, in this order: published models keep their draws
             if (initialize := getattr(module, "initialize", None)) is not None:
                 initialize()
@@ -72,14 +76,22 @@ class SparseTransformer(nn.Module):
             roles[name] = Role(part, tuple(stacked.get(layer, ())))
         return roles
 
-    def forward(self, tokens: Tensor, return_nats: bool = False, return_mixed: bool = False) -> Any:
-        """Row i predicts tokens[:, i] from tokens[:, :i].
+    def forward(
+        self,
+        tokens: Tensor,
+        return_nats: bool = False,
+        return_mixed: bool = False,
+        begins: Tensor | None = None,
+    ) -> Any:
+        """Row i predicts tokens[:, i] from tokens[:, :i], or with ``begins`` from those of them in its document.
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context; the last one is a target only.
                 As bytes, they reach a device with an eighth of the traffic of int64.
             return_nats: return each token's cross-entropy instead of the logits, which are then never in memory whole.
             return_mixed: return what the parts give beside rows too, as training needs it.
+            begins: (B, N) bool, True on the first token of each document; position 0 begins one in any case. Each
+                document is then computed as in a context of its own.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32; with ``return_mixed`` these as the rows of a ``Mixed``, with the
@@ -87,20 +99,47 @@ class SparseTransformer(nn.Module):
 
         Raises:
             ValueError: tokens are not (B, N) with 1 to ``context`` positions.
+            ConfigError: ``begins`` is given, and a mixer reads whole contexts (``ModelConfig.check_documents``).
         """
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         tokens = tokens.long()
-        stream = Mixed(self.embedding(tokens))
-        for block in self.blocks:
+        places = None if begins is None else places_of(begins)
+        more = self.beside(places)
+        stream = Mixed(self.embedding(tokens, places))
+        for block, rest in zip(self.blocks, more, strict=True):
             h = stream.rows
-            given = block(h) if self.activation_checkpoint is None else self.activation_checkpoint(block, h)
+            recompute = self.activation_checkpoint
+            given = block(h, *rest) if recompute is None else recompute(block, h, *rest)
             if isinstance(given, tuple):  # torch's recomputation makes a plain one of it
                 stream = joined(stream, Mixed(*given))
             else:
                 stream = stream._replace(rows=given)
         scored = self.logits(self.norm(stream.rows), tokens if return_nats else None)
         return stream._replace(rows=scored) if return_mixed else scored
+
+    def beside(self, places: Tensor | None) -> list[tuple[Any, ...]]:
+        """What each block takes beside its rows in training, by the place of each position in its document (B, N).
+
+        Nothing for None: each context is one whole. Else no state, the first position and its ``Documents``.
+
+        Raises:
+            ConfigError: as ``ModelConfig.check_documents`` does.
+        """
+        if places is None:
+            return [()] * len(self.blocks)
+        if not self._kept_apart:
+            self.config.check_documents()
+            self._kept_apart = True
+        starts = torch.arange(places.shape[1], device=places.device) - places
+        known: dict[tuple[Pattern, ...], Selection] = {}  # layers of the same patterns share theirs
+        more = []
+        for block in self.blocks:
+            mixer: Any = block.attention
+            if mixer is not None and mixer.patterns not in known:
+                known[mixer.patterns] = within_documents(mixer.patterns, starts)
+            more.append((None, 0, Documents(places, None if mixer is None else known[mixer.patterns])))
+        return more
 
     @property
     def observers(self) -> list[Any]:
@@ -166,14 +205,17 @@ class ResidualBlock(nn.Module):
             self.feed_forward = block.feed_forward.make(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, h: Tensor, state: State | None = None, first: int = 0) -> Tensor | Mixed:
+    def forward(
+        self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
+    ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C), with what the parts have to tell beside that, if they have.
 
-        With a state: one position, which reads the kept ones too, or the first N.
+        With a state: one position, which reads the kept ones too, or the first N. With documents: none sees another.
         """
         more: list[Mixed] = []
         if self.attention is not None:
-            h = h + self._rows(self.attention(self.attention_norm(h), state, first), more)
+            rest = (state, first) if documents is None else (state, first, documents)
+            h = h + self._rows(self.attention(self.attention_norm(h), *rest), more)
         if self.feed_forward is not None:
             h = h + self._rows(self.feed_forward(self.feed_forward_norm(h)), more)
         return functools.reduce(joined, more)._replace(rows=h) if more else h

@@ -18,10 +18,10 @@ BIG_ROOMS = {
 }
 # The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
 ORDER = {
-    "kernels": ["errors", "forms", "patterns", "selections", "plan", "backends", "attention", "selected", "decoding"],
+    "kernels": ["errors", "forms", "patterns", "plan", "selections", "backends", "attention", "selected", "decoding"],
     "sparse_model": [
-        "strict", "network", "tiles", "norm", "rotary", "part", "mixers", "feed_forwards", "config", "ngrams",
-        "embedding", "output", "transformer", "session", "generation",
+        "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config",
+        "ngrams", "embedding", "output", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",

@@ -28,6 +28,7 @@ class Cut:
     packing: bool | None = None  # documents laid end to end; None: as the modality has it
     separator: int | None = None  # a byte behind each document, where they are packed
     hop: int | None = None  # bytes between the beginnings of a document's contexts, where they are not; None: N
+    apart: bool = False  # where they are packed: batches tell where documents begin, so that none sees another
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def settle_cut(
             raise DataError(f"hop={cut.hop}: packed documents are cut every {context} bytes; set packing=false")
         if cut.separator is not None and not 0 <= cut.separator <= 255:
             raise DataError(f"separator={cut.separator}: must be a byte, 0 to 255, or null")
-        return Cut(packing=True, separator=cut.separator)
+        return Cut(packing=True, separator=cut.separator, apart=cut.apart)
     if cut.separator is not None:
         raise DataError(f"separator={cut.separator}: only packed documents meet in a context; set packing=true")
     hop = context if cut.hop is None else cut.hop
@@ -73,7 +74,7 @@ def cut_contexts(split: Split, context: int, cut: Cut) -> "Contexts":
     """The contexts of a split. Raises DataError where the cut does not fit the documents."""
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
-        return PackedContexts(split, context, settled.separator)
+        return PackedContexts(split, context, settled.separator, apart=settled.apart)
     return DocumentContexts(split, context, settled.hop)
 
 
@@ -101,6 +102,14 @@ class Contexts(ABC):
         In the order of ``seed``; None is the canonical order, of one epoch. What a row has beyond its length is 0.
         Raises DataError, naming shard and sample, for any damage.
         """
+
+    def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
+        """Where documents begin in the contexts from ``first`` on, (count, N) bool; None where a context is one whole.
+
+        What a row has beyond its length belongs to no document: each position begins one of its own. Raises DataError
+        for a damaged index.
+        """
+        return None
 
     @property
     def dtype(self) -> np.dtype:
@@ -138,8 +147,8 @@ class Contexts(ABC):
 class PackedContexts(Contexts):
     """Documents laid end to end; a unit is a byte."""
 
-    def __init__(self, split: Split, context: int, separator: int | None) -> None:
-        self._separator = separator
+    def __init__(self, split: Split, context: int, separator: int | None, *, apart: bool = False) -> None:
+        self._separator, self._apart = separator, apart
         extra = 0 if separator is None else 1
         units = np.array([shard.content_bytes + extra * shard.documents for shard in split.shards], dtype=np.int64)
         super().__init__(split, context, units, context, f"packed/{context}/{separator}")
@@ -152,6 +161,27 @@ class PackedContexts(Contexts):
         self.fill(reader, start, flat[: end - start], seed)
         flat[end - start :] = 0
         lengths[:] = np.clip(end - start - np.arange(len(rows)) * self.context, 0, self.context)
+
+    def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
+        start, end = first * self.context, (first + count) * self.context
+        return self.begins_of_bytes(start, end, seed).reshape(count, self.context) if self._apart else None
+
+    def begins_of_bytes(self, start: int, end: int, seed: int | None) -> np.ndarray:
+        """Which bytes ``[start, end)`` of the stream begin a document, (end - start,) bool; all behind its end do.
+
+        A document that goes on in another shard begins anew there. Raises as ``begins`` does.
+        """
+        begins, done = np.zeros(end - start, dtype=bool), 0
+        last = end if seed is not None else min(end, self.total_units)
+        for visit, _ in self.visits(start, last, seed):
+            edges = self.split.open(visit.shard).document_edges[:-1]
+            if self._separator is not None:
+                edges = edges + np.arange(len(edges))
+            within = edges[slice(*np.searchsorted(edges, (visit.start, visit.end)))]
+            begins[within - visit.start + done] = True
+            done += visit.end - visit.start
+        begins[done:] = True
+        return begins
 
     def fill(self, reader: SampleReader, start: int, out: np.ndarray, seed: int | None) -> None:
         """Write the stream from byte ``start`` on into ``out``, (n,) uint8; raises as ``read`` does."""

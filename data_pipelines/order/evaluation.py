@@ -36,6 +36,7 @@ class EvaluationBatch:
     lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 where a row only fills up the batch
     scored_from: Tensor  # (B,) int64: the bytes of the row before it are scored in the row before, and only seen here
     sample_ids: Tensor  # (B,) int64: the context's number within the split, PADDING_ID for a row without bytes
+    begins: Tensor | None = None  # (B, N) bool, as ``Batch`` has it; padding begins anew at every position
 
     @property
     def scored(self) -> Tensor:
@@ -93,6 +94,8 @@ def read_context(
 ) -> Tensor:
     """Context ``number`` of a split, as ``evaluation_contexts`` numbers them: (n,) as in ``Batch``, n from 1 to N.
 
+    Of documents that are kept apart, the first one of the context alone.
+
     Raises DataError where there is no such context, and for any damage.
     """
     windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
@@ -102,6 +105,9 @@ def read_context(
         raise DataError(f"context_number={number}: {rule}")
     row = np.zeros(context, dtype=windows.dtype)
     length, _ = windows.read(SampleReader(windows.split), number, row)
+    if windows.apart:
+        further = windows.begins(number)[1:].nonzero()[0]
+        length = 1 + int(further[0]) if len(further) else length
     return torch.from_numpy(row[:length])
 
 
@@ -136,12 +142,12 @@ class _Windows:
         self.split, self._shared, self._hop = split, min_context, context - min_context
         self._contexts: PackedContexts | DocumentContexts
         if settled.hop is None:
-            self._contexts = PackedContexts(split, context, settled.separator)
+            self._contexts = PackedContexts(split, context, settled.separator, apart=settled.apart)
             self.count = 1 + max(0, -(-(self._contexts.total_units - context) // self._hop))
         else:
             self._contexts = DocumentContexts(split, context, self._hop)
             self.count = self._contexts.total_units
-        self.dtype = self._contexts.dtype
+        self.dtype, self.apart = self._contexts.dtype, settled.apart
 
     def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
         """Write window ``number`` into ``row``, (N,) ``dtype``, 0 beyond its length.
@@ -159,6 +165,12 @@ class _Windows:
         contexts.read(reader, number, row[None], lengths, None)
         return int(lengths[0]), self._shared if self._shared and contexts.goes_on(number) else 0
 
+    def begins(self, number: int) -> np.ndarray:
+        """Where documents begin in window ``number`` of packed ones, (N,) bool. Raises as ``Contexts.begins`` does."""
+        assert isinstance(self._contexts, PackedContexts)
+        start = number * self._hop
+        return self._contexts.begins_of_bytes(start, start + self._contexts.context, None)
+
 
 def _batches(
     windows: _Windows, context: int, numbers: Iterator[int], batch_size: int, num_batches: int
@@ -168,7 +180,11 @@ def _batches(
         tokens = np.zeros((batch_size, context), dtype=windows.dtype)
         lengths, scored_from = np.zeros((2, batch_size), dtype=np.int64)
         ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
+        begins = np.ones((batch_size, context), dtype=bool) if windows.apart else None
         for row, number in enumerate(islice(numbers, batch_size)):
             lengths[row], scored_from[row] = windows.read(reader, number, tokens[row])
             ids[row] = number
-        yield EvaluationBatch(*map(torch.from_numpy, (tokens, lengths, scored_from, ids)))
+            if begins is not None:
+                begins[row] = windows.begins(number)
+        arrays = (tokens, lengths, scored_from, ids) if begins is None else (tokens, lengths, scored_from, ids, begins)
+        yield EvaluationBatch(*map(torch.from_numpy, arrays))

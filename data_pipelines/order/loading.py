@@ -79,6 +79,7 @@ class LaneRows:
     lengths: np.ndarray  # (lanes,) int64
     sample_ids: np.ndarray  # (lanes,) int64
     substitutions: tuple[Substitution, ...]
+    begins: np.ndarray | None = None  # (lanes, N) bool, see ``Contexts.begins``
 
 
 class LanesReader:
@@ -93,6 +94,7 @@ class LanesReader:
         self._size = settings.block_contexts if self._shuffled else in_sequence  # S
         self._readers = [SampleReader(contexts.split) for _ in own]
         self._rows = np.empty((len(own), 0, contexts.context), dtype=contexts.dtype)  # (L, S, N)
+        self._begins: list[np.ndarray | None] = [None] * len(own)  # (S, N) each
         self._loaded: tuple[int, int] | None = None  # epoch and block
 
     def take(self, epoch: int, step: int) -> LaneRows:
@@ -107,7 +109,14 @@ class LanesReader:
             lengths=self._lengths.take(chosen),
             sample_ids=self._ids.take(chosen),
             substitutions=tuple(each for each in stand_ins if each is not None),
+            begins=self._begins_of(chosen),
         )
+
+    def _begins_of(self, chosen: np.ndarray) -> np.ndarray | None:
+        """Of contexts by their places, (L,): where documents begin in them, (L, N)."""
+        size = self._rows.shape[1]
+        rows = [begins[place % size] for begins, place in zip(self._begins, chosen, strict=True) if begins is not None]
+        return np.stack(rows) if rows else None
 
     def _load(self, epoch: int, block: int) -> None:
         """Reads a block of every lane. The place of a context is its number over all lanes: lane * S + number."""
@@ -126,6 +135,7 @@ class LanesReader:
             self._order[place] = place * count + order
             try:
                 self._contexts.read(self._readers[place], first, self._rows[place], self._lengths[place], self._seed)
+                self._begins[place] = self._contexts.begins(first, count, self._seed)
             except DataError:
                 if self._on_damage == "abort":
                     raise
@@ -141,7 +151,9 @@ class LanesReader:
         def read(context: int, number: int) -> None:
             row, length = self._rows[place, number : number + 1], self._lengths[place, number : number + 1]
             self._contexts.read(self._readers[place], context, row, length, self._seed)
+            begins.append(self._contexts.begins(context, 1, self._seed))
 
+        begins: list[np.ndarray | None] = []
         for number, context in enumerate(self._ids[place].tolist()):
             try:
                 read(context, number)
@@ -159,6 +171,7 @@ class LanesReader:
             self._ids[place, number] = candidate
             stand_in = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
             self._substitutions[place * self._rows.shape[1] + number] = stand_in
+        self._begins[place] = _joined(begins)
 
 
 def load_rows(
@@ -192,11 +205,18 @@ def load_rows(
                     lengths=np.concatenate([part.lengths for part in step]),
                     sample_ids=np.concatenate([part.sample_ids for part in step]),
                     substitutions=tuple(each for part in step for each in part.substitutions),
+                    begins=_joined([part.begins for part in step]),
                 )
             )
     finally:
         # Workers end at once when the last reference goes, but only after seconds where a traceback still holds one.
         del parts
+
+
+def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """One below the other; None where they are none, which all are or none is."""
+    given = [part for part in parts if part is not None]
+    return np.concatenate(given) if given else None
 
 
 class _Shares(IterableDataset):

@@ -29,6 +29,7 @@ class Batch:
     sample_ids: Tensor  # (G / W,) int64: the contexts' numbers, see lanes.py
     state: StreamState  # after this batch: a stream that is given it begins with the next one
     substitutions: tuple[Substitution, ...] = ()  # contexts of this rank that stand in for damaged ones
+    begins: Tensor | None = None  # (G / W, N) bool, True where a document begins; None: each context is one whole
 
 
 class ByteStream:
@@ -75,6 +76,7 @@ class ByteStream:
                     sample_ids=torch.from_numpy(rows.sample_ids),
                     state=self._state_at(number + 1),
                     substitutions=rows.substitutions,
+                    begins=None if rows.begins is None else torch.from_numpy(rows.begins),
                 )
 
     @property

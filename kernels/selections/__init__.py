@@ -4,7 +4,17 @@
 """
 
 from longstride.kernels.selections.base import Part, Selection, selection_mask
+from longstride.kernels.selections.blocks import chosen_blocks
 from longstride.kernels.selections.clusters import recent_members
+from longstride.kernels.selections.documents import within_documents
 from longstride.kernels.selections.of_pattern import pattern_parts
 
-__all__ = ["Part", "Selection", "pattern_parts", "recent_members", "selection_mask"]
+__all__ = [
+    "Part",
+    "Selection",
+    "chosen_blocks",
+    "pattern_parts",
+    "recent_members",
+    "selection_mask",
+    "within_documents",
+]

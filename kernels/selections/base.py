@@ -68,18 +68,23 @@ def inverse_order(order: Tensor, context: int) -> Tensor:
     return rows.new_full((*order.shape[:-1], context), -1).scatter_(-1, order.long(), rows)
 
 
-def part_mask(part: Part, context: int) -> Tensor:
-    """(B, H, N, N) bool: [b, h, i, j] is True where query i reads key j."""
+def part_mask(part: Part, context: int, queries: Tensor | None = None) -> Tensor:
+    """(B, H, N, N) bool: [b, h, i, j] is True where query i reads key j; of some ``queries`` (P,): (B, H, P, N)."""
     query_order, key_order, low, high = part
     natural = torch.arange(context, dtype=torch.int32, device=low.device)
     column = natural if key_order is None else inverse_order(key_order, context)[:, :, None, :]
     if query_order is not None:
         row = inverse_order(query_order, context).long()
         low, high = (bound.expand(row.shape).gather(-1, row) for bound in (low, high))
+    if queries is not None:
+        low, high = low[..., queries], high[..., queries]
     return (low[..., None] <= column) & (column < high[..., None])
 
 
-def selection_mask(selection: Selection, context: int) -> Tensor:
-    """The definition of a selection: (B, H, N, N) bool, True where query i reads key j in any part. For small N."""
-    masks = [part_mask(part, context) for part in selection.parts]
+def selection_mask(selection: Selection, context: int, queries: Tensor | None = None) -> Tensor:
+    """The definition of a selection: (B, H, N, N) bool, True where query i reads key j in any part. For small N.
+
+    For large N of some ``queries`` (P,) alone: (B, H, P, N).
+    """
+    masks = [part_mask(part, context, queries) for part in selection.parts]
     return torch.stack(torch.broadcast_tensors(*masks)).any(0)

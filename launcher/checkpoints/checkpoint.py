@@ -122,7 +122,8 @@ class Checkpoint:
                 rule = f"{origin} belongs to another model, with {saved_model.get(path)!r} there"
                 problems.append(Problem(path, rule, model.get(path)))
         names = ("train_split", "shuffle_bytes", "packing", "separator", "hop")
-        pairs = [(f"data.{name}", getattr(config.data, name), getattr(saved.data, name)) for name in names]
+        now, before = (each.to_json()["data"] for each in (config, saved))
+        pairs = [(f"data.{name}", now[name], before[name]) for name in names]
         pairs.append(("data.seed", config.data.seed, state.seed))
         pairs.append(("train.global_batch", config.train.global_batch, state.global_batch))
         problems += [Problem(path, f"{origin} has {before}", now) for path, now, before in pairs if now != before]

@@ -46,6 +46,14 @@ class RemoteConfig(StrictModel):
     parallel: int = Field(default=_REMOTE.parallel, gt=0, description="files fetched ahead at once")
 
 
+class PackingConfig(StrictModel):
+    """How packed documents meet in a context."""
+
+    attend: Literal["context", "document"] = Field(
+        description="document: each is computed as in a context of its own; context: they are one text, as with true"
+    )
+
+
 class DataConfig(StrictModel):
     """Where the bytes come from."""
 
@@ -61,8 +69,9 @@ class DataConfig(StrictModel):
     extension: str | None = Field(default=None, description="of older runs alone; a data folder knows its own")
     seed: int = Field(default=0, ge=0, lt=2**64, description="of the order of the shards")
     shuffle_bytes: int = Field(default=SHUFFLE_BYTES, ge=0, description="each lane is shuffled in blocks of this size")
-    packing: bool | None = Field(
-        default=None, description="documents laid end to end; null: text yes, pictures and sounds no"
+    packing: bool | PackingConfig | None = Field(
+        default=None,
+        description="documents laid end to end, and how they meet; null: text yes, pictures and sounds no",
     )
     separator: int | None = Field(default=None, ge=0, le=255, description="a byte behind each packed document")
     hop: int | None = Field(
@@ -74,6 +83,12 @@ class DataConfig(StrictModel):
     workers: int = Field(default=0, ge=0, description="processes a rank that read ahead")
     prefetch: int = Field(default=2, gt=0, description="steps that each worker reads ahead")
     remote: RemoteConfig = RemoteConfig()
+
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _packing_object(cls, value: Any) -> Any:
+        """An object is told by its own rules alone, and not by those of a bool too."""
+        return PackingConfig.model_validate(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_together(self) -> DataConfig:
@@ -95,6 +110,16 @@ class DataConfig(StrictModel):
         if problems:
             raise ConfigError(*problems)
         return self
+
+    @property
+    def packed(self) -> bool | None:
+        """Whether documents are laid end to end; None: as the modality has it."""
+        return True if isinstance(self.packing, PackingConfig) else self.packing
+
+    @property
+    def apart(self) -> bool:
+        """Whether packed documents do not see each other."""
+        return isinstance(self.packing, PackingConfig) and self.packing.attend == "document"
 
     def check_order(self) -> None:
         """Whether the data can be read; the order "streaming" is known only so that older runs can be exported.
@@ -261,6 +286,8 @@ class RunConfig(StrictModel):
         if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
             rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
             raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
+        if self.data.apart:
+            self._check_documents()
         if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:
             rule = (
                 f"takes means over rows and columns of whole matrices, which ZeRO {self.zero_stage} cuts; take muon or "
@@ -269,6 +296,15 @@ class RunConfig(StrictModel):
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
         return self
+
+    def _check_documents(self) -> None:
+        """Whether the model keeps documents apart."""
+        try:
+            self.model.check_documents()
+        except ConfigError as error:
+            raise error.under("model") from None
+        if self.model.backend == "flex":
+            raise ConfigError.at("model.backend", "flex", "cannot keep documents apart; take auto")
 
     @property
     def precision(self) -> str:

@@ -142,7 +142,8 @@ class RunData:
         self._config, self._ranks = config, ranks
         if location is None:  # a run's configuration may be older
             config.data.check_order()
-        self._cut = Cut(packing=config.data.packing, separator=config.data.separator, hop=config.data.hop)
+        data = config.data
+        self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
         with placed():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)

@@ -206,6 +206,8 @@ def draw_matrices(model: SparseTransformer, tokens: Tensor, head: int | None, ti
         strength = np.cbrt(rows[layer] / max(float(rows[layer].max()), 1e-300))
         axis.imshow(strength, cmap="magma", vmin=0, vmax=1, interpolation="nearest", extent=(0, length, length, 0))
         kinds = dict.fromkeys(type(pattern).__name__ for pattern in patterns[layer])
+        if len(patterns[layer]) < model.config.heads:  # the others choose by content
+            kinds[type(model.mixers[layer]).__name__] = None
         axis.set_title(f"layer {layer}: {', '.join(kinds)}", fontsize=8)
         axis.set_xlabel("key position", fontsize=7)
         axis.set_ylabel("query position", fontsize=7)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,14 @@ import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
 from longstride.launcher.config import find_config, load_json_object
+from longstride.launcher.models import TRAINED
 from longstride.launcher.pictures import plt
-from longstride.sparse_model import ImageEmbedding, ModelConfig
+from longstride.sparse_model import ImageEmbedding, ModelConfig, SparseTransformer
 
 SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels
@@ -46,32 +49,63 @@ class Grid(NamedTuple):
     name: str  # of a cell
 
 
-def draw_pattern(source: Path, query: int | None = None) -> Any:
+class Chosen:
+    """What one head reads of one text, where content decides; drawn as a pattern of one part."""
+
+    def __init__(self, allowed: Callable[[Tensor], Tensor], length: int) -> None:
+        """``allowed``: of queries (P,), which of the text's ``length`` positions they read, (P, length) bool."""
+        self.allowed, self.length = allowed, length
+
+    def parts(self) -> tuple[Any, ...]:
+        """Itself."""
+        return (self,)
+
+    def mask(self, q: Tensor, k: Tensor) -> Tensor:
+        """Positions q (P, 1), and k that are broadcast to them; nothing beyond the text is read."""
+        rows = self.allowed(q.flatten().clamp_max(self.length - 1))
+        read = rows[torch.arange(len(q))[:, None], k.clamp_max(self.length - 1)]
+        return read & (q < self.length) & (k < self.length)
+
+    def __str__(self) -> str:
+        return "chosen by content"
+
+
+def draw_pattern(source: Path, query: int | None = None, text: Path | None = None, *, trusted: bool = False) -> Any:
     """The figure of a configuration: a path, or the bare name of a file in ds_configs/experiments.
 
-    ``query`` is the position whose view is shown, by default one below the middle.
+    Args:
+        source: the configuration, or with a ``text`` a run's folder too.
+        query: the position whose view is shown, by default one below the middle.
+        text: a file, for heads whose keys content decides: what they read of its first bytes, by the weights of the
+            run's last checkpoint, or by the first weights of a configuration.
+        trusted: a checkpoint that may be read though it could be anybody's.
 
     Raises:
-        ConfigError: the configuration cannot be read, holds no model that fits, or has no such position.
+        ConfigError: the configuration cannot be read, holds no model that fits, or has no such position; its heads
+            choose by content, and there is no text; or the text does not fit.
     """
-    path = find_config(source)
-    content = load_json_object(path)
-    if "model" not in content:
-        raise ConfigError(f"{path}: has no model")
-    try:
-        config = ModelConfig.model_validate(content["model"])
-    except ConfigError as error:
-        raise error.under("model") from None
+    model = None if text is None else _model_of(source, trusted)
+    config = _model_config(source) if model is None else model.config
     if query is not None:
         check_number("--query", query, config.context, "a position")
-    users: dict[Pattern, list[str]] = {}  # in the order of the layers
+    users: dict[Pattern | Chosen, list[str]] = {}  # in the order of the layers
+    chosen = 0  # heads that choose by content
     for layer, heads in enumerate(config.layer_patterns()):
         for head, pattern in enumerate(heads):
             users.setdefault(pattern, []).append(f"{layer}.{head}")
-    shown = list(users.items())[:SHOWN_PATTERNS]
+        chosen += config.heads - len(heads)
+    if model is not None and text is not None:
+        if not chosen:
+            raise ConfigError(f"--text={text}: no head of {source} chooses its keys by content; leave it out")
+        users = dict(_choices(model, text))
+    elif not users:
+        raise ConfigError(f"{source}: its heads choose their keys by content; give --text FILE")
+    shown: list[tuple[Pattern | Chosen, list[str]]] = list(users.items())[:SHOWN_PATTERNS]
     size = matrix_size([pattern for pattern, _ in shown], config.context)
     grid = grid_of(config)
     position = default_query(grid, config.context) if query is None else query
+    if query is None and model is not None:
+        position = min(position, max(pattern.length for pattern in users if isinstance(pattern, Chosen)) - 1)
     columns = min(COLUMNS, len(shown))
     bands = -(-len(shown) // columns)
     # Inches of a view that is 3.4 inches wide, with its title.
@@ -86,18 +120,64 @@ def draw_pattern(source: Path, query: int | None = None) -> Any:
     )
     for axis in axes.flat:
         axis.set_axis_off()
-    for number, (pattern, places) in enumerate(shown):
+    for number, (drawn, places) in enumerate(shown):
         band, column = divmod(number, columns)
-        draw_view(axes[2 * band, column], pattern, position, grid, config.context)
+        draw_view(axes[2 * band, column], drawn, position, grid, config.context)
         shown_places = ", ".join(places) if len(places) <= 4 else f"{places[0]} … {places[-1]} ({len(places)})"
-        title = f"{textwrap.fill(str(pattern), 36)}\nlayer.head {shown_places}"
+        title = f"{textwrap.fill(str(drawn), 36)}\nlayer.head {shown_places}"
         axes[2 * band, column].set_title(title, fontsize=8)
-        draw_matrix(axes[2 * band + 1, column], pattern, size)
+        draw_matrix(axes[2 * band + 1, column], drawn, size)
     left = len(users) - len(shown)
-    more = f"; {left} more patterns are not shown" if left else ""
+    more = f"; {left} more {'heads' if text else 'patterns'} are not shown" if left else ""
+    if chosen and text is None:
+        more += f"; {chosen} heads choose by content: --text FILE"
     name = f"{source.stem}: {config.context:,} positions, query {position:,}{more}"
     figure.suptitle("\n".join([name, *textwrap.wrap(LEGEND, 34 * max(columns, 2))]), fontsize=9)
     return figure
+
+
+def _model_config(source: Path) -> ModelConfig:
+    path = find_config(source)
+    content = load_json_object(path)
+    if "model" not in content:
+        raise ConfigError(f"{path}: has no model")
+    try:
+        return ModelConfig.model_validate(content["model"])
+    except ConfigError as error:
+        raise error.under("model") from None
+
+
+def _model_of(source: Path, trusted: bool) -> SparseTransformer:
+    """With the weights of a run's last checkpoint, or with first ones."""
+    if not source.is_dir():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return SparseTransformer(_model_config(source).model_copy(update={"backend": "auto"})).eval()
+    from longstride.launcher.checkpoints import master_weights, open_checkpoint
+
+    checkpoint = open_checkpoint(source, None, trusted=trusted)
+    model = SparseTransformer(checkpoint.config.model.model_copy(update={"backend": "auto"}))
+    model.load_state_dict(master_weights(checkpoint, TRAINED))
+    return model.eval()
+
+
+def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[str]]]:
+    """What each head that chooses by content reads of a text, and which head it is, as "layer.head"."""
+    content = text.read_bytes()[: model.config.context]
+    if len(content) < 2 or max(content) >= model.config.vocabulary:
+        limit = f"two bytes at least, all below {model.config.vocabulary}"
+        raise ConfigError(f"--text={text}: must have {limit}")
+    found: list[tuple[Chosen, list[str]]] = []
+    with ExitStack() as hooks, torch.no_grad():
+        for layer, (mixer, heads) in enumerate(zip(model.mixers, model.config.layer_patterns(), strict=True)):
+
+            def take(mixer: Any, inputs: tuple[Any, ...], layer: int = layer, first: int = len(heads)) -> None:
+                for head in range(first, model.config.heads):
+                    found.append((Chosen(mixer.reads(inputs[0], head), len(content)), [f"{layer}.{head}"]))
+
+            hooks.callback(mixer.register_forward_pre_hook(take).remove)
+        model(torch.frombuffer(bytearray(content), dtype=torch.uint8)[None], return_nats=True)
+    return found
 
 
 def check_number(option: str, number: int, count: int, what: str) -> None:
@@ -124,7 +204,7 @@ def default_query(grid: Grid, context: int) -> int:
     return min((row * grid.columns + column) * grid.channels, context - 1)
 
 
-def draw_view(axis: Any, pattern: Pattern, query: int, grid: Grid, context: int) -> None:
+def draw_view(axis: Any, pattern: Pattern | Chosen, query: int, grid: Grid, context: int) -> None:
     """One query's view: which of the cells around it are read."""
     cell = query // grid.channels
     axis.set_axis_on()
@@ -154,7 +234,7 @@ def window(place: int, size: int, shown: int, before: int) -> range:
     return range(start, start + shown)
 
 
-def view(pattern: Pattern, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
+def view(pattern: Pattern | Chosen, cell: int, grid: Grid, rows: range, columns: range, context: int) -> np.ndarray:
     """(rows, columns): what a query's cell reads of each. A pixel reads another where any of its channels does."""
     row, column = np.meshgrid(np.array(rows), np.array(columns), indexing="ij")
     first = torch.from_numpy((row * grid.columns + column) * grid.channels)  # of each cell
@@ -171,10 +251,12 @@ def view(pattern: Pattern, cell: int, grid: Grid, rows: range, columns: range, c
     return picture
 
 
-def matrix_size(patterns: list[Pattern], context: int) -> int:
+def matrix_size(patterns: Sequence[Pattern | Chosen], context: int) -> int:
     """Positions of a matrix that shows the longest stride, window or segment a few times, within limits."""
     sizes = [0]
     for pattern in patterns:
+        if isinstance(pattern, Chosen):
+            return min(pattern.length, MOST_POSITIONS)
         of = functools.partial(getattr, pattern)
         sizes.append(of("stride", 0) ** (of("num_factors", 2) - 1))
         sizes.append(of("window", 0) * of("dilation", of("block", 1)))
@@ -182,7 +264,7 @@ def matrix_size(patterns: list[Pattern], context: int) -> int:
     return min(context, MOST_POSITIONS, max(LEAST_POSITIONS, SHOWN_STRIDES * max(sizes)))
 
 
-def draw_matrix(axis: Any, pattern: Pattern, size: int) -> None:
+def draw_matrix(axis: Any, pattern: Pattern | Chosen, size: int) -> None:
     """The connectivity of the first ``size`` positions."""
     axis.set_axis_on()
     cell = -(-size // MATRIX_CELLS)
@@ -196,7 +278,7 @@ def draw_matrix(axis: Any, pattern: Pattern, size: int) -> None:
     axis.tick_params(labelsize=6)
 
 
-def pooled_connectivity(pattern: Pattern, size: int, cell: int) -> np.ndarray:
+def pooled_connectivity(pattern: Pattern | Chosen, size: int, cell: int) -> np.ndarray:
     """``connectivity`` by squares of ``cell`` positions, the greatest value in each: (cells, cells).
 
     So a column or a summary narrower than a cell still shows. Rows are computed a cell at a time.
@@ -209,7 +291,7 @@ def pooled_connectivity(pattern: Pattern, size: int, cell: int) -> np.ndarray:
     return picture
 
 
-def connectivity(pattern: Pattern, size: int, rows: range | None = None) -> np.ndarray:
+def connectivity(pattern: Pattern | Chosen, size: int, rows: range | None = None) -> np.ndarray:
     """(rows, size): 0 where query (row) does not read key (column), 1 first part, 2 later parts, 3 self."""
     rows = range(size) if rows is None else rows
     query, key = torch.tensor(rows)[:, None], torch.arange(size)

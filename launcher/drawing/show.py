@@ -18,6 +18,7 @@ from longstride.launcher.output import file_names, metrics_file
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 _PICTURES_WITH = {  # the options that not every picture has
     "query": ("pattern", "attention"),
+    "text": ("pattern",),
     **dict.fromkeys(("step", "context_number", "head", "weights"), ("attention",)),
 }
 
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         type=Path,
         metavar="CONFIG|RUN",
-        help="pattern: a run's JSON, or the name of one of ds_configs/experiments; attention, loss: a run folder",
+        help="pattern: a run's JSON, or the name of one of ds_configs/experiments, or with --text a run folder; "
+        "attention, loss: a run folder",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to make")
     parser.add_argument(
@@ -38,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="P",
         help="position whose view is shown; for attention repeatable (default: some far apart)",
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="pattern: what heads that choose their keys by content read of it"
     )
     add_step_argument(parser, "attention: checkpoint")
     parser.add_argument(
@@ -63,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.what == "pattern":
         from longstride.launcher.drawing.pattern import draw_pattern
 
-        figure = draw_pattern(arguments.source, arguments.query[0] if arguments.query else None)
+        query = arguments.query[0] if arguments.query else None
+        figure = draw_pattern(arguments.source, query, arguments.text, trusted=arguments.trust_checkpoint)
     else:
         from longstride.launcher.drawing.attention import draw_attention
 
@@ -89,7 +95,7 @@ def check_options(arguments: argparse.Namespace) -> None:
             given = value[0] if isinstance(value, list) else value
             option = f"--{name.replace('_', '-')}={given}"
             raise ConfigError(f"{option}: is of `show {'` and `show '.join(pictures)}` alone; leave it out")
-    if arguments.trust_checkpoint and arguments.what != "attention":
+    if arguments.trust_checkpoint and arguments.what != "attention" and not arguments.text:
         raise ConfigError(f"{TRUST_OPTION}: is of `show attention` alone; leave it out")
     if arguments.what == "pattern" and arguments.query is not None and len(arguments.query) > 1:
         raise ConfigError(f"--query={arguments.query[1]}: a pattern is shown for one query; give it once")

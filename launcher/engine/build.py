@@ -100,14 +100,14 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
     """Has every residual block computed again in the backward pass, dropout masks included, as the section says."""
 
-    def checkpoint_in_training(block: Callable[..., Any], h: Tensor) -> Any:
+    def checkpoint_in_training(block: Callable[..., Any], h: Tensor, *more: Any) -> Any:
         if not torch.is_grad_enabled():  # no backward pass follows in evaluation
-            return block(h)
+            return block(h, *more)
         has_auxiliary = False
 
         def as_tensors(h: Tensor) -> Tensor | tuple[Tensor, ...]:  # which is all that DeepSpeed hands on
             nonlocal has_auxiliary
-            given = block(h)
+            given = block(h, *more)
             if isinstance(given, Tensor):
                 return given
             has_auxiliary = given.auxiliary is not None

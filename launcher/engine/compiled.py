@@ -56,29 +56,38 @@ def _in_training(block: nn.Module, forward: Callable[..., Tensor]) -> Callable[.
     compiled = torch.compile(forward, fullgraph=True, dynamic=False, options={"fallback_random": True})
 
     def call(h: Tensor, *rest: object) -> Tensor:
-        return compiled(h) if block.training else forward(h, *rest)
+        return compiled(h, *rest) if block.training else forward(h, *rest)
 
     return call
 
 
-def run_blocks(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device, *, recomputed: bool) -> None:
+def run_blocks(
+    config: ModelConfig,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recomputed: bool,
+    apart: bool = False,
+) -> None:
     """One block of each kind that a model has, compiled, forward and backward over (B, N, C) zeros.
 
     What it compiles, this process keeps, and others find in torch's cache folder. Under ZeRO 3 DeepSpeed puts linear
     layers of its own in place of torch's: there each process compiles again in its first step. ``recomputed``: as
-    activation checkpointing runs it, which compiles the forward pass by itself as well.
+    activation checkpointing runs it, which compiles the forward pass by itself as well. ``apart``: with documents.
     """
     with torch.device("meta"):
         model = SparseTransformer(config, list(dict.fromkeys(config.blocks())))
     compile_blocks(model)
-    for block in model.blocks:
+    places = torch.arange(config.context, device=device).expand(batch, -1) if apart else None
+    for block, rest in zip(model.blocks, model.beside(places), strict=True):
         block.to_empty(device=device).to(dtype)
         for parameter in block.parameters():
             nn.init.zeros_(parameter)
         h = torch.zeros(batch, config.context, config.width, device=device, dtype=dtype, requires_grad=True)
         if recomputed:
             with torch.no_grad():  # the input of the first block needs gradients, and that of the others none
-                block(h)
-                block(h.detach())
-        given = block(h)
+                block(h, *rest)
+                block(h.detach(), *rest)
+        given = block(h, *rest)
         (given.rows if isinstance(given, Mixed) else given).sum().backward()

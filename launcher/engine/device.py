@@ -95,7 +95,13 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 def compile_kernels(
-    model: ModelConfig, batch: int, precision: str, device: torch.device, *, train: TrainConfig | None = None
+    model: ModelConfig,
+    batch: int,
+    precision: str,
+    device: torch.device,
+    *,
+    train: TrainConfig | None = None,
+    apart: bool = False,
 ) -> None:
     """Compiles what batches of so many contexts will launch on a GPU, and what ``train.compile`` asks for anywhere.
 
@@ -103,16 +109,17 @@ def compile_kernels(
     compiled for what they meet: tiles and slices follow from the context and the number of programs, and sizes and
     strides that are 1 or multiples of 16 are compiled in. So the model's own attention is run once at the run's own
     sizes. Of the processes of a host one compiles; the others find the result in Triton's or torch's cache folder.
-    ``train`` is None where no backward pass follows.
+    ``train`` is None where no backward pass follows. ``apart``: contexts hold documents that do not see each other.
     """
     blocks = train is not None and train.compile
     if device.type == "cpu" and not blocks:
         return
     with _one_at_a_time():
         if device.type != "cpu":
-            run_attention(model, batch, DTYPES[precision], device, training=train is not None)
+            run_attention(model, batch, DTYPES[precision], device, training=train is not None, apart=apart)
         if train is not None and blocks:
-            run_blocks(model, batch, DTYPES[precision], device, recomputed=train.activation_checkpointing)
+            recomputed = train.activation_checkpointing
+            run_blocks(model, batch, DTYPES[precision], device, recomputed=recomputed, apart=apart)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     if device.type == "cuda":
@@ -120,18 +127,28 @@ def compile_kernels(
 
 
 def run_attention(
-    model: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device, *, training: bool = True
+    model: ModelConfig,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    training: bool = True,
+    apart: bool = False,
 ) -> None:
     """Each of the model's kinds of mixers once, forward and, for training, backward, over (B, N, C) zeros."""
     with torch.device("meta"):
         network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
-    for mixer in network.mixers:
+    places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
+    for block, rest in zip(network.blocks, network.beside(places), strict=True):
+        mixer: Any = block.attention
+        if mixer is None:
+            continue
         mixer.to_empty(device=device).to(dtype)
         for parameter in mixer.parameters():
             torch.nn.init.zeros_(parameter)
         h = torch.zeros(batch, model.context, model.width, device=device, dtype=dtype, requires_grad=training)
         with torch.set_grad_enabled(training):
-            out = mixer(h)
+            out = mixer(h, *rest)
         if training:
             out.sum().backward()
 

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or checkpoint.manifest.precision
-    compile_kernels(config.model, batch_size, precision, ranks.device)
+    compile_kernels(config.model, batch_size, precision, ranks.device, apart=config.data.apart)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
         checkpoint = checkpoint.agreed(ranks)
@@ -169,7 +169,8 @@ def score(
 
     def nats_of(batch: EvaluationBatch) -> Tensor:
         with torch.no_grad():  # of this thread
-            return model(batch.tokens.to(device), return_nats=True).float().cpu()  # (B, N)
+            more = {} if batch.begins is None else {"begins": batch.begins.to(device)}
+            return model(batch.tokens.to(device), return_nats=True, **more).float().cpu()  # (B, N)
 
     parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop))
     for batch, nats in _in_turn(nats_of, parts, threads):

@@ -111,8 +111,10 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         "tables": asdict(costs.table_step(config)),
         "attention": {
             "density": [each / dense for each in pairs],
+            "bounds": [layer.bound for layer in work.layers],  # where the data decide, and the pairs are at most these
             "pairs": sum(pairs),
             "dense_pairs": dense * model.layers,
+            "at_most": config.data.apart,  # where documents end, pairs do
         },
         "step": {**step, "dense_flops": sum(as_dense.values())},
         "length": {
@@ -244,13 +246,15 @@ def _work(plan: dict[str, Any]) -> list[str]:
     lines = [f"a step  {_flops(total)}; with dense attention {_flops(dense)}, {dense / total:.1f} times as many"]
     for name in ("forward", "backward", "recompute"):
         lines.append(f"  {name:<11}{_flops(step[f'{name}_flops']):>14}")
-    lines.append(f"  attention to {share:.2%} of the pairs of dense causal attention; by layer:")
-    users: dict[float, list[int]] = {}  # layers of the same density, in the order of the first of them
-    for layer, density in enumerate(attention["density"]):
-        users.setdefault(density, []).append(layer)
-    for density, layers in users.items():
+    most = "at most " if any(attention["bounds"]) or attention["at_most"] else ""
+    lines.append(f"  attention to {most}{share:.2%} of the pairs of dense causal attention; by layer:")
+    users: dict[tuple[float, str], list[int]] = {}  # layers of the same density, in the order of the first of them
+    for layer, kind in enumerate(zip(attention["density"], attention["bounds"], strict=True)):
+        users.setdefault(kind, []).append(layer)
+    for (density, bound), layers in users.items():
         shown = ", ".join(map(str, layers[:6])) + (f", … ({len(layers)} layers)" if len(layers) > 6 else "")
-        lines.append(f"    {density:7.2%}  layer{'s' if len(layers) > 1 else ''} {shown}")
+        reason = f": {bound}" if bound else ""
+        lines.append(f"    {density:7.2%}  layer{'s' if len(layers) > 1 else ''} {shown}{reason}")
     return lines
 
 

@@ -262,7 +262,9 @@ class Scored(NamedTuple):
 def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list[float] | None = None) -> Scored:
     """The forward pass over some contexts of a batch. ``context_nats`` gets the sum of each context."""
     tokens, lengths = batch.tokens[rows], batch.lengths[rows]
-    nats, auxiliary, statistics = engine(tokens.to(engine.device), return_nats=True, return_mixed=True)  # (B, N), …
+    more = {} if batch.begins is None else {"begins": batch.begins[rows].to(engine.device)}
+    given = engine(tokens.to(engine.device), return_nats=True, return_mixed=True, **more)
+    nats, auxiliary, statistics = given  # (B, N), …
     if not bool((lengths == tokens.shape[1]).all()):
         real = torch.arange(tokens.shape[1]) < lengths[:, None]
         nats = nats.masked_fill(~real.to(engine.device), 0.0)

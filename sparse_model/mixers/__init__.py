@@ -16,15 +16,19 @@ from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
+from longstride.sparse_model.mixers.moba import MobaConfig
+from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import MixerConfig
 from longstride.sparse_model.strict import StrictModel
 
 MIXERS: dict[str, type[StrictModel]] = {
-    "synthesizer": SynthesizerConfig,
     "adaptive_span": AdaptiveSpanConfig,
     "entmax": EntmaxConfig,
+    "moba": MobaConfig,
+    "routing": RoutingConfig,
+    "synthesizer": SynthesizerConfig,
 }
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
@@ -164,9 +168,23 @@ def attention_schema() -> dict[str, Any]:
     count = {"count": {"type": "integer", "minimum": 1}}
     groups = {"type": "array", "items": {"anyOf": _pattern_schemas(combine | count, "count")}, "minItems": 1}
     by_head = {"type": "object", "properties": {"heads": groups}, "required": ["heads"], "additionalProperties": False}
-    mixers = [mixer.model_json_schema() for mixer in MIXERS.values()]
+    mixers = [_whole(mixer.model_json_schema()) for mixer in MIXERS.values()]
     choices = [*_pattern_schemas(combine), *mixers, by_head]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}
+
+
+def _whole(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema with its definitions where they are referred to: inside of another one, references would not reach."""
+    definitions = schema.pop("$defs", {})
+
+    def filled(part: Any) -> Any:
+        if isinstance(part, dict):
+            found = definitions[part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+            return {key: filled(value) for key, value in found.items()}
+        return [filled(each) for each in part] if isinstance(part, list) else part
+
+    whole: dict[str, Any] = filled(schema)
+    return whole
 
 
 def _pattern_schemas(more: dict[str, Any], *required: str) -> list[dict[str, Any]]:

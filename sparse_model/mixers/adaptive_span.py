@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, Problem, empty_cache, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
-from longstride.sparse_model.mixers.attention import Attention, OfAttention
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Mixed
+from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -41,7 +41,7 @@ LEAST_BLOCK = 16  # rows of a block, where the ramp is shorter: products of fewe
 SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 
 
-class AdaptiveSpanConfig(OfAttention, StrictModel):
+class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
     type: Literal["adaptive_span"]
@@ -114,9 +114,14 @@ class AdaptiveSpan(Attention):
 
     def num_pairs(self, positions: int) -> int:
         """Pairs of a query and a key with the present spans; with the longest, where there are no weights yet."""
-        if self.spans.is_meta or not self.spans.numel():
+        if self.spans.is_meta:
             return super().num_pairs(positions)
         return sum(num_pairs(Local(reach), positions) for reach in reaches(self.positions_read(), self.config.ramp))
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Of these pairs, its projections, and its convolution."""
+        bound = f"spans of at most {self.limit:,} positions" if self.spans.is_meta else ""
+        return replace(super().work(positions, batch), bound=bound)
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
         """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""

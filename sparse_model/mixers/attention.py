@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from longstride.kernels import empty_cache, num_pairs, sparse_attention
+from longstride.kernels import empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import NetworkConfig
@@ -19,12 +21,12 @@ from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
 
-class OfAttention:
-    """What the configurations of attention of every kind say alike."""
+class OfQueriesAndKeys:
+    """What the configurations of all attention have in common."""
 
     @property
     def has_queries(self) -> bool:
-        """As any attention."""
+        """All have queries and keys."""
         return True
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
@@ -32,11 +34,12 @@ class OfAttention:
         return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadPatterns(OfAttention):
+@dataclass(frozen=True)
+class HeadPatterns(OfQueriesAndKeys):
     """Attention as the configuration asks for it: a pattern for each head."""
 
     patterns: tuple[Pattern, ...]
+    within_documents: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly."""
@@ -75,25 +78,37 @@ class Attention(nn.Module):
 
     part = "attention"
 
-    def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
+    def __init__(
+        self,
+        network: NetworkConfig,
+        patterns: tuple[Pattern, ...],
+        rotary: Rotary | None,
+        widths: tuple[int, ...] | None = None,
+    ) -> None:
+        """``widths``: channels of what is projected, where that is not queries, keys and values of all heads."""
         super().__init__()
         self.network, self.heads, self.backend, self.patterns = network, network.heads, network.backend, patterns
-        self.widths = (network.query_key_width, network.query_key_width, network.width)
+        self.widths = widths or (network.query_key_width, network.query_key_width, network.width)
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
         self.projection = nn.Linear(network.width, network.width, bias=network.bias)
-        self.stacked_rows = {"query_key_value": self.widths}  # three matrices in one, see ``parameter_roles``
+        # Several matrices in one, see ``parameter_roles``.
+        self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
 
     def initialize(self) -> None:
         """Set its linear layers."""
         draw_linear(self.query_key_value, self.network)
         draw_linear(self.projection, self.network, into_stream=True)
 
-    def forward(self, h: Tensor, state: AttentionState | None = None, first: int = 0) -> Tensor | Mixed:
+    def forward(
+        self, h: Tensor, state: AttentionState | None = None, first: int = 0, documents: Documents | None = None
+    ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
+
+        With documents, each is computed as in a context of its own.
 
         Raises:
             ValueError: several positions that do not begin at 0.
@@ -101,13 +116,20 @@ class Attention(nn.Module):
         if first and h.shape[1] != 1:
             raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         if self.convolution is not None:
-            h = self.convolution(h, None if state is None else state.recent, first)
+            places = None if documents is None else documents.places
+            h = self.convolution(h, None if state is None else state.recent, first, places)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
-        q, k, v = self.heads_of(rows)
-        given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
+        given: Tensor | Mixed
+        if documents is not None:
+            assert documents.selection is not None
+            q, k, v = self.heads_of(rows, documents.places)
+            given = selected_attention(q, k, v, documents.selection, backend=self.backend)
+        else:
+            q, k, v = self.heads_of(rows)
+            given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
         out = given.rows if isinstance(given, Mixed) else given
         out = self.projection(out.transpose(1, 2).flatten(2))
         return given._replace(rows=out) if isinstance(given, Mixed) else out
@@ -140,11 +162,20 @@ class Attention(nn.Module):
         """Scores (P, N) of queries (P,), -inf where they do not read, to weights; of a query without keys, anything."""
         return torch.softmax(scores, -1)
 
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels)."""
+    def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
+        return q, k
+
+    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels).
+
+        Positions are ``places`` (B, N) where these are given, else 0 to N - 1.
+        """
         if not self.as_projected:
             channels, width = 2 * self.widths[0], self.widths[0] // self.heads
-            table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
+            table = None
+            if self.rotary is not None:
+                table = self.rotary.table(rows.device)[slice(rows.shape[1]) if places is None else places]
             rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1))
         return q, k, v
@@ -162,8 +193,8 @@ class Attention(nn.Module):
         """Of the pairs that its heads read, its projections, and its convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
-        widths = (width // self.heads for width in self.widths[1:])
-        own = Work(pairs, 2 * positions * weights, *(2 * pairs * width for width in widths))
+        scores, values = (2 * pairs * width // self.heads for width in (self.network.query_key_width, self.widths[-1]))
+        own = Work(pairs, 2 * positions * weights, scores, values)
         return own if self.convolution is None else own + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
@@ -176,16 +207,25 @@ class Attention(nn.Module):
             A function of queries (P,) int64 and the number of a head, to (P, N) float64: the softmax over the keys that
             the head reads. A row sums to 1, or to 0 where a query has no key.
         """
-        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
-        q, k = self.heads_of(rows)[:2]
+        q, k = self._queries_and_keys(h)
+        left, right = self.compared(q, k)
 
         def of_head(queries: Tensor, head: int) -> Tensor:
             allowed = self.allowed(q, k, head)(queries)
-            scores = (q[0, head, queries].double() @ k[0, head].double().T) * q.shape[-1] ** -0.5
+            scores = (left[0, head, queries].double() @ right[0, head].double().T) * q.shape[-1] ** -0.5
             weights = self.weigh(scores.masked_fill(~allowed, -math.inf), queries, head)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 
         return of_head
+
+    def reads(self, h: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, h (1, N, C): queries (P,) int64 to (P, N) bool."""
+        return self.allowed(*self._queries_and_keys(h), head)
+
+    def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (1, H, N, D) of one context (1, N, C)."""
+        rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
+        return self.heads_of(rows)[:2]
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""

@@ -23,13 +23,18 @@ class CausalConvolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(positions, width))  # row j is of the position j before
 
-    def forward(self, h: Tensor, state: RecentRows | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N."""
+    def forward(
+        self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
+    ) -> Tensor:
+        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N.
+
+        With the place of each row in its document (B, N): no row reads one before its document.
+        """
         if state is not None:
             if h.shape[1] == 1:
                 return state.step(h, first)
             state.begin(h)
-        return ShiftedSum.apply(h, self.weight)
+        return ShiftedSum.apply(h, self.weight, places)
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentRows:
         """Room for the rows that a step reads."""
@@ -77,35 +82,41 @@ class RecentRows:
 class ShiftedSum(torch.autograd.Function):
     """The convolution as sums of shifted rows: of so few positions, faster on a CPU than torch's own.
 
-    It takes x (B, N, C) and the weights (k, C), and saves both. Sums are in fp32 (fp64 for fp64).
+    It takes x (B, N, C), the weights (k, C), and places in documents (B, N) or None, and saves them. Sums are in fp32
+    (fp64 for fp64).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, places: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, places)
         out, weights = torch.empty_like(x), weight.to(wide_of(x))
         for place, (rows, total) in tiles(x, 0, scratch=2):
             rows.copy_(x[place])
             torch.addcmul(rows, rows, weights[0], out=total)
             for j in range(1, min(len(weights), x.shape[1])):
-                total[:, j:].addcmul_(rows[:, :-j], weights[j])
+                total[:, j:].addcmul_(_within(rows[:, :-j], places, place, j), weights[j])
             out[place] = total
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, places = ctx.saved_tensors
         grad_x, weights = torch.empty_like(x), weight.to(wide_of(x))
         grad_weight = torch.zeros_like(weights)
         for place, (rows, grad, work) in tiles(x, 0, scratch=3):
             rows.copy_(x[place])
             grad.copy_(grad_out[place])
             for j in range(min(len(weights), x.shape[1])):
-                later, earlier = grad[:, j:], rows[:, : x.shape[1] - j]
+                later, earlier = _within(grad[:, j:], places, place, j), rows[:, : x.shape[1] - j]
                 products = work.flatten()[: later.numel()].view(later.shape)
                 grad_weight[j] += torch.mul(later, earlier, out=products).sum((0, 1))
             torch.addcmul(grad, grad, weights[0], out=work)
             for j in range(1, min(len(weights), x.shape[1])):
-                work[:, :-j].addcmul_(grad[:, j:], weights[j])
+                work[:, :-j].addcmul_(_within(grad[:, j:], places, place, j), weights[j])
             grad_x[place] = work
-        return grad_x, grad_weight.to(weight.dtype)
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+def _within(rows: Tensor, places: Tensor | None, batch: slice, j: int) -> Tensor:
+    """What is of pairs j positions apart, (b, N - j, C): 0 where the earlier one is of another document."""
+    return rows if places is None or j == 0 else rows.masked_fill(places[batch, j:, None] < j, 0.0)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, allowed_keys, empty_cache
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
-from longstride.sparse_model.mixers.attention import Attention, OfAttention
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import HeadWidths
@@ -50,7 +50,7 @@ STEPS = 16  # of Newton's method at most; 9 were the most seen
 LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
 
 
-class EntmaxConfig(OfAttention, StrictModel):
+class EntmaxConfig(OfQueriesAndKeys, StrictModel):
     """Adaptively sparse attention as the configuration asks for it."""
 
     type: Literal["entmax"]

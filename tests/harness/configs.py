@@ -108,6 +108,30 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "entmax", "pattern": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1}},
         ],
     },
+    "chosen blocks": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
+    },
+    "routing": {
+        "layers": 2,
+        "attention": {"type": "routing", "clusters": 5, "window": 6, "local": {"heads": 2, "window": 4}},
+    },
+    "routing in turn": {
+        "layers": 3,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "convolution": 3,
+        "query_key_ratio": 0.5,
+        "bias": False,
+        "attention": [
+            {"type": "routing", "clusters": 4, "window": 3, "shared_query_key": False},
+            {"type": "routing", "clusters": 7, "window": 50, "local": {"heads": 1, "window": 4}},
+            {"type": "routing", "clusters": 4, "window": 5, "local": {"heads": 3, "window": 9}, "keys": "random"},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from longstride.kernels import attend_listed, selected_attention
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.selections import Part, Selection, pattern_parts, recent_members, selection_mask
+from longstride.kernels.selections import (
+    Part,
+    Selection,
+    pattern_parts,
+    recent_members,
+    selection_mask,
+    within_documents,
+)
 from tests.harness.backends import DTYPES, on
 from tests.harness.oracles import (
     Inputs,
@@ -215,3 +222,21 @@ def test_what_does_not_fit_is_told(change: Callable[[Part], Part], message: str)
     part = change(recent_members(clusters("random", 2, 2, 8)))
     with pytest.raises(ValueError, match=message):
         selected_attention(q, k, v, Selection((part,), 8))
+
+
+@pytest.mark.parametrize("context", [1, 7, 40, 96])
+def test_documents_have_a_pattern_each(context: int) -> None:
+    """Any patterns together, documents of one position and of the whole context, and any length of these."""
+    generator = torch.Generator().manual_seed(context)
+    position = torch.arange(context)
+    begins = torch.rand(3, context, generator=generator) < torch.tensor([0.0, 0.1, 0.6])[:, None]
+    starts = torch.where(begins, position, 0).cummax(-1).values
+    place, own = position - starts, starts[:, :, None] == starts[:, None]
+    patterns = [pattern.for_head(head) for pattern in example_patterns() for head in range(2)]
+    alike = within_documents(patterns[:1] * 4, starts.int())
+    assert all(tensor is None or tensor.stride(1) == 0 for part in alike.parts for tensor in part)
+    for some in (patterns, patterns[:1] * 2):
+        selection = within_documents(some, starts.int())
+        selection.check(context)
+        wanted = torch.stack([own & pattern.mask(place[:, :, None], place[:, None]) for pattern in some], 1)
+        assert torch.equal(selection_mask(selection, context), wanted)

@@ -223,7 +223,8 @@ def test_pairs_are_those_of_the_spans_or_of_the_limit() -> None:
         q = torch.zeros(1, 4, 40, 16)
         masks = [mixer.allowed(q, q, head)(torch.arange(40)) for head in range(4)]
         assert mixer.num_pairs(40) == sum(int(mask.sum()) for mask in masks)
-    assert work(config).blocks.pairs == mixer.num_pairs(40)
+    planned = work(config).blocks
+    assert planned.pairs == mixer.num_pairs(40) and planned.bound == "spans of at most 12 positions"
     assert set(config.layer_patterns()[0]) == {Local(17)}
     assert set(small(**spans_config()).layer_patterns()[0]) == {Dense()}
 

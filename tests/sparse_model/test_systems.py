@@ -222,7 +222,7 @@ class AskedWidths(TorchDispatchMode):
         self.found: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.longstride.attention.default:
+        if func in (torch.ops.longstride.attention.default, torch.ops.longstride.selected_attention.default):
             self.found.add((args[0].shape[-1], args[2].shape[-1]))
         return func(*args, **(kwargs or {}))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Cut
-from longstride.data_pipelines.order.evaluation import evaluation_contexts
+from longstride.data_pipelines.order.contexts import Cut, PackedContexts
+from longstride.data_pipelines.order.evaluation import evaluation_contexts, read_context
 from longstride.data_pipelines.order.lanes import shard_order
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
@@ -67,6 +67,50 @@ def test_documents_in_pieces_follow_definition(pieces):
         found = train_contexts(pieces, Cut(separator=separator), context, 3, epochs=2)
         whole = [content[start : start + context] for start in range(0, len(content), context)]
         assert found == dict(enumerate(whole[: len(content) // (3 * context) * 3]))
+
+
+@pytest.mark.parametrize("separator", [None, 255])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_batches_tell_where_documents_begin(pieces, monkeypatch, separator, one_by_one):
+    """In training by any way of reading, and in evaluation; the bytes and their order stay what they are."""
+    shards = {split: shard_documents(pieces, split) for split in ("train", "validation")}
+    cut = Cut(separator=separator, apart=True)
+
+    def begins_of(split: str, order: list[int]) -> np.ndarray:
+        ended = [shard.documents for shard in pieces.manifest.splits[split].shards]
+        places = ((number, place) for number in order for place in range(len(shards[split][number])))
+        sizes = [len(shards[split][n][place]) + (separator is not None and place < ended[n]) for n, place in places]
+        begins = np.zeros(sum(sizes), dtype=bool)
+        begins[np.cumsum([0, *sizes[:-1]])] = True
+        return begins
+
+    if one_by_one:
+        read = PackedContexts.read
+
+        def damaged_blocks(self, reader, first, rows, lengths, seed):
+            if len(rows) > 1:
+                raise DataError("somewhere in it")
+            read(self, reader, first, rows, lengths, seed)
+
+        monkeypatch.setattr(PackedContexts, "read", damaged_blocks)
+    order = [number for epoch in range(2) for number in shard_order(len(shards["train"]), 3, epoch)]
+    wanted = begins_of("train", order)
+    options = {"context": 200, "global_batch": 3, "seed": 3, "shuffle_bytes": 2000, "on_damage": "substitute"}
+    apart, plain = (open_stream(pieces.folder, cut=each, **options) for each in (cut, Cut(separator=separator)))
+    assert apart.fingerprint == plain.fingerprint
+    for batch, other in itertools.islice(zip(apart, plain, strict=True), apart.lanes.batches_before(2)):
+        assert torch.equal(batch.tokens, other.tokens) and other.begins is None
+        for number, row in zip(batch.sample_ids.tolist(), batch.begins.numpy(), strict=True):
+            assert np.array_equal(row, wanted[number * 200 : (number + 1) * 200])
+    wanted = begins_of("validation", list(range(len(shards["validation"]))))
+    for batch in evaluation_contexts(pieces.folder, context=200, batch_size=3, cut=cut, min_context=50):
+        for number, row in zip(batch.sample_ids.tolist(), batch.begins.numpy(), strict=True):
+            window = wanted[number * 150 : number * 150 + 200] if number >= 0 else wanted[:0]
+            assert np.array_equal(row[: len(window)], window) and row[len(window) :].all()
+    first = read_context(pieces.folder, "validation", 0, context=5000, cut=cut)
+    behind = b"" if separator is None or pieces.manifest.splits["validation"].shards[0].documents == 0 else b"\xff"
+    part = shards["validation"][0][0]
+    assert first.numpy().tobytes() in (part, part + behind)
 
 
 def cut_document(document: bytes, context: int, hop: int) -> list[bytes]:

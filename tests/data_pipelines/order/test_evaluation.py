@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
 
 
@@ -55,7 +56,7 @@ def test_evaluation_covers_split_once(corpus, context, batch_size, world_size, l
 @pytest.mark.parametrize("min_context", [0, 70])
 def test_a_batch_holds_the_same_rows_for_any_number_of_ranks(corpus, limit, min_context):
     def batches(world_size):
-        options = {"context": 100, "batch_size": 4, "limit": limit, "min_context": min_context}
+        options = {"context": 100, "batch_size": 4, "limit": limit, "min_context": min_context, "cut": Cut(apart=True)}
         everyones = [
             list(evaluation_contexts(corpus.folder, rank=rank, world_size=world_size, **options))
             for rank in range(world_size)

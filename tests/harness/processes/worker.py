@@ -24,6 +24,27 @@ from tests.harness import counting
 from tests.harness.runs import timeouts
 
 
+def dump_buffers(folder: Path) -> None:
+    """Saves what each rank has in its buffers before its first step and after every one: ``rank-R.pt``, a list."""
+    import longstride.launcher.training.loop as loop
+
+    train_step = loop.train_step
+    kept: list[dict[str, Any]] = []
+
+    def step_and_dump(engine: Any, taken: Any, micro_batch: int, ranks: Any, *args: Any) -> Any:
+        def keep() -> None:
+            kept.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+
+        if not kept:
+            keep()
+        line = train_step(engine, taken, micro_batch, ranks, *args)
+        keep()
+        torch.save(kept, folder / f"rank-{ranks.rank}.pt")
+        return line
+
+    loop.train_step = step_and_dump
+
+
 def dump_master_weights(path: str) -> None:
     """Saves the fp32 master weights as they are in the engine after each step, by DeepSpeed's own debugging calls."""
     import torch
@@ -309,6 +330,8 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
         dump_master_weights(os.environ["DUMP_MASTER_WEIGHTS"])
     if "DUMP_LOGITS" in os.environ:
         dump_logits(os.environ["DUMP_LOGITS"])
+    if "DUMP_BUFFERS" in os.environ:
+        dump_buffers(Path(os.environ["DUMP_BUFFERS"]))
     if "COUNTING" in os.environ:
         counting.register()
     if "CHUNK_ROWS" in os.environ:

@@ -25,10 +25,14 @@ PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
 SYSTEMS = {  # docs/systems.md, with their parameters
     "enwik8_adaptive_span": 38_092_384,
+    "cifar10_routing": 95_096_832,
     "enwik8_experts": 315_481_088,
     "enwik8_longformer": 38_247_936,
+    "enwik8_routing": 240_081_920,
     "enwik8_sandwich": 208_425_216,
     "enwik8_synthesizer": 66_491_928,
+    "imagenet64_routing": 189_663_232,
+    "pg19_routing": 277_316_096,
 }
 IMAGE_GPT = ("image_gpt_small", "image_gpt_miniature")  # docs/systems.md
 DEEP = "dense_16384"  # which the paper mentions, without a figure of it

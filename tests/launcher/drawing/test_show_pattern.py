@@ -21,6 +21,7 @@ from longstride.launcher.drawing.pattern import (
     LATER,
     NOTHING,
     SELF,
+    Chosen,
     Grid,
     connectivity,
     default_query,
@@ -198,3 +199,41 @@ def test_options_of_another_picture_are_refused(
     assert cli.main(["show", *words, "--output", str(tmp_path / "a.png")]) == 2
     assert capsys.readouterr().err.startswith(f"longstride: error: {message}")
     assert not list(tmp_path.iterdir())
+
+
+ROUTING = {"type": "routing", "clusters": 3, "window": 5}
+TINY = {"context": 64, "layers": 2, "heads": 2, "width": 32, "embedding": {"type": "text", "row_width": 8}}
+
+
+def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, picture = tmp_path / "text", tmp_path / "picture.png"
+    text.write_bytes(b"long strides over sparse bytes, and not a byte beyond the context is read")
+    mixed = [ROUTING, {**ROUTING, "local": {"heads": 1, "window": 8}}]
+    words = ["show", "pattern", str(written(tmp_path, **TINY, attention=mixed)), "--output", str(picture)]
+    figure = draw_pattern(Path(words[2]))
+    assert "3 heads choose by content" in figure.get_suptitle()
+    plt.close(figure)
+    figure = draw_pattern(Path(words[2]), text=text)
+    titles = [axis.get_title() for axis in figure.axes if "layer.head" in axis.get_title()]
+    assert titles == [f"chosen by content\nlayer.head {place}" for place in ("0.0", "0.1", "1.1")]
+    plt.close(figure)
+    assert cli.main([*words, "--text", str(text), "--query", "9"]) == 0
+    picture.unlink()
+    capsys.readouterr()
+    for changes, options, line in (
+        ({"attention": ROUTING}, [], "its heads choose their keys by content; give --text FILE"),
+        ({"attention": {"type": "dense"}}, ["--text", str(text)], "chooses its keys by content; leave it out"),
+        ({"attention": ROUTING, "vocabulary": 100}, ["--text", str(text)], "two bytes at least, all below 100"),
+    ):
+        written(tmp_path, **TINY, **changes)
+        assert cli.main([*words, *options]) == 2
+        assert capsys.readouterr().err.endswith(f"{line}\n")
+
+
+def test_a_choice_is_drawn_as_it_is() -> None:
+    read = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).tril() > 0.4
+    found = connectivity(Chosen(lambda queries: read[queries], 20), 24)  # type: ignore[arg-type]
+    wanted = torch.zeros(24, 24, dtype=torch.int64)
+    wanted[:20, :20] = read.long()
+    wanted[range(20), range(20)] *= SELF
+    assert found.tolist() == wanted.tolist()

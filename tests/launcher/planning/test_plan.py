@@ -54,6 +54,14 @@ def test_table_tells_the_plan(capsys: pytest.CaptureFixture[str], plan: Plan) ->
     assert found["attention"]["density"] == pytest.approx([(64.5 + 32 * 47.5) / 6_144.5] * 30)
 
 
+def test_what_content_decides_is_told_as_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "enwik8_routing", "--processes", "1", "model.layers=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (share,) = (line for line in lines if "of the pairs of dense" in line)
+    assert share.startswith("  attention to at most 6.15% of the pairs")
+    assert any(line.endswith("  layers 0, 1: at most 256 keys a query of 4 routed heads") for line in lines)
+
+
 def test_json_adds_up(plan: Plan) -> None:
     found = plan("cifar10_strided", "train.epochs=12")
     parts = dict(found["parameters"])

@@ -19,6 +19,10 @@ from tests.launcher.training.test_training import HIGH_SCALE
 ROWS = 8 * 64  # of a step of all ranks
 COUNTING = 'model.feed_forward=[{"type": "dense"}, {"type": "counting"}]'
 SEEN = "blocks.1.feed_forward.seen"
+ROUTING = (
+    'model.attention={"type": "routing", "clusters": 4, "window": 8, "local": {"heads": 1, "window": 8}, "decay": 0.9}'
+)
+CENTROIDS = [f"blocks.{layer}.attention.centroids" for layer in (0, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +44,34 @@ LEGS: list[tuple[int, int, str, tuple[str, ...]]] = [  # processes, ZeRO stage, 
 ]
 
 
+def dumped(folder: Path, processes: int) -> list[dict[str, torch.Tensor]]:
+    """What buffers were before the first step and after every one, to the bit the same on all ranks."""
+    first, *others = (torch.load(folder / f"rank-{rank}.pt") for rank in range(processes))
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return first
+
+
 def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, capsys: Any) -> None:
     """Once for each taken step: with accumulation, recomputation, and whatever ranks there are."""
     run = tmp_path / "run"
-    common = [COUNTING, f"train.output={run}", "train.checkpoint_every=1", "train.evaluate_every=0"]
+    common = [COUNTING, ROUTING, f"train.output={run}", "train.checkpoint_every=1", "train.evaluate_every=0"]
     common += ["train.schedule=constant", "train.warmup_steps=0"]
+    centroids: dict[str, torch.Tensor] = {}
     for step, (processes, stage, precision, more) in enumerate(LEGS, 1):
         arguments = ["--config", str(config_file), "--resume", "auto", *common, f"deepspeed=zero{stage}_{precision}"]
-        ended = spawn([*arguments, f"train.steps={step}", *more], processes, {"COUNTING": "1"})
+        watched = {"COUNTING": "1", "DUMP_BUFFERS": str(tmp_path)}
+        ended = spawn([*arguments, f"train.steps={step}", *more], processes, watched)
         assert ended.codes == [0] * processes, ended.stderr
         assert seen(run, step) == [step * ROWS, step]
+        before, after = dumped(tmp_path, processes)
+        saved = SavedState(open_checkpoint(run, step)).buffers
+        for name in CENTROIDS:  # which go on from the same bits, in whatever layout, and are fp32 in any precision
+            assert after[name].dtype == torch.float32 and torch.equal(after[name], saved[name])
+            assert step == 1 or torch.equal(before[name], centroids[name])
+            assert not torch.equal(before[name], after[name])
+        centroids = after
     weights = master_weights(open_checkpoint(run, len(LEGS)), AVERAGE)
     assert weights[SEEN].tolist() == [len(LEGS) * ROWS, len(LEGS)]
     assert main(["export", str(run), "--output", str(tmp_path / "model"), "--dtype", "bf16"]) == 0, capsys.readouterr()
@@ -59,6 +81,7 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
     for dtype in (None, torch.float32):
         buffers = dict(load_model(tmp_path / "model", dtype=dtype).named_buffers())
         assert buffers[SEEN].tolist() == [len(LEGS) * ROWS, len(LEGS)] and buffers[SEEN].dtype == torch.float32
+        assert all(torch.equal(buffers[name], centroids[name]) for name in CENTROIDS)
 
 
 def test_a_step_that_is_not_taken_is_not_observed(config_file: Path, tmp_path: Path) -> None:
@@ -71,3 +94,22 @@ def test_a_step_that_is_not_taken_is_not_observed(config_file: Path, tmp_path: P
     taken = 8 - SavedState(skipped).numbers["skipped_steps"]
     assert 0 < taken < 8
     assert seen(run, 8) == [taken * ROWS, taken]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("stage", range(4))
+def test_centroids_are_the_same_on_all_ranks_after_fifty_steps(stage: int, config_file: Path, tmp_path: Path) -> None:
+    """With accumulation and recomputation, and as those of one process but for rounding."""
+    found = []
+    for processes in (2, 1):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        arguments = ["--config", str(config_file), ROUTING, f"train.output={folder / 'run'}", "train.steps=50"]
+        arguments += ["train.activation_checkpointing=true", "model.dropout=0", f"deepspeed=zero{stage}_fp32"]
+        ended = spawn(arguments, processes, {"DUMP_BUFFERS": str(folder)})
+        assert ended.codes == [0] * processes, ended.stderr
+        found.append(dumped(folder, processes))
+    assert [len(steps) for steps in found] == [51, 51]
+    for name in CENTROIDS:
+        assert not torch.equal(found[0][49][name], found[0][50][name])
+        torch.testing.assert_close(found[0][2][name], found[1][2][name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,26 @@
+"""Several documents in one context, none of which sees another. Letters: B batch, N positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longstride.kernels.selections import Selection
+
+
+class Documents(NamedTuple):
+    """How documents lie in the contexts of a batch, as one block needs it."""
+
+    places: Tensor  # (B, N) int64, the place of each position in its document, from 0
+    selection: Selection | None  # which positions each head of the block's mixer reads; None: it has no mixer
+
+
+def places_of(begins: Tensor) -> Tensor:
+    """The place of each position in its document, (B, N) int64, of a mask that is True on the first one of each.
+
+    Position 0 begins one in any case.
+    """
+    positions = torch.arange(begins.shape[1], device=begins.device)
+    return positions - torch.where(begins, positions, 0).cummax(-1).values

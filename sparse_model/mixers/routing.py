@@ -1,0 +1,388 @@
+"""Routing attention: heads whose positions read those of their own cluster (Roy et al. 2020, section 4).
+
+Letters: B batch, H heads, L of them local, R routed, N positions of a context, n of what is computed, k clusters, w
+keys of a window, D head width of queries and keys, Dv of values.
+
+Queries and keys of routed heads go through a layer norm without weights, which puts them on a sphere of radius √D.
+There each belongs to the cluster whose centroid has the greatest product with it. A query reads the most recent w
+earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best. Which those are
+depends on later positions, and so do their rows.) Scores are divided by √D as ever: they lie between -√D and √D.
+
+In causal models the paper has queries serve as keys (its algorithm 1). A position would then agree with itself before
+all others; so it reads itself only where it is the first of its cluster (Kitaev et al. 2020, section 2).
+
+Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its members in
+that step: c ← λc + (1 - λ)m, m of length 1. One without members stays.
+
+Rotary positions turn queries and keys after clusters are chosen. So clusters know what is there, and not where.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention, sparse_attention
+from longstride.kernels.patterns import Local, Pattern
+from longstride.kernels.selections import Selection, recent_members, selection_mask
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.cache import KeyValues
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.part import Mixed, Work
+from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
+from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model.tiles import wide_of
+
+MOST_PRODUCTS = 1 << 22  # of positions and centroids, at once: in fp32 16 MiB
+_MASK = (1 << 32) - 1  # of hashes
+
+
+class LocalHeads(StrictModel):
+    """Heads beside the routed ones that read the last positions."""
+
+    heads: Annotated[int, POSITIVE]
+    window: Annotated[int, POSITIVE]
+
+
+class RoutingConfig(OfQueriesAndKeys, StrictModel):
+    """Routing attention as the configuration asks for it."""
+
+    type: Literal["routing"]
+    clusters: Annotated[int, POSITIVE]  # the paper's k; about the root of the context
+    window: Annotated[int, POSITIVE]  # keys that a query of a routed head reads at most
+    local: LocalHeads | None = None  # null: all heads are routed
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999  # λ
+    # "random": clusters by a hash of the position, which content cannot change: the paper's control.
+    keys: Literal["routed", "random"] = "routed"
+    shared_query_key: bool = True  # queries of routed heads are their keys
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError where the heads or the network's options do not go together."""
+        if problems := list(self._problems(network)):
+            raise ConfigError(*problems)
+
+    def _problems(self, network: NetworkConfig) -> Iterator[Problem]:
+        if self.local is not None and self.local.heads >= network.heads:
+            rule = f"must leave heads={network.heads} some that are routed; nearest {network.heads - 1}"
+            if network.heads == 1:
+                rule = "must leave heads=1 one that is routed; leave local out"
+            yield Problem("local.heads", rule, self.local.heads)
+        if network.backend == "flex":
+            yield Problem("type", 'needs another backend than "flex"; nearest "auto"', self.type)
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Of the local heads, which come first."""
+        return () if self.local is None else (Local(self.local.window),) * self.local.heads
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> ClusteredAttention:
+        """The module."""
+        kind = Routing if self.keys == "routed" else RandomKeys
+        return kind(network, self, rotary)
+
+
+class ClusteredAttention(Attention):
+    """Local heads first, and then heads whose queries read the recent keys of their own cluster.
+
+    What projections give is, in this order: queries and keys of local heads, queries and keys of routed heads (keys
+    only where they are not the queries), values of all. Between ``heads_of`` and attention, queries and keys of routed
+    heads are normalised and not turned yet.
+    """
+
+    def __init__(self, network: NetworkConfig, config: RoutingConfig, rotary: Rotary | None) -> None:
+        patterns = config.head_patterns(network)
+        width = network.query_key_width // network.heads
+        local, routed = len(patterns) * width, network.query_key_width - len(patterns) * width
+        super().__init__(
+            network,
+            patterns,
+            rotary,
+            (local, local, routed, 0 if config.shared_query_key else routed, network.width),
+        )
+        self.config, self.local, self.routed = config, len(patterns), network.heads - len(patterns)
+        self.head_width = width
+
+    @abstractmethod
+    def clusters(self, x: Tensor, first: int = 0) -> Tensor:
+        """The cluster of each position from ``first`` on, x (B, R, n, D): (B, R, n) int64."""
+
+    def statistics(self, members: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        """In training, what ``observe`` gets, of routed queries and keys (B, R, N, D) with clusters."""
+        return ()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
+        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics in training."""
+        outs, local = [], self.local
+        if local:
+            of_local = [x[:, :local] for x in (q, k, v)]
+            outs.append(sparse_attention(of_local[0], of_local[1], of_local[2], self.patterns, backend=self.backend))
+        q, k, v = (x[:, local:] for x in (q, k, v))
+        queries, keys = self.assigned(q, k)
+        outs.append(self.attend_routed(q, k, v, queries, keys))
+        out = torch.cat(outs, 1) if local else outs[0]
+        if self.training and (seen := self.statistics([(q, queries)] if keys is None else [(q, queries), (k, keys)])):
+            return Mixed(out, None, seen)
+        return out
+
+    def assigned(self, q: Tensor, k: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
+        """The clusters of routed queries and keys (B, R, n, D); None for keys that are the queries."""
+        return self.clusters(q, first), None if self.config.shared_query_key else self.clusters(k, first)
+
+    def attend_routed(self, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
+        """Of routed heads: q, k and v (B, R, N, ·) in clusters (B, R, N) to (B, R, N, Dv)."""
+        selection = self.selection(queries, keys)
+        turned = self.turned(q)
+        return selected_attention(
+            turned, turned if keys is None else self.turned(k), v, selection, backend=self.backend
+        )
+
+    def selection(self, queries: Tensor, keys: Tensor | None) -> Selection:
+        """Who reads whom, by the clusters (B, R, N) of queries and of keys."""
+        part = recent_members(queries, keys, window=self.config.window, itself=keys is not None)
+        if keys is None:  # a cluster's first position stands where its interval begins, which is empty
+            part = part._replace(high=torch.maximum(part.high, part.low + 1))
+        return Selection((part,), min(self.config.window, queries.shape[-1]))
+
+    def turned(self, x: Tensor, first: int = 0) -> Tensor:
+        """Queries or keys of routed heads (B, R, n, D), turned by their positions where the model has them turned."""
+        if self.rotary is None:
+            return x
+        table = self.rotary.table(x.device)[first : first + x.shape[2]]
+        rows = x.transpose(1, 2).flatten(2)
+        rows = PreparedHeads.apply(rows, rows.shape[-1], self.head_width, False, table)
+        return rows.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (B, H, N, D), from what ``query_key_value`` gives, (B, N, channels)."""
+        assert places is None, "routing reads whole contexts"
+        if self.local and not self.as_projected:
+            table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
+            channels = 2 * self.local * self.head_width
+            rows = PreparedHeads.apply(rows, channels, self.head_width, self.normed, table)
+        q, k, v = (x.transpose(1, 2) for x in self._parts(rows))
+        return q, k, v
+
+    def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
+        local = self.local
+        q, k = (torch.cat([x[:, :local], self.turned(x[:, local:])], 1) for x in (q, k))
+        return q, k
+
+    def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
+        if head < self.local:
+            return super().allowed(q, k, head)
+        routed = head - self.local
+        queries, keys = self.assigned(q[:, self.local :], k[:, self.local :])
+        own = slice(routed, routed + 1)
+        selection = self.selection(queries[:, own], None if keys is None else keys[:, own])
+        return lambda some: selection_mask(selection, k.shape[2], some)[0, 0]
+
+    def num_pairs(self, positions: int) -> int:
+        """Of local heads, and the most that routed heads can have: each query reads as many keys as it may."""
+        window, most = self.config.window, min(self.config.window, positions)
+        ramp = most * (most + 1) // 2 + (positions - most) * most  # a query of its own position and those before it
+        if self.config.shared_query_key:  # its own only where it is the first
+            beside = min(window, positions - 1)
+            ramp = 1 + beside * (beside + 1) // 2 + (positions - 1 - beside) * beside
+        return super().num_pairs(positions) + self.routed * ramp
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Of the most pairs that its heads can read, its projections, and its convolution."""
+        bound = f"at most {self.config.window} keys a query of {self.routed} routed heads"
+        return replace(super().work(positions, batch), bound=bound)
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RoutedCache:
+        """Empty keys and values with room for ``length`` positions, and lists of each cluster's last positions."""
+        local = None
+        if self.local:
+            keys, values = (
+                empty_cache(batch, self.local, length, width, self.patterns, device=device, dtype=dtype)
+                for width in (self.head_width, self.network.width // self.heads)
+            )
+            local = KeyValues(keys, values, self.patterns, self.backend)
+        return RoutedCache(self, local, batch, length, device, dtype)
+
+    def _parts(self, rows: Tensor) -> Sequence[Tensor]:
+        """q, k and v (B, N, H, ·) of projected rows, those of routed heads normalised."""
+        *parts, values = rows.split(self.widths, -1)
+        width, shared = self.head_width, self.config.shared_query_key
+        local_q, local_k, q, k = (part.unflatten(-1, (part.shape[-1] // width, width)) for part in parts)
+        q = F.layer_norm(q, (width,))
+        k = q if shared else F.layer_norm(k, (width,))
+        if self.local:
+            q, k = torch.cat([local_q, q], 2), torch.cat([local_k, k], 2)
+        return q, k, values.unflatten(-1, (self.heads, -1))
+
+    def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
+        """q, k and v (B, H, D) of one position, (B, 1, ·)."""
+        q, k, v = (x.squeeze(1) for x in self._parts(row))
+        local = self.local
+        if local and not self.as_projected:
+            turns = None if self.rotary is None else self.rotary.table(row.device)[position]
+            both = prepared_row(torch.cat([q[:, :local], k[:, :local]], 1), self.normed, turns)
+            q, k = (torch.cat([of, x[:, local:]], 1) for of, x in zip(both.split(local, 1), (q, k), strict=True))
+        return q, k, v
+
+
+class Routing(ClusteredAttention):
+    """Clusters by content: the centroid with the greatest product."""
+
+    centroids: Tensor  # (R, k, D)
+
+    def __init__(self, network: NetworkConfig, config: RoutingConfig, rotary: Rotary | None) -> None:
+        super().__init__(network, config, rotary)
+        self.register_buffer("centroids", torch.empty(self.routed, config.clusters, self.head_width))
+
+    def initialize(self) -> None:
+        """Set its linear layers, and its centroids to random directions."""
+        super().initialize()
+        nn.init.normal_(self.centroids)
+        self.centroids.copy_(F.normalize(self.centroids, dim=-1))
+
+    def clusters(self, x: Tensor, first: int = 0) -> Tensor:
+        """The centroid that each position agrees with most; of equal ones the first."""
+        with torch.no_grad():
+            centroids = self.centroids.to(wide_of(x)).mT
+            return torch.cat([(some @ centroids).argmax(-1) for some in self._cut(x.detach())], 2)
+
+    def statistics(self, members: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        """The sum of each cluster's members in all contexts, and behind it their number: (R, k, D + 1)."""
+        every = torch.arange(self.config.clusters, device=self.centroids.device)
+        total = self.centroids.new_zeros(self.routed, len(every), self.head_width + 1)
+        with torch.no_grad():
+            for x, clusters in members:
+                pieces = self._cut(x.detach())
+                for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
+                    # A product with zeros and ones: a sum that is the same every time, on a card too.
+                    member = (of_some[..., None] == every).to(some.dtype)
+                    total = total + (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
+        return (total,)
+
+    def observe(self, total: Tensor) -> None:
+        """Move the centroids towards the mean directions of their members in a step, as ``statistics`` gives them."""
+        sums, counts = total[..., :-1], total[..., -1:]
+        decay = self.config.decay
+        moved = decay * self.centroids + (1 - decay) * F.normalize(sums, dim=-1)
+        self.centroids.copy_(torch.where(counts > 0, moved, self.centroids))
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Products with centroids too, which have no backward pass."""
+        sides = 1 if self.config.shared_query_key else 2
+        return super().work(positions, batch) + Work(choosing=2 * sides * positions * self.centroids.numel())
+
+    def _cut(self, x: Tensor) -> Sequence[Tensor]:
+        """Rows (B, R, n, D) by runs of positions, so that their products with all centroids are never too many."""
+        rows = max(1, MOST_PRODUCTS // (len(x) * self.routed * self.config.clusters))
+        return [some.to(wide_of(x)) for some in x.split(rows, 2)]
+
+
+class RandomKeys(ClusteredAttention):
+    """Clusters by the position and the head alone, as far from any order as a hash is: the control of the paper."""
+
+    def clusters(self, x: Tensor, first: int = 0) -> Tensor:
+        """The same for all contexts, and for all models of so many clusters."""
+        batch, heads, count, _ = x.shape
+        position = torch.arange(first, first + count, device=x.device)
+        mixed = (position * 0x9E3779B1 + torch.arange(1, heads + 1, device=x.device)[:, None] * 0x85EBCA6B) & _MASK
+        mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & _MASK
+        mixed = (mixed ^ mixed >> 12) * 0x297A2D39 & _MASK
+        return ((mixed ^ mixed >> 15) % self.config.clusters).expand(batch, heads, count)
+
+
+class RoutedCache:
+    """Keys and values of earlier positions, and the last positions of each cluster, by which one more query reads.
+
+    Keys (B, R, N, D) are turned; ``members`` (B, R, k, w) are positions, or -1, and ``counts`` (B, R, k) how many each
+    cluster has had: position number c of a cluster stands at c % w.
+    """
+
+    def __init__(
+        self,
+        mixer: ClusteredAttention,
+        local: KeyValues | None,
+        batch: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Empty, of ``length`` positions; ``local`` is of the local heads."""
+        self.mixer, self.local, config = mixer, local, mixer.config
+        self.window = min(config.window, length)
+        of_all = (batch, mixer.routed, length)
+        self.keys, self.values = (
+            torch.empty(*of_all, width, device=device, dtype=dtype)
+            for width in (mixer.head_width, mixer.network.width // mixer.heads)
+        )
+        self.members = torch.full(
+            (batch, mixer.routed, config.clusters, self.window), -1, dtype=torch.int64, device=device
+        )
+        self.counts = torch.zeros(self.members.shape[:3], dtype=torch.int64, device=device)
+
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        local, outs, rows = self.mixer.local, [], q.shape[2]
+        if self.local is not None:
+            outs.append(self.local.begin(q[:, :local], k[:, :local], v[:, :local]))
+        q, k, v = (x[:, local:] for x in (q, k, v))
+        queries, keys = self.mixer.assigned(q, k)
+        outs.append(self.mixer.attend_routed(q, k, v, queries, keys))
+        self.keys[:, :, :rows] = self.mixer.turned(k)
+        self.values[:, :, :rows] = v
+        clusters = queries if keys is None else keys
+        part = recent_members(clusters)
+        number = (part.high - part.low - 1).long()  # of each position in its cluster
+        assert part.query_order is not None
+        positions = part.query_order.long()
+        clusters = clusters.gather(-1, positions)
+        self.counts.zero_().scatter_add_(-1, clusters, torch.ones_like(clusters))
+        place = clusters * self.window + number % self.window
+        beyond = self.members[0, 0].numel()
+        place = place.where(number >= self.counts.gather(-1, clusters) - self.window, beyond)
+        members = positions.new_full((*self.counts.shape[:2], beyond + 1), -1).scatter_(-1, place, positions)
+        self.members.copy_(members[..., :-1].view_as(self.members))
+        return torch.cat(outs, 1)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        mixer, local, outs = self.mixer, self.mixer.local, []
+        if self.local is not None:
+            outs.append(self.local.step(q[:, :local], k[:, :local], v[:, :local], position))
+        if position == 0:
+            self.members.fill_(-1)
+            self.counts.zero_()
+        q, k, v = (x[:, local:] for x in (q, k, v))
+        queries, keys = mixer.assigned(q[:, :, None], k[:, :, None], position)
+        if mixer.rotary is not None:
+            turns = mixer.rotary.table(q.device)[position]
+            q = prepared_row(q.contiguous(), False, turns)
+            k = q if keys is None else prepared_row(k.contiguous(), False, turns)
+        self.keys[:, :, position], self.values[:, :, position] = k, v
+        if keys is not None:
+            self._add(keys, position)
+        reads = self.members.take_along_dim(queries[..., None], 2).squeeze(2)
+        if keys is None:  # the query is its own key, which it reads only where there is no other
+            reads[..., 0] = reads[..., 0].where(reads[..., 0] >= 0, position)
+            self._add(queries, position)
+        outs.append(attend_listed(q, self.keys, self.values, reads))
+        return torch.cat(outs, 1)
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        if self.local is not None:
+            self.local.rearrange(order, known)
+        for rows in (self.keys, self.values):
+            rows[:, :, :known] = rows[order, :, :known]
+        self.members, self.counts = self.members[order], self.counts[order]
+
+    def _add(self, clusters: Tensor, position: int) -> None:
+        """Enter a position into its cluster, (B, R, 1), of each context and head."""
+        place = clusters * self.window + self.counts.gather(-1, clusters) % self.window
+        self.members.flatten(2).scatter_(-1, place, position)
+        self.counts.scatter_add_(-1, clusters, torch.ones_like(clusters))

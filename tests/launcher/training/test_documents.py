@@ -1,0 +1,87 @@
+"""Runs whose packed documents do not see each other: training, evaluation, and a resume."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.order.contexts import Cut
+from longstride.data_pipelines.order.evaluation import evaluation_contexts
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.sparse_model import SparseTransformer
+from tests.harness.runs import configuration, metrics, spawn
+
+APART = 'data.packing={"attend": "document"}'
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """The tiny run on short documents, several of which meet in each context."""
+    source, words = tmp_path / "source", random.Random(0)
+    source.mkdir()
+    for number in range(300):
+        text = " ".join(words.choice(["sparse", "dense", "stride", "byte"]) for _ in range(words.randint(1, 12)))
+        (source / f"{number}.txt").write_text(text)
+    build([source], tmp_path / "data", validation_fraction=0.2)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(configuration(tmp_path / "data", tmp_path / "run")))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (['data.packing={"attend": "documents"}'], 'data.packing.attend="documents": must be '),
+        (["data.packing=3"], "data.packing=3: must be "),
+        ([APART, "data.hop=8"], "data.hop=8: packed documents are cut every 64 bytes"),
+        ([APART, "model.backend=flex"], 'model.backend="flex": cannot keep documents apart; take auto'),
+        (
+            [APART, 'model.attention={"type": "synthesizer", "kind": "random"}'],
+            "model.attention: synthesizer reads whole contexts; take patterns, or data.packing ",
+        ),
+    ],
+)
+def test_what_does_not_fit_documents_is_named(
+    refused: Callable[..., list[str]], config_file: Path, overrides: list[str], line: str
+) -> None:
+    (found,) = refused("--config", str(config_file), *overrides)
+    assert found.startswith(line)
+
+
+def test_a_run_keeps_documents_apart(config_file: Path, tmp_path: Path) -> None:
+    run, more = tmp_path / "run", ["data.separator=10", "train.activation_checkpointing=true", "data.workers=2", APART]
+    ended = spawn(["--config", str(config_file), *more], 2)
+    assert ended.codes == [0, 0], ended.stderr
+    checkpoint = open_checkpoint(run, 4)
+    model = SparseTransformer(checkpoint.config.model).eval()
+    model.load_state_dict(master_weights(checkpoint, "trained"))
+    # The validation loss is that of each document, or its part in a context, by itself.
+    nats: list[torch.Tensor] = []
+    options: dict[str, Any] = {"context": 64, "batch_size": 2, "limit": 6}
+    cut = Cut(separator=10, apart=True)
+    for batch in evaluation_contexts(tmp_path / "data", cut=cut, **options):
+        assert batch.begins is not None
+        for tokens, length, begins in zip(batch.tokens, batch.lengths.tolist(), batch.begins, strict=True):
+            edges = sorted({0, *begins[:length].nonzero().flatten().tolist(), length})
+            with torch.no_grad():
+                nats += [model(tokens[None, a:b], return_nats=True).flatten() for a, b in pairwise(edges)]
+    lines = metrics(run)
+    found = next(line for line in lines if line["split"] == "validation" and line["step"] == 4)
+    assert len(nats) > 12 and found["loss_nats"] == pytest.approx(torch.cat(nats).double().mean().item(), rel=1e-6)
+    # It goes on where it was, and not as another kind of run.
+    shutil.copytree(run, tmp_path / "again")
+    arguments = ["--config", str(config_file), "--resume", "4", f"train.output={tmp_path / 'again'}"]
+    ended = spawn([*arguments, *more], 2)
+    assert ended.codes == [0, 0], ended.stderr
+    assert metrics(tmp_path / "again") == lines
+    ended = spawn([*arguments, *more[:2]], 1)
+    assert ended.codes == [2] and "data.packing=null: the checkpoint" in ended.stderr[0], ended.stderr
