@@ -316,15 +316,12 @@ class Blocks(NamedTuple):
 @lru_cache(maxsize=64)
 def most_keys(pattern: Pattern, context: int) -> int:
     """The most keys that a query of a head's pattern reads, all parts together."""
-    return int(_row_lengths(pattern, context).max())
-
-
-def _row_lengths(pattern: Pattern, context: int) -> Tensor:
-    lengths = torch.zeros(context, dtype=torch.int64)
-    for query_order, _, low, high in pattern_parts(pattern, context):
-        rows = torch.arange(context) if query_order is None else query_order.flatten().long()
-        lengths.index_add_(0, rows, (high - low).flatten().long())
-    return lengths
+    with torch.device("cpu"):  # models are made without memory too
+        lengths = torch.zeros(context, dtype=torch.int64)
+        for query_order, _, low, high in pattern_parts(pattern, context):
+            rows = torch.arange(context) if query_order is None else query_order.flatten().long()
+            lengths[rows] += (high - low).flatten()
+    return int(lengths.max())
 
 
 @lru_cache(maxsize=64)  # as plans of patterns are: heads that differ have one each
