@@ -43,7 +43,7 @@ from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
 
 MOST_KEYS = 2048  # of a row; a backward pass holds some ten numbers for each of a piece's
-SCORES_IN_WORK = 1 << 22  # of a piece: in fp32 16 MiB
+SCORES_IN_WORK = 1 << 21  # of a piece: in fp32 8 MiB. Fewer rows at once have fewer columns that not all of them read
 BLOCK_ROWS = (64, 32, 16, 8, 4, 1)  # to choose from
 GATHERED = 16  # rows of products that take as long as gathering a key
 STEPS = 16  # of Newton's method at most; 9 were the most seen
