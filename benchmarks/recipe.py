@@ -254,11 +254,19 @@ def pilot(content: dict[str, Any], data: Path, folder: Path) -> float:
     )
 
 
-def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Path) -> dict[str, Any]:
-    """One training; its score, bytes and seconds."""
+def train(
+    content: dict[str, Any],
+    steps: int,
+    seed: int,
+    data: Path,
+    folder: Path,
+    look: Callable[[Path], dict[str, Any]] = lambda run: {},
+) -> dict[str, Any]:
+    """One training; its score, bytes and seconds, and what ``look`` finds in its run folder."""
     contexts = HELD_OUT_BYTES // content["model"]["context"]
     with tempfile.TemporaryDirectory(dir=folder) as place:
         lines = run(content, steps, seed, data, Path(place) / "run", evaluate_contexts=contexts)
+        found = look(Path(place) / "run")
     steps_taken = [line for line in lines if line["split"] == "train"]
     return {
         "seed": seed,
@@ -266,7 +274,7 @@ def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Pa
         "bytes": sum(line["tokens"] for line in steps_taken),
         "seconds": rounded(sum(line["seconds"] for line in steps_taken)),
         "steps": steps,
-    }
+    } | found
 
 
 def run(

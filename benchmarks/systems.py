@@ -26,9 +26,11 @@ import torch
 
 from benchmarks.machine import about
 from benchmarks.recipe import Row, changed, longstride, measured, recipe, summary, train
-from benchmarks.report import RESULTS, write_json
+from benchmarks.report import RESULTS, rounded, write_json
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.models import TRAINED
 from longstride.launcher.planning.costs import parameter_parts, work
-from longstride.sparse_model import ModelConfig
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "systems.md"
 BEGIN, END = "<!-- made by benchmarks/systems.py: begin -->", "<!-- end -->"
@@ -98,6 +100,13 @@ BY_CONTENT = {
     "a window of 32 and random keys, 64 at most": "random",
     "a window of 32 and routing, 64 keys at most": "routed",
 }
+
+
+def reading(attention: dict[str, Any]) -> dict[str, Any]:
+    """Four heads of this attention in every layer."""
+    return {"model.heads": 4, "model.attention": attention}
+
+
 COMPARISONS: dict[str, tuple[Row, ...]] = {
     "sandwich": (
         Row("interleaved, (sf)4", {}),
@@ -134,6 +143,16 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
     ),
     "routing": tuple(Row(name, by_content(kind)) for name, kind in BY_CONTENT.items()),
     COPIES: tuple(Row(f"on copies: {name}", on_copies(kind)) for name, kind in BY_CONTENT.items()),
+    "adaptive span": (
+        Row("a window of 256", reading({"type": "local", "window": 256})),
+        Row("adaptive span up to 256, penalty 1e-5", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-5})),
+        Row("adaptive span up to 256, penalty 1e-4", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-4})),
+        Row("adaptive span up to 256, penalty 1e-3", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-3})),
+    ),
+    "entmax": (
+        Row("softmax over a window of 64", reading({"type": "local", "window": 64})),
+        Row("entmax over a window of 64", reading({"type": "entmax", "pattern": {"type": "local", "window": 64}})),
+    ),
 }
 
 
@@ -163,7 +182,8 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
             for row in COMPARISONS[name]:
                 content = changed(changed(recipe(), BASE), row.changes)
                 seeds = [
-                    pool.submit(train, content, options.steps, seed, place, folder) for seed in range(options.seeds)
+                    pool.submit(train, content, options.steps, seed, place, folder, learned)
+                    for seed in range(options.seeds)
                 ]
                 jobs[name, row.name] = sizes(content), seeds
             result["comparisons"][name] = {}
@@ -194,6 +214,20 @@ def write_copies(folder: Path, documents: int = 1024, size: int = 4096) -> None:
         (folder / f"{number:04}.txt").write_bytes((string * (size // len(string) + 1))[:size])
 
 
+def learned(run: Path) -> dict[str, Any]:
+    """Of heads that learn how they read, the mean span in positions, or the mean α; nothing of others."""
+    checkpoint = open_checkpoint(run, None)
+    model = SparseTransformer(checkpoint.config.model)
+    model.load_state_dict(master_weights(checkpoint, TRAINED))
+    found = {}
+    with torch.no_grad():
+        for name, what in (("positions_read", "mean_span"), ("excess", "mean_excess")):
+            heads = [getattr(mixer, name)() for mixer in model.mixers if hasattr(mixer, name)]
+            if heads:
+                found[what] = rounded(float(torch.cat(heads).mean()))
+    return found
+
+
 def sizes(content: dict[str, Any]) -> dict[str, int]:
     """Parameters, and operations of a forward pass over a byte."""
     config = ModelConfig.model_validate(content["model"])
@@ -222,6 +256,9 @@ def table(result: dict[str, Any]) -> str:
         for name, row in rows.items():
             bits, seconds = ([run[key] for run in row["runs"]] for key in ("bits_per_byte", "seconds"))
             cells = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f}) | {statistics.fmean(seconds):.0f}"
+            for what, text in (("mean_span", "mean span {:.0f}"), ("mean_excess", "mean α 1 + {:.2f}")):
+                if what in row["runs"][0]:
+                    name += "; " + text.format(statistics.fmean(run[what] for run in row["runs"]))
             lines.append(f"| {name} | {cells} | {row['parameters']:,} | {row['operations']:,} |")
     return "\n".join(lines) + "\n"
 

@@ -7,6 +7,7 @@ from longstride.kernels.selections.base import Part, Selection, inverse_order, s
 from longstride.kernels.selections.blocks import chosen_blocks
 from longstride.kernels.selections.clusters import hash_rounds, recent_members
 from longstride.kernels.selections.documents import within_documents
+from longstride.kernels.selections.of_pattern import pattern_parts
 
 __all__ = [
     "Part",
@@ -14,6 +15,7 @@ __all__ = [
     "chosen_blocks",
     "hash_rounds",
     "inverse_order",
+    "pattern_parts",
     "recent_members",
     "selection_mask",
     "within_documents",

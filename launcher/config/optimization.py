@@ -15,7 +15,9 @@ class RatesConfig(StrictModel):
     matrices: float | None = Field(default=None, gt=0, description="linear layers of the residual blocks")
     embeddings: float | None = Field(default=None, gt=0, description="of tokens and positions")
     vectors: float | None = Field(
-        default=None, gt=0, description="norms, biases, convolutions, routers of experts, the first position"
+        default=None,
+        gt=0,
+        description="norms, biases, convolutions, routers of experts, spans, the first position",
     )
     output: float | None = Field(default=None, gt=0, description="the projection to logits")
     tables: float | None = Field(default=None, gt=0, description="n-gram tables")

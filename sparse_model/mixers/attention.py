@@ -137,7 +137,7 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D), with what there is to tell beside that.
 
-        What attends otherwise overrides this, ``new_cache``, ``num_pairs`` and ``allowed``.
+        What attends otherwise overrides this, ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
         """
         return sparse_attention(q, k, v, self.patterns, backend=self.backend)
 
@@ -157,6 +157,10 @@ class Attention(nn.Module):
         """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
         positions = torch.arange(k.shape[2], device=k.device)
         return lambda queries: self.patterns[head].mask(queries[:, None], positions)
+
+    def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:
+        """Scores (P, N) of queries (P,), -inf where they do not read, to weights; of a query without keys, anything."""
+        return torch.softmax(scores, -1)
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
@@ -208,7 +212,7 @@ class Attention(nn.Module):
         def of_head(queries: Tensor, head: int) -> Tensor:
             allowed = self.allowed(q, k, head)(queries)
             scores = (left[0, head, queries].double() @ right[0, head].double().T) * q.shape[-1] ** -0.5
-            weights = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
+            weights = self.weigh(scores.masked_fill(~allowed, -math.inf), queries, head)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 
         return of_head

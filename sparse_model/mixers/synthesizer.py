@@ -71,8 +71,8 @@ def _kinds(value: Any) -> tuple[Kind, ...]:
     return tuple(kinds)
 
 
-def _pattern(value: Any) -> Pattern:
-    """Of `pattern`."""
+def one_pattern(value: Any) -> Pattern:
+    """Of `pattern`, which all heads of a mixer have; null is dense."""
     if isinstance(value, dict) and "index" in value:
         raise ConfigError.at("index", value["index"], "must be left out: it follows from the number of the head")
     return Dense() if value is None else pattern_from_json(value)
@@ -80,7 +80,7 @@ def _pattern(value: Any) -> Pattern:
 
 _OF_KINDS = {"enum": list(KINDS)}
 _KIND_SCHEMA: dict[str, Any] = {"anyOf": [_OF_KINDS, {"type": "array", "items": _OF_KINDS, "minItems": 1}]}
-_PATTERN_SCHEMA: dict[str, Any] = {
+PATTERN_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "object", "properties": {"type": {"enum": list(PATTERNS)}}, "required": ["type"]},
         {"type": "null"},
@@ -100,7 +100,7 @@ class SynthesizerConfig(StrictModel):
     fixed: bool = False  # random tables stay as they were drawn
     # Which keys a query may read; null: all before it.
     pattern: Annotated[
-        Any, BeforeValidator(_pattern), WithJsonSchema(_PATTERN_SCHEMA), Field(validate_default=True)
+        Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA), Field(validate_default=True)
     ] = None
 
     @property

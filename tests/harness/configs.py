@@ -101,6 +101,23 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     },
     "reversible": {"reversible": True, "feed_forward": [{"type": "experts", "count": 4}, {"type": "dense"}]},
     "reversible in another order": {"reversible": True, "order": "s(sf)2f", "norm": "rms"},
+    "adaptive span": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_ratio": 0.5,
+        "attention": [
+            {"type": "adaptive_span", "ramp": 5, "penalty": 0.01, "initial": 9.5},
+            {"type": "adaptive_span", "penalty": 0.0, "limit": 13},
+        ],
+    },
+    "entmax": {
+        "layers": 2,
+        "convolution": 3,
+        "attention": [
+            {"type": "entmax", "pattern": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2}},
+            {"type": "entmax", "pattern": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1}},
+        ],
+    },
     "chosen blocks": {
         "layers": 2,
         "rotary": {"base": 1000},

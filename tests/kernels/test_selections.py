@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import attend_listed, selected_attention
-from longstride.kernels.selections import Part, Selection, recent_members, selection_mask, within_documents
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import (
+    Part,
+    Selection,
+    pattern_parts,
+    recent_members,
+    selection_mask,
+    within_documents,
+)
 from tests.harness.backends import DTYPES, on
 from tests.harness.oracles import (
     Inputs,
@@ -167,6 +175,16 @@ def test_recent_members_are_those_of_the_definition() -> None:
                     last = i + 1 if itself else i
                     earlier = [j for j in range(last) if members[b, h, j] == queries[b, h, i]][-window:]
                     assert found[b, h, i].nonzero().flatten().tolist() == earlier
+
+
+@pytest.mark.parametrize("pattern", example_patterns(), ids=str)
+def test_a_patterns_parts_are_its_mask(pattern: Pattern) -> None:
+    for context in (1, 37, 96):
+        head = pattern.for_head(1)
+        selection = Selection(pattern_parts(head, context), context)
+        selection.check(context)
+        position = torch.arange(context)
+        assert torch.equal(selection_mask(selection, context)[0, 0], head.mask(position[:, None], position))
 
 
 def test_a_pair_in_several_parts_counts_once() -> None:

@@ -24,6 +24,7 @@ from longstride.sparse_model import SparseTransformer
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small")  # docs/recipes.md
 SYSTEMS = {  # docs/systems.md, with their parameters
+    "enwik8_adaptive_span": 38_092_384,
     "cifar10_routing": 95_096_832,
     "enwik8_experts": 315_481_088,
     "enwik8_longformer": 38_247_936,

@@ -1,4 +1,4 @@
-"""A synthesizer through training in every layout, checkpoints, export, sampling and pictures."""
+"""Synthesizers, learned spans and entmax through training in every layout, checkpoints, export, sampling, pictures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ ATTENTION = [
         "pattern": {"type": "fixed", "stride": 8, "summary": 2},
     },
     {"type": "synthesizer", "kind": "factorized_random", "pattern": {"type": "strided", "stride": 8}},
+    {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
+    {"type": "entmax", "pattern": {"type": "strided", "stride": 8}},
 ]  # fmt: skip
-MODEL = (f"model.attention={json.dumps(ATTENTION)}", "model.layers=3", "model.dropout=0", "model.backend=auto")
+MODEL = (f"model.attention={json.dumps(ATTENTION)}", "model.layers=5", "model.dropout=0", "model.backend=auto")
 RECOMPUTED = "train.activation_checkpointing=true"
 LEGS: list[tuple[int, tuple[str, ...]]] = [  # processes, and the layout of two steps
     (2, ("deepspeed=zero1_fp32",)),
@@ -62,8 +64,9 @@ def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, ca
     trained = master_weights(checkpoint, "trained")
     table = "blocks.0.attention.random"
     assert torch.equal(trained[table], drawn[table])
-    for name in ("blocks.0.attention.dense_keys", "blocks.1.attention.mixing", "blocks.2.attention.random_keys"):
-        assert not torch.equal(trained[name], drawn[name]), name
+    learned = ("0.attention.dense_keys", "1.attention.mixing", "2.attention.random_keys", "3.attention.spans")
+    for name in (*learned, "4.attention.excess_logits"):
+        assert not torch.equal(trained[f"blocks.{name}"], drawn[f"blocks.{name}"]), name
     assert main(["export", str(moved), "--output", str(tmp_path / "model"), "--dtype", "bf16"]) == 0, (
         capsys.readouterr()
     )

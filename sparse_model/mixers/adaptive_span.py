@@ -1,0 +1,371 @@
+"""Attention whose heads learn how far back they read (Sukhbaatar et al. 2019, adaptive attention span).
+
+Letters: B batch, H heads, N positions, D head width of queries and keys, Dv of values, R positions of the ramp, z span,
+x distance of a key before its query, C rows of a block.
+
+A head weighs a key at distance x by m(x)·exp(score), divided by the sum of these over all keys, with
+
+    m(x) = clip((R + z - x) / R, 0, 1)
+
+So it reads the last ⌊z⌋ + 1 positions fully, and R before them less and less. Its span z is learned: m has a slope in z
+on the ramp. The training loss grows by ``penalty`` times the mean span of a layer's heads, in nats a position.
+
+The fully read keys are an interval of each query, and attention over a selection computes them. On the ramp a head's
+keys are R diagonals: blocks of C queries and the 2C keys that hold theirs. Both are merged by their logsumexps. So what
+is computed falls with the spans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from longstride.kernels import ConfigError, Problem, empty_cache, num_pairs, selected_attention
+from longstride.kernels.patterns import Dense, Local, Pattern
+from longstride.kernels.selections import Part, Selection
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.part import Mixed, Work
+from longstride.sparse_model.rotary import Rotary
+from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model.tiles import wide_of
+
+LEAST_BLOCK = 16  # rows of a block, where the ramp is shorter: products of fewer rows take no less time
+SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
+
+
+class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
+    """Adaptive spans as the configuration asks for them."""
+
+    type: Literal["adaptive_span"]
+    ramp: Annotated[int, Field(ge=2)] = 32  # the paper's R; of 1, a whole span would have no slope
+    penalty: Annotated[float, Field(ge=0)]  # the paper's λ: nats that a position of the mean span costs
+    initial: Annotated[float, Field(ge=0)] = 0.0  # span of every head before training
+    limit: Annotated[int, POSITIVE] | None = None  # the most that a span becomes; null: the context
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError where spans cannot be as long as they are to be."""
+        problems, most = [], self.most(network)
+        if most > context:
+            problems.append(Problem("limit", f"must be at most context {context}; nearest {context}", most))
+        if self.initial > most:
+            what = "limit" if self.limit else "context"
+            problems.append(Problem("initial", f"must be at most {what} {most}; nearest {most}", self.initial))
+        if problems:
+            raise ConfigError(*problems)
+
+    def most(self, network: NetworkConfig) -> int:
+        """The longest span, in positions."""
+        return self.limit or network.context
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Which positions each head may read with its longest span."""
+        reach = self.most(network) + self.ramp
+        return (Local(reach) if reach < network.context else Dense(),) * network.heads
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> AdaptiveSpan:
+        """The module."""
+        return AdaptiveSpan(network, self, rotary)
+
+
+class AdaptiveSpan(Attention):
+    """Attention over the span that each head has learned."""
+
+    part = "adaptive_span"
+
+    def __init__(self, network: NetworkConfig, config: AdaptiveSpanConfig, rotary: Rotary | None) -> None:
+        super().__init__(network, config.head_patterns(network), rotary)
+        self.config, self.limit = config, config.most(network)
+        # Shares of the limit, so that a step of an optimiser moves a span as far as it should at any limit.
+        self.spans = nn.Parameter(torch.empty(network.heads))
+
+    def initialize(self) -> None:
+        """Set linear layers, and all spans to the initial one."""
+        super().initialize()
+        nn.init.constant_(self.spans, self.config.initial / self.limit)
+
+    def positions_read(self) -> Tensor:
+        """The span z of each head, (H,) in positions, fp32 (fp64 for fp64)."""
+        return Bounded.apply(self.spans.to(wide_of(self.spans))) * self.limit
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
+        """q, k and v (B, H, N, D) to (B, H, N, Dv); in training with the penalty."""
+        spans = self.positions_read()
+        out = span_attention(q, k, v, spans, self.config.ramp, self.limit, self.backend)
+        if not (self.training and self.config.penalty):
+            return out
+        return Mixed(out, self.config.penalty * spans.mean())
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentKeyValues:
+        """Empty keys and values with room for ``length`` positions."""
+        keys, values = (
+            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
+            for width in self.widths[1:]
+        )
+        spans = self.positions_read().detach()
+        return RecentKeyValues(keys, values, spans, self.config.ramp, self.limit, self.backend)
+
+    def num_pairs(self, positions: int) -> int:
+        """Pairs of a query and a key with the present spans; with the longest, where there are no weights yet."""
+        if self.spans.is_meta:
+            return super().num_pairs(positions)
+        return sum(num_pairs(Local(reach), positions) for reach in reaches(self.positions_read(), self.config.ramp))
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Of these pairs, its projections, and its convolution."""
+        bound = f"spans of at most {self.limit:,} positions" if self.spans.is_meta else ""
+        return replace(super().work(positions, batch), bound=bound)
+
+    def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
+        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
+        positions, ramp = torch.arange(k.shape[2], device=k.device), self.config.ramp
+        span = self.positions_read()[head].detach()
+
+        def of_queries(queries: Tensor) -> Tensor:
+            distance = queries[:, None] - positions
+            return (distance >= 0) & (distance < span + ramp)
+
+        return of_queries
+
+    def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:
+        """Scores (P, N) of queries (P,), -inf where they read nothing, to weights."""
+        span = self.positions_read()[head].detach()
+        distance = queries[:, None] - torch.arange(scores.shape[1], device=scores.device)
+        return torch.softmax(scores + ramp_of(distance, span, self.config.ramp).log(), -1)
+
+
+class Bounded(torch.autograd.Function):
+    """Shares, cut to 0 … 1. A share at an end, or beyond it, has a gradient only where a step along it leads back.
+
+    The gradient of a plain cut is 0 there: a span that an optimiser has once moved beyond an end would stay for ever.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor) -> Tensor:
+        ctx.save_for_backward(shares)
+        return shares.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (shares,) = ctx.saved_tensors
+        outwards = ((shares <= 0) & (grad > 0)) | ((shares >= 1) & (grad < 0))  # a step is against the gradient
+        return grad.masked_fill(outwards, 0.0)
+
+
+def ramp_of(distance: Tensor, span: Tensor, ramp: int) -> Tensor:
+    """m of distances x ≥ 0 and spans z, which broadcast; in the spans' precision."""
+    return ((ramp + span - distance) / ramp).clamp(0, 1)
+
+
+def reaches(spans: Tensor, ramp: int) -> list[int]:
+    """How many keys each head reads at most, ⌈z + R⌉: those at smaller distances have a weight."""
+    return [math.ceil(span + ramp) for span in spans.tolist()]
+
+
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, ramp: int, limit: int, backend: str = "auto"
+) -> Tensor:
+    """Attention over the span of each head; differentiable in q, k, v and the spans.
+
+    At a whole span, m has a corner at both ends of its ramp. The gradient there is that of growing, but for the key
+    whose weight is 0 so far.
+
+    Args:
+        q, k: (B, H, N, D).
+        v: (B, H, N, Dv).
+        spans: (H,) z, from 0 to ``limit``; fp32 (fp64 for fp64).
+        ramp: R.
+        limit: the most that a span can be.
+        backend: of attention.
+
+    Returns:
+        (B, H, N, Dv).
+    """
+    batch, heads, context, _ = q.shape
+    with torch.no_grad():
+        last = torch.arange(context, dtype=torch.int32, device=q.device)
+        low = (last - spans.detach().int()[:, None]).clamp_min(0).expand(batch, heads, context)
+        high = (last + 1).expand(batch, heads, context)
+    selection = Selection((Part(None, None, low, high),), min(limit + 1, context))
+    out, lse = selected_attention(q, k, v, selection, backend=backend, return_lse=True)
+    return WithRamp.apply(q, k, v, spans, out, lse, ramp)
+
+
+class WithRamp(torch.autograd.Function):
+    """Attention to the fully read keys, joined with that to the keys on the ramp.
+
+    It takes q, k, v, the spans, and output and logsumexp over the fully read keys; each query reads itself among these.
+    It saves them with its own output and logsumexp, and computes scores again in the backward pass, so many blocks at a
+    time. Sums are in fp32 (fp64 for fp64).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, near: Tensor, near_lse: Tensor, ramp: int
+    ) -> Tensor:
+        band, wide = Band.of(q.shape[2], spans, ramp), near_lse.dtype
+        out, lse = torch.empty_like(near), torch.empty_like(near_lse)
+        keys, values = (rows_at(x, band.keys) for x in (k, v))
+        for rows, columns in band.pieces(q):
+            scores = band.scores(q, keys, rows, columns)
+            both = torch.logaddexp(near_lse[:, :, rows], band.joined(scores.logsumexp(-1), rows))
+            weights = scores.sub_(band.split(both)[..., None]).exp_()
+            far = band.joined(weights @ windows(values[:, :, columns].to(wide), band.size), rows)
+            share = (near_lse[:, :, rows] - both).exp_()[..., None]
+            out[:, :, rows] = far.addcmul(near[:, :, rows].to(wide), share)
+            lse[:, :, rows] = both
+        ctx.save_for_backward(q, k, v, spans, near, near_lse, out, lse)
+        ctx.ramp = ramp
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, spans, near, near_lse, out, lse = ctx.saved_tensors
+        band, wide, scale = Band.of(q.shape[2], spans, ctx.ramp), lse.dtype, q.shape[-1] ** -0.5
+        keys, values = (rows_at(x, band.keys) for x in (k, v))
+        grad_keys, grad_values = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
+        grad_q, grad_near, grad_lse = torch.empty_like(q), torch.empty_like(near), torch.empty_like(near_lse)
+        sums = torch.zeros_like(band.bias)  # of the gradients of all scores with one distance and place in a block
+        for rows, columns in band.pieces(q):
+            grad = grad_out[:, :, rows].to(wide)
+            delta = (grad * out[:, :, rows]).sum(-1)
+            share = (near_lse[:, :, rows] - lse[:, :, rows]).exp_()
+            grad_near[:, :, rows] = grad * share[..., None]
+            grad_lse[:, :, rows] = share * ((grad * near[:, :, rows]).sum(-1) - delta)
+            grad = band.split(grad)
+            weights = band.scores(q, keys, rows, columns).sub_(band.split(lse[:, :, rows])[..., None]).exp_()
+            add_windows(grad_values[:, :, columns], weights.mT @ grad)
+            products = grad @ windows(values[:, :, columns].to(wide), band.size).mT
+            grad_scores = products.sub_(band.split(delta)[..., None]).mul_(weights)
+            sums += grad_scores.sum((0, 2))
+            grad_scores *= scale
+            grad_q[:, :, rows] = band.joined(grad_scores @ windows(keys[:, :, columns].to(wide), band.size), rows)
+            add_windows(grad_keys[:, :, columns], grad_scores.mT @ band.split(q[:, :, rows].to(wide)))
+        grad_k, grad_v = (rows_at(x, band.positions).to(q.dtype) for x in (grad_keys, grad_values))
+        return grad_q, grad_k, grad_v, (sums * band.slope).sum((1, 2)), grad_near, grad_lse, None
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The keys on every head's ramp, in blocks: T blocks of C queries each read two of T + 1 blocks of C keys.
+
+    A head's keys are moved by its span, so that these are the same blocks for all heads.
+    """
+
+    context: int  # N
+    size: int  # C
+    keys: Tensor  # (H, (T + 1)·C) int64, the position of each moved key; of those outside the context, anything else
+    positions: Tensor  # (H, N) int64, where each position's key stands among these
+    bias: Tensor  # (H, C, 2C): log m of each query of a block and key of its two; -inf where they are not on the ramp
+    slope: Tensor  # (H, C, 2C): the derivative of ``bias`` by the span, 0 where it is -inf
+
+    @classmethod
+    def of(cls, context: int, spans: Tensor, ramp: int) -> Band:
+        """Of spans (H,)."""
+        size = max(ramp, LEAST_BLOCK)
+        whole = spans.floor()
+        first = whole.long()[:, None] + size  # where position 0 stands
+        places = torch.arange((-(-context // size) + 1) * size, device=spans.device)
+        row, column = places[:size, None], places[: 2 * size]
+        step = size + row - column  # distance beyond the fully read keys, from 1 on
+        weight = ((spans - whole)[:, None, None] + (ramp - step)).div_(ramp)
+        weight = torch.where((step >= 1) & (weight > 0), weight, 0.0)
+        slope = torch.where(weight > 0, 1 / (weight * ramp), 0.0)
+        return cls(context, size, places - first, places[:context] + first, weight.log(), slope)
+
+    def pieces(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Rows of whole blocks of queries, and of their blocks of keys, so many that their scores fit in work."""
+        count = max(1, SCORES_IN_WORK // (q.shape[0] * q.shape[1] * 2 * self.size**2)) * self.size
+        for start in range(0, self.context, count):
+            stop = min(start + count, self.context)
+            yield slice(start, stop), slice(start, start + (-(-(stop - start) // self.size) + 1) * self.size)
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, H, n, …) to blocks (B, H, t, C, …); the last is filled up with zeros."""
+        missing = -x.shape[2] % self.size
+        if missing:
+            x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], 2)
+        return x.unflatten(2, (-1, self.size))
+
+    def joined(self, x: Tensor, rows: slice) -> Tensor:
+        """The blocks of some rows to (B, H, n, …)."""
+        return x.flatten(2, 3)[:, :, : rows.stop - rows.start]
+
+    def scores(self, q: Tensor, keys: Tensor, rows: slice, columns: slice) -> Tensor:
+        """(B, H, t, C, 2C): scaled products with log m added, of some queries and their moved keys."""
+        wide = self.bias.dtype
+        scores = self.split(q[:, :, rows].to(wide)) @ windows(keys[:, :, columns].to(wide), self.size).mT
+        missing = windows((self.keys[None, :, columns] < 0)[..., None], self.size).mT
+        return scores.mul_(q.shape[-1] ** -0.5).add_(self.bias[:, None]).masked_fill_(missing, -math.inf)
+
+
+def windows(x: Tensor, size: int) -> Tensor:
+    """(B, H, (t + 1)·C, D) to (B, H, t, 2C, D): each block and the next."""
+    blocks = x.unflatten(2, (-1, size))
+    return torch.cat([blocks[:, :, :-1], blocks[:, :, 1:]], 3)
+
+
+def add_windows(total: Tensor, x: Tensor) -> None:
+    """Add (B, H, t, 2C, D), the gradient of ``windows``, to (B, H, (t + 1)·C, D)."""
+    first, second = (half.flatten(2, 3) for half in x.chunk(2, 3))
+    total[:, :, : first.shape[2]] += first
+    total[:, :, -second.shape[2] :] += second
+
+
+def rows_at(x: Tensor, places: Tensor) -> Tensor:
+    """Rows of x (B, H, N, D) at places (H, M) of each head: (B, H, M, D), 0 where a place is outside."""
+    inside = (places >= 0) & (places < x.shape[2])
+    index = places.clamp(0, x.shape[2] - 1)[None, :, :, None].expand(len(x), -1, -1, x.shape[-1])
+    return x.gather(2, index).masked_fill_(~inside[..., None], 0.0)
+
+
+class RecentKeyValues:
+    """Keys (B, H, N, D) and values (B, H, N, Dv) of which a step reads those within each head's span and ramp.
+
+    Heads are kept in the order of their spans. Those of about the same are read together, as far back as the longest.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, spans: Tensor, ramp: int, limit: int, backend: str) -> None:
+        """An empty cache in this memory, of spans (H,) that no longer change."""
+        self.keys, self.values, self.spans = keys, values, spans
+        self.ramp, self.limit, self.backend = ramp, limit, backend
+        self.order = spans.argsort()
+        self.back = self.order.argsort()
+        far = reaches(spans[self.order], ramp)
+        groups = itertools.groupby(range(len(far)), key=lambda head: far[head].bit_length())
+        self.groups: list[tuple[slice, Tensor]] = []  # some heads, and their log m by position, the query's last
+        for _, members in groups:
+            heads = list(members)
+            distance = torch.arange(far[heads[-1]] - 1, -1, -1, device=spans.device)
+            bias = ramp_of(distance, spans[self.order[heads], None], ramp).log()
+            self.groups.append((slice(heads[0], heads[-1] + 1), bias))
+
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        self.keys[:, :, : k.shape[2]] = k[:, self.order]
+        self.values[:, :, : v.shape[2]] = v[:, self.order]
+        return span_attention(q, k, v, self.spans, self.ramp, self.limit, self.backend)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        self.keys[:, :, position], self.values[:, :, position] = k[:, self.order], v[:, self.order]
+        ordered, wide = q[:, self.order, None].to(self.spans.dtype) * q.shape[-1] ** -0.5, self.spans.dtype
+        out = []
+        for heads, bias in self.groups:
+            read = slice(max(0, position + 1 - bias.shape[1]), position + 1)
+            scores = ordered[:, heads] @ self.keys[:, heads, read].to(wide).mT
+            weights = (scores + bias[:, None, read.start - read.stop :]).softmax(-1)
+            out.append(weights @ self.values[:, heads, read].to(wide))
+        return torch.cat(out, 1)[:, self.back].squeeze(2).to(q.dtype)
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        for rows in (self.keys, self.values):
+            rows[:, :, :known] = rows[order, :, :known]

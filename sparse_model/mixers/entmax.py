@@ -1,0 +1,442 @@
+"""Attention whose weights are exactly zero where scores are low, as each head has learned (Correia et al. 2019).
+
+Letters: B batch, H heads, N positions, D head width of queries and keys, Dv of values, P pairs of a context and a head,
+n rows of a piece, W keys of a row; of a part of a pattern T blocks of C rows, each of which reads U columns.
+
+The weights of a row with scores s are α-entmax of them (Peters et al. 2019):
+
+    p = [(α - 1)s - τ]₊^(1 / (α - 1)), τ such that they sum to 1
+
+which is softmax as α → 1, and sparsemax at α = 2. A head's α is 1 + σ(a), with a learned a.
+
+With β = 1 / (α - 1) this is p = [1 + x/β]₊^β with x = s + t: the exponential function as β grows, and then t is minus
+the logsumexp. So t is what is sought: by Newton's method on the β-norm of 1 + x/β, which is convex in t, and nearly
+linear at both ends. From the greatest t that can be it never goes too far.
+
+τ belongs to all keys of a row together, so that no kernel can merge one part of a row with another. Rows are therefore
+computed whole, and must be short: ``MOST_KEYS``. Their scores are products of blocks of rows that follow each other in
+an order of the pattern, and of all keys that these read.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import BeforeValidator, WithJsonSchema
+from torch import Tensor, nn
+
+from longstride.kernels import ConfigError, allowed_keys, empty_cache
+from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
+from longstride.kernels.selections import pattern_parts
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
+from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.part import HeadWidths
+from longstride.sparse_model.rotary import Rotary
+from longstride.sparse_model.strict import StrictModel
+from longstride.sparse_model.tiles import wide_of
+
+MOST_KEYS = 2048  # of a row; a backward pass holds some ten numbers for each of a piece's
+SCORES_IN_WORK = 1 << 21  # of a piece: in fp32 8 MiB. Fewer rows at once have fewer columns that not all of them read
+BLOCK_ROWS = (64, 32, 16, 8, 4, 1)  # to choose from
+GATHERED = 16  # rows of products that take as long as gathering a key
+STEPS = 16  # of Newton's method at most; 9 were the most seen
+LEAST_EXCESS = 2.0**-20  # of α over 1: nearer to softmax than fp32 tells
+
+
+class EntmaxConfig(OfQueriesAndKeys, StrictModel):
+    """Adaptively sparse attention as the configuration asks for it."""
+
+    type: Literal["entmax"]
+    pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)]  # its factors merged
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        """Raise ConfigError where the pattern does not fit the context, or its rows are long."""
+        try:
+            self.pattern.check(context)
+        except ConfigError as error:
+            raise error.under("pattern") from None
+        longest = max(most_keys(pattern, context) for pattern in dict.fromkeys(self.head_patterns(network)))
+        if longest > MOST_KEYS:
+            rule = f"rows read up to {longest:,} keys, and each is computed whole: at most {MOST_KEYS:,}"
+            near = f'such as {{"type": "local", "window": {MOST_KEYS}}}'
+            raise ConfigError.at("pattern.type", pattern_to_json(self.pattern)["type"], f"{rule}; {near}")
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        """Which positions each head may read."""
+        return tuple(self.pattern.for_head(head) for head in range(network.heads))
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths, which no kernel reads."""
+        return super().head_widths(network)._replace(in_kernels=False)
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> EntmaxAttention:
+        """The module."""
+        return EntmaxAttention(network, self.head_patterns(network), rotary)
+
+
+class EntmaxAttention(Attention):
+    """Attention over a pattern, with α-entmax in the place of softmax. By operations of torch on every device."""
+
+    part = "entmax"
+
+    def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
+        super().__init__(network, patterns, rotary)
+        self.excess_logits = nn.Parameter(torch.empty(network.heads))  # a
+
+    def initialize(self) -> None:
+        """Set linear layers, and every α to 1.5."""
+        super().initialize()
+        nn.init.zeros_(self.excess_logits)
+
+    def excess(self) -> Tensor:
+        """α - 1 of each head, (H,) fp32 (fp64 for fp64)."""
+        return self.excess_logits.to(wide_of(self.excess_logits)).sigmoid().clamp_min(LEAST_EXCESS)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k and v (B, H, N, D) to (B, H, N, Dv)."""
+        return entmax_attention(q, k, v, self.excess(), self.patterns)
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> EntmaxKeyValues:
+        """Empty keys and values with room for ``length`` positions."""
+        keys, values = (
+            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
+            for width in self.widths[1:]
+        )
+        return EntmaxKeyValues(keys, values, self.patterns, self.excess().detach())
+
+    def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:
+        """Scores (P, N) of queries (P,), -inf where they do not read, to weights."""
+        return entmax(scores, self.excess()[head].detach().to(scores.dtype))
+
+
+class EntmaxKeyValues:
+    """Keys (B, H, N, D) and values (B, H, N, Dv) of which a step reads those that its pattern allows."""
+
+    def __init__(self, keys: Tensor, values: Tensor, patterns: tuple[Pattern, ...], excess: Tensor) -> None:
+        """An empty cache in this memory, of heads with these patterns and α - 1, (H,)."""
+        self.keys, self.values, self.patterns, self.excess = keys, values, patterns, excess
+
+    def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        self.keys[:, :, : k.shape[2]], self.values[:, :, : v.shape[2]] = k, v
+        return entmax_attention(q, k, v, self.excess, self.patterns)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
+        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        self.keys[:, :, position], self.values[:, :, position] = k, v
+        out, wide = torch.zeros_like(v), self.excess.dtype
+        for pattern, heads in alike(self.patterns):
+            read = allowed_keys(pattern, position, self.keys.shape[2]).to(q.device)
+            if len(read):  # else there is nothing to add up
+                keys, values = (x[:, heads][:, :, read].to(wide) for x in (self.keys, self.values))
+                scores = (keys @ q[:, heads, :, None].to(wide)).squeeze(-1).mul_(q.shape[-1] ** -0.5)
+                weights = entmax(scores, self.excess[heads])
+                out[:, heads] = (weights[:, :, None] @ values).squeeze(2).to(q.dtype)
+        return out
+
+    def rearrange(self, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+        for rows in (self.keys, self.values):
+            rows[:, :, :known] = rows[order, :, :known]
+
+
+def alike(patterns: Sequence[Pattern]) -> Iterator[tuple[Pattern, Any]]:
+    """Each pattern, and the heads that have it: a slice where these are all."""
+    for pattern in dict.fromkeys(patterns):
+        heads = [head for head, each in enumerate(patterns) if each == pattern]
+        yield pattern, slice(None) if len(heads) == len(patterns) else heads
+
+
+def entmax(scores: Tensor, excess: Tensor) -> Tensor:
+    """α-entmax over the last axis.
+
+    Args:
+        scores: (…, W), fp32 or fp64; -inf where there is no key.
+        excess: α - 1, above 0 and at most 1; broadcasts with all axes but the last.
+
+    Returns:
+        Weights (…, W), which sum to 1; 0 in a row without keys.
+    """
+    power = 1 / excess[..., None]
+    return weights_of(scores, threshold(scores, power), power).weights
+
+
+class Weights(NamedTuple):
+    """Of rows of keys, with β = 1 / (α - 1)."""
+
+    weights: Tensor  # p = [1 + x/β]₊^β, made to sum to 1 exactly
+    slopes: Tensor  # dp/dx = [1 + x/β]₊^(β - 1), 0 where p is
+    ratio: Tensor  # x/β, from -1 on
+    sums: Tensor  # (…, 1) of p before rounding was taken out
+
+
+def weights_of(scores: Tensor, shift: Tensor, power: Tensor) -> Weights:
+    """Of scores (…, W), t (…, 1) and β, which broadcasts with them."""
+    ratio = (scores + shift).div_(power).clamp_min_(-1)
+    weights = ratio.log1p().mul_(power).exp_()
+    slopes = weights / (1 + ratio).clamp_min_(torch.finfo(ratio.dtype).tiny)
+    sums = weights.sum(-1, keepdim=True)
+    # Where many keys share a row alike, 1 + x/β is a small difference, and its rounding the same for all.
+    return Weights(weights.div_(sums.clamp_min(torch.finfo(sums.dtype).tiny)), slopes, ratio, sums)
+
+
+def threshold(scores: Tensor, power: Tensor) -> Tensor:
+    """t of each row (…, W), (…, 1): x = s + t; 0 where it has no keys."""
+    greatest = scores.amax(-1, keepdim=True)
+    sought = greatest > -math.inf
+    shift = -greatest.masked_fill(~sought, 0.0)  # the greatest that t can be: one key has all
+    rounding = 4 * torch.finfo(scores.dtype).eps
+    for _ in range(STEPS):
+        found = weights_of(scores, shift, power)
+        # The β-norm is sums^(1/β). Written so, a step is exact at α → 1, where that is nearly 1 everywhere.
+        rise = found.slopes.sum(-1, keepdim=True)
+        step = -torch.expm1(-found.sums.log() / power) * power * found.sums / rise
+        # A row that is found stays, so that no bit of it depends on how long others take, which may be later ones.
+        step = torch.where(sought, step, 0.0)
+        shift = shift - step
+        sought = step.abs() > rounding * (1 + shift.abs())
+        if sought.device.type == "cpu" and not bool(sought.any()):  # elsewhere to look at it would wait for the device
+            break
+    return shift
+
+
+def entmax_attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: Sequence[Pattern]) -> Tensor:
+    """Attention by α-entmax of the keys that a pattern allows; differentiable in q, k, v and α.
+
+    Scores and sums are in fp32 (fp64 for fp64), so many rows at a time, and are computed again in the backward pass.
+
+    Args:
+        q, k: (B, H, N, D).
+        v: (B, H, N, Dv).
+        excess: α - 1 of each head, (H,), above 0 and at most 1, in the precision of sums.
+        patterns: of each head.
+
+    Returns:
+        (B, H, N, Dv) in q's dtype; 0 for a query without keys.
+    """
+    written = repr([pattern_to_json(pattern) for pattern in patterns])  # the only form that an op can take
+    return _attention(q, k, v, excess, written)[0]
+
+
+@torch.library.custom_op("longstride::entmax_attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> tuple[Tensor, Tensor]:
+    out, shift = torch.empty_like(v), excess.new_empty(q.shape[:3])
+    for some in _pieces(q, k, v, excess, patterns):
+        scores = some.scores(q.shape[-1] ** -0.5)
+        found = threshold(scores, some.power)
+        weights = weights_of(scores, found, some.power).weights
+        some.write(out, some.weigh(weights))
+        some.write(shift, found.squeeze(-1))
+    return out, shift
+
+
+@_attention.register_fake
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(v), excess.new_empty(q.shape[:3])
+
+
+@torch.library.custom_op("longstride::entmax_attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, excess: Tensor, shift: Tensor, patterns: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, scale = excess.dtype, q.shape[-1] ** -0.5
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    grad_power = excess.new_zeros(q.shape[:2])
+    for some in _pieces(q, k, v, excess, patterns):
+        scores, grad = some.scores(scale), some.read(grad_out)
+        weights, slopes, ratio, _ = weights_of(scores, some.read(shift)[..., None], some.power)
+        # Scores move the weights by their slopes, less what keeps the sum at 1: t moves against the mean (Peters et al.
+        # 2019, proposition 2). β moves them likewise, by log p / β - x/β · slope at the same x.
+        grad_weights = some.gradients_of_weights(grad)
+        rise = slopes.sum(-1, keepdim=True).clamp_min_(torch.finfo(wide).tiny)
+        grad_weights -= (grad_weights * slopes).sum(-1, keepdim=True) / rise
+        by_power = (weights * ratio.log1p().clamp_min_(torch.finfo(wide).min)).sub_(slopes * ratio)
+        some.add_sums(grad_power, by_power.mul_(grad_weights))
+        some.add_gradients(grad_weights.mul_(slopes), weights, grad, scale, (grad_q, grad_k, grad_v))
+    # β = 1 / (α - 1).
+    return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), -grad_power.sum(0) / excess.square()
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, excess: Tensor, shift: Tensor, patterns: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(excess)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.patterns = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return None, None, None, None, None
+    return *_attention_backward(grad_out, *ctx.saved_tensors, ctx.patterns), None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+class Blocks(NamedTuple):
+    """What one part of a pattern has of some rows: T blocks of C of them, each with the U columns that they read."""
+
+    rows: Tensor  # (n,) int64, in the part's order, counted from the first of these rows; the last block may be short
+    back: Tensor  # (n,) int64, the place of each row in that order
+    columns: Tensor  # (T, U) int64, positions of keys
+    allowed: Tensor  # (T, C, U) bool
+
+    def split(self, x: Tensor) -> Tensor:
+        """Rows (P, n, ·) to blocks (P, T, C, ·), the last filled up with zeros."""
+        blocks, size = self.allowed.shape[:2]
+        return nn.functional.pad(x[:, self.rows], (0, 0, 0, blocks * size - len(self.rows))).unflatten(1, (-1, size))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Blocks (P, T, C, ·) to rows (P, n, ·)."""
+        return x.flatten(1, 2)[:, self.back]
+
+    def add_columns(self, total: Tensor, x: Tensor) -> None:
+        """Add what is for the keys of blocks, (P, T, U, ·), to all keys, (P, N, ·)."""
+        columns, x = self.columns.flatten(), x.flatten(1, 2)
+        if x.device.type == "cpu":
+            total.index_add_(1, columns, x)
+        else:  # where index_add_ adds in any order; this gives the same bits every time
+            total.transpose(0, 1).index_put_((columns,), x.transpose(0, 1), accumulate=True)
+
+
+@lru_cache(maxsize=64)
+def most_keys(pattern: Pattern, context: int) -> int:
+    """The most keys that a query of a head's pattern reads, all parts together."""
+    with torch.device("cpu"):  # models are made without memory too
+        lengths = torch.zeros(context, dtype=torch.int64)
+        for query_order, _, low, high in pattern_parts(pattern, context):
+            rows = torch.arange(context) if query_order is None else query_order.flatten().long()
+            lengths[rows] += (high - low).flatten()
+    return int(lengths.max())
+
+
+@lru_cache(maxsize=64)  # as plans of patterns are: heads that differ have one each
+def _layout(pattern: Pattern, context: int, device: torch.device) -> tuple[tuple[slice, tuple[Blocks, ...]], ...]:
+    """All rows in pieces that follow each other, and what each part of the pattern has of them."""
+    count = max(BLOCK_ROWS[0], SCORES_IN_WORK // max(1, most_keys(pattern, context)))
+    pieces = []
+    for start in range(0, context, count):
+        rows = slice(start, min(start + count, context))
+        parts = []
+        for query_order, key_order, low, high in pattern_parts(pattern, context):
+            order = torch.arange(context) if query_order is None else query_order.flatten().long()
+            some = ((order >= rows.start) & (order < rows.stop)).nonzero().flatten()
+            keys = torch.arange(context) if key_order is None else key_order.flatten().long()
+            parts.append(_blocks(order[some] - start, keys, *(bound.flatten().long()[some] for bound in (low, high))))
+        pieces.append((rows, tuple(Blocks(*(x.to(device) for x in part)) for part in parts)))
+    return tuple(pieces)
+
+
+def _blocks(rows: Tensor, keys: Tensor, low: Tensor, high: Tensor) -> Blocks:
+    """Of rows in an order in which neither bound of their columns decreases, in the blocks that cost least."""
+
+    def columns_of(size: int) -> int:
+        last = torch.arange(0, len(rows), size).add(size - 1).clamp_max(len(rows) - 1)
+        return max(1, int((high[last] - low[::size]).max()))
+
+    def cost(size: int) -> int:
+        return -(-len(rows) // size) * columns_of(size) * (size + GATHERED)
+
+    size = min(BLOCK_ROWS, key=cost)
+    first = low[::size, None]
+    column = first + torch.arange(columns_of(size))
+    missing = (0, -len(rows) % size)  # rows that fill up the last block read nothing
+    low, high = (nn.functional.pad(bound, missing).view(-1, size, 1) for bound in (low, high))
+    allowed = (low <= column[:, None]) & (column[:, None] < high)
+    return Blocks(rows, rows.argsort(), keys[column.clamp_max(len(keys) - 1)], allowed)
+
+
+def _pieces(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> Iterator[Piece]:
+    """All rows of all contexts and heads, so many at a time that their scores fit in work."""
+    for pattern, heads in alike([pattern_from_json(each) for each in ast.literal_eval(patterns)]):
+        numbers = torch.arange(q.shape[1])[heads].repeat(len(q))
+        contexts = torch.arange(len(q)).repeat_interleave(len(numbers) // len(q))
+        for rows, parts in _layout(pattern, q.shape[2], q.device):
+            scores = (rows.stop - rows.start) * sum(part.columns.shape[1] for part in parts)
+            count = max(1, SCORES_IN_WORK // scores)
+            for context, head in zip(contexts.split(count), numbers.split(count), strict=True):
+                b, h = context.to(q.device), head.to(q.device)
+                yield Piece(b, h, rows, parts, q[b, h], k[b, h], v[b, h], 1 / excess[h, None, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of P pairs of a context and a head."""
+
+    contexts: Tensor  # (P,) int64, of each
+    heads: Tensor  # likewise
+    rows: slice
+    parts: tuple[Blocks, ...]
+    q: Tensor  # (P, N, D), whole; likewise k and v
+    k: Tensor
+    v: Tensor
+    power: Tensor  # (P, 1, 1), β
+
+    def read(self, x: Tensor) -> Tensor:
+        """These rows of (B, H, N, …), (P, n, …)."""
+        return x[self.contexts, self.heads, self.rows].to(self.power.dtype)
+
+    def write(self, x: Tensor, rows: Tensor) -> None:
+        """Set these rows of (B, H, N, …) to (P, n, …)."""
+        x[self.contexts, self.heads, self.rows] = rows.to(x.dtype)
+
+    def add_sums(self, total: Tensor, x: Tensor) -> None:
+        """Add the sum of each pair's (P, n, W) to (B, H)."""
+        total[self.contexts, self.heads] += x.sum((1, 2))
+
+    def scores(self, scale: float) -> Tensor:
+        """(P, n, W): of all parts side by side, -inf where a row does not read a column."""
+        q, found = self.q[:, self.rows].to(self.power.dtype), []
+        for part in self.parts:
+            products = (part.split(q) @ self._columns(self.k, part).mT).mul_(scale)
+            found.append(part.joined(products.masked_fill_(~part.allowed, -math.inf)))
+        return torch.cat(found, -1)
+
+    def weigh(self, weights: Tensor) -> Tensor:
+        """Weights (P, n, W) times the values that they are of, (P, n, Dv)."""
+        found = [
+            part.joined(part.split(some) @ self._columns(self.v, part))
+            for part, some in zip(self.parts, self._by_part(weights), strict=True)
+        ]
+        return sum(found[1:], found[0])
+
+    def gradients_of_weights(self, grad: Tensor) -> Tensor:
+        """(P, n, W) from that of the output, (P, n, Dv)."""
+        found = [part.joined(part.split(grad) @ self._columns(self.v, part).mT) for part in self.parts]
+        return torch.cat(found, -1)
+
+    def add_gradients(
+        self, grad_scores: Tensor, weights: Tensor, grad: Tensor, scale: float, totals: tuple[Tensor, ...]
+    ) -> None:
+        """Add those of q, k and v to (B, H, N, ·), from those of scores (P, n, W) and of the output (P, n, Dv)."""
+        q = self.q[:, self.rows].to(grad.dtype)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=grad.dtype) for x in (q, self.k, self.v))
+        of_scores, of_weights = self._by_part(grad_scores), self._by_part(weights)
+        for part, some, weight in zip(self.parts, of_scores, of_weights, strict=True):
+            blocks = part.split(some) * scale
+            grad_q += part.joined(blocks @ self._columns(self.k, part))
+            part.add_columns(grad_k, blocks.mT @ part.split(q))
+            part.add_columns(grad_v, part.split(weight).mT @ part.split(grad))
+        for total, rows, first in zip(totals, (grad_q, grad_k, grad_v), (self.rows.start, 0, 0), strict=True):
+            total[self.contexts, self.heads, first : first + rows.shape[1]] += rows
+
+    def _columns(self, x: Tensor, part: Blocks) -> Tensor:
+        """Rows of x (P, N, ·) that the blocks of a part read, (P, T, U, ·)."""
+        return x[:, part.columns].to(self.power.dtype)
+
+    def _by_part(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.split([part.columns.shape[1] for part in self.parts], -1)
