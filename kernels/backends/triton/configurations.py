@@ -118,7 +118,7 @@ GFX942: Table = {
 OVERLAPPING: Table = {
     Widest(2, 64): one_each((64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3)),
     Widest(2, 128): one_each((64, 32, 8, 3), (64, 32, 8, 3), (64, 32, 8, 3)),
-    Widest(2, 256): one_each((32, 32, 8, 3), (32, 32, 8, 3), (32, 32, 8, 3)),
+    Widest(2, 256): one_each((32, 32, 8, 3), (32, 32, 8, 3), (32, 32, 4, 3)),
     **FP32,
 }
 OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
