@@ -75,31 +75,21 @@ def experts(ratio: float, **others: Any) -> dict[str, Any]:
 COPIES = "routing on copies"  # the comparison that is trained on strings and their copies
 
 
-def by_content(kind: str, **others: Any) -> dict[str, Any]:
-    """A local head, and one of as many pairs at most: local too, of random clusters, or routed."""
-    shared = {
-        "clusters": 8,
-        "window": 64,
-        "local": {"heads": 1, "window": 32},
-        "decay": 0.99,
-        "shared_query_key": False,
-    }
-    heads = {"heads": [{"count": 1, "type": "local", "window": width} for width in (32, 64)]}
-    attention = heads if kind == "local" else {"type": "routing", "keys": kind} | shared
-    return {"model.attention": attention, "model.heads": 2} | others
+def by_content(kind: str, narrow: int, wide: int) -> dict[str, Any]:
+    """A narrow local head, and one of a wider window, or of as many keys at most from random clusters, or routed."""
+    local = {"heads": [{"count": 1, "type": "local", "window": window} for window in (narrow, wide)]}
+    clustered = {"clusters": 8, "window": wide, "local": {"heads": 1, "window": narrow}, "decay": 0.99}
+    content = {"type": "routing", "keys": kind, "shared_query_key": False} | clustered
+    return {"model.attention": local if kind == "local" else content, "model.heads": 2}
 
 
 def on_copies(kind: str) -> dict[str, Any]:
-    """The same in contexts that hold a string and at least one copy of it."""
-    sizes = {"model.context": 512, "train.micro_batch": 8, "train.global_batch": 8}
-    return by_content(kind, **sizes, **{"model.layers": 2})
+    """The same, in contexts that divide the documents of ``write_copies``."""
+    sizes = {"model.context": 384, "train.micro_batch": 32, "train.global_batch": 32}
+    return by_content(kind, 16, 48) | sizes | {"model.layers": 2}
 
 
-BY_CONTENT = {
-    "windows of 32 and 64": "local",
-    "a window of 32 and random keys, 64 at most": "random",
-    "a window of 32 and routing, 64 keys at most": "routed",
-}
+BY_CONTENT = {"local windows alone": "local", "windows and random keys": "random", "windows and routing": "routed"}
 
 
 def reading(attention: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +131,7 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("8 experts, one a byte", experts(2.0, count=8, top=1)),
         Row("8 experts of half the width, two a byte", experts(1.0, count=8, top=2)),
     ),
-    "routing": tuple(Row(name, by_content(kind)) for name, kind in BY_CONTENT.items()),
+    "routing": tuple(Row(name, by_content(kind, 32, 64)) for name, kind in BY_CONTENT.items()),
     COPIES: tuple(Row(f"on copies: {name}", on_copies(kind)) for name, kind in BY_CONTENT.items()),
     "adaptive span": (
         Row("a window of 256", reading({"type": "local", "window": 256})),
@@ -194,12 +184,12 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
             print(f"{name}: {row_name}: {summary(runs)}", flush=True)
 
 
-def write_copies(folder: Path, documents: int = 1024, size: int = 4096) -> None:
-    """Documents of a random string each and nothing else, again and again: 65 to 256 bytes, at a period of its own.
+def write_copies(folder: Path, documents: int = 1024, size: int = 3840) -> None:
+    """Documents of a random string each and nothing else, again and again: 24 to 192 bytes, at a period of its own.
 
-    So each byte stands as far behind its copy as no window of 64 reads, and how far, content alone tells. The strings
-    are of 32 letters, each drawn by the two before it, which costs about 3 bits a byte: from letters that are drawn
-    evenly, none of the models learns to copy within some hundred steps.
+    So most bytes stand farther behind their copies than a window of 48 reads, and how far, content alone tells. The
+    strings are of 32 letters, each drawn by the two before it, which costs about 3 bits a byte: from letters that are
+    drawn evenly, not even dense attention learns to copy within some hundred steps.
     """
     draw = np.random.default_rng(0)
     last, before = 1.5 * draw.normal(size=(2, 32, 32))
@@ -208,7 +198,7 @@ def write_copies(folder: Path, documents: int = 1024, size: int = 4096) -> None:
     folder.mkdir()
     for number in range(documents):
         letters = [0, 0]
-        for chance in draw.random(draw.integers(65, 257)):
+        for chance in draw.random(int(24 * 8 ** draw.random())):  # as many short ones as long ones
             letters.append(min(31, int(np.searchsorted(shares[letters[-1], letters[-2]], chance))))
         string = bytes(ord("@") + letter for letter in letters[2:])
         (folder / f"{number:04}.txt").write_bytes((string * (size // len(string) + 1))[:size])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError, attend_listed, selected_attention
-from longstride.kernels.patterns import Dense, Pattern
+from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import chosen_blocks
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
@@ -43,8 +43,8 @@ class MobaConfig(OfQueriesAndKeys, StrictModel):
             raise ConfigError.at("top", self.top, f"context {network.context} has {blocks} blocks; at most {blocks}")
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """All earlier positions: which of them is up to the content."""
-        return (Dense(),) * network.heads
+        """None: content decides for all heads."""
+        return ()
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> BlockAttention:
         """The module."""
@@ -60,7 +60,7 @@ class BlockAttention(Attention):
     """
 
     def __init__(self, network: NetworkConfig, config: MobaConfig, rotary: Rotary | None) -> None:
-        super().__init__(network, config.head_patterns(network), rotary)
+        super().__init__(network, (), rotary)
         self.block, self.top = config.block, config.top
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
