@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ class Selection:
     ``disjoint`` are all that is known when kernels are chosen.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = field(repr=False)
     span: int  # the most keys that a query reads in one part; kernels are chosen by it
     disjoint: bool = True  # no pair is in several parts; where this is False, each part looks at those before it
 

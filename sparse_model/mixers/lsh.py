@@ -26,6 +26,7 @@ from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache,
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import Selection, hash_rounds, selection_mask
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.rotary import Rotary
@@ -163,11 +164,8 @@ class BucketCache:
 
     def __init__(self, keys: Tensor, values: Tensor, rotations: Tensor | None, config: LshConfig, backend: str) -> None:
         self.keys, self.values, self.rotations, self.backend = keys, values, rotations, backend
-        self.chunk, self.ring = config.chunk, 2 * config.chunk
-        lead = (*keys.shape[:2], config.rounds)
-        self.counts = torch.zeros(*lead, config.buckets, dtype=torch.int64, device=keys.device)  # members so far
-        # Member m of a bucket is at m mod 2c: its position.
-        self.members = torch.zeros(*lead, config.buckets * self.ring, dtype=torch.int32, device=keys.device)
+        self.chunk = config.chunk
+        self.members = RecentMembers((*keys.shape[:2], config.rounds), config.buckets, 2 * config.chunk, keys.device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
@@ -175,43 +173,24 @@ class BucketCache:
         self.keys[:, :, :rows] = k
         self.values[:, :, :rows] = v
         buckets = buckets_of(q, self.rotations)
-        self.counts.zero_().scatter_add_(-1, buckets, torch.ones_like(buckets))
-        placed, position = buckets.sort(dim=-1, stable=True)
-        first = (self.counts.cumsum(-1) - self.counts).gather(-1, placed)
-        member = torch.arange(rows, device=q.device) - first
-        stays = member >= self.counts.gather(-1, placed) - self.ring
-        # One place behind all takes those that do not.
-        place = torch.where(stays, placed * self.ring + member % self.ring, self.members.shape[-1])
-        longer = F.pad(self.members, (0, 1)).scatter_(-1, place, position.int())
-        self.members.copy_(longer[..., :-1])
+        self.members.begin(buckets)
         return selected_attention(q, k, v, hash_rounds(buckets, self.chunk), backend=self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         self.keys[:, :, position] = k
         self.values[:, :, position] = v
-        if position == 0:
-            self.counts.zero_()
         bucket = buckets_of(q[:, :, None], self.rotations)  # (B, H, R, 1)
-        slots = torch.arange(self.ring, device=q.device)
-        places = bucket * self.ring + slots
-        kept = self.members.gather(-1, places)  # (B, H, R, 2c)
-        count = self.counts.gather(-1, bucket)
-        # A step that is taken again finds itself as the last member.
-        last = kept.gather(-1, (count - 1) % self.ring)
-        count -= ((count > 0) & (last == position)).long()
-        member = count - 1 - (count - 1 - slots) % self.ring  # the latest one in each slot
-        read = member >= (count // self.chunk - 1).clamp_min(0) * self.chunk
+        kept, number, count = self.members.before(bucket, position)  # (B, H, R, 2c)
+        read = (number >= 0) & (number >= (count // self.chunk - 1) * self.chunk)
         found = torch.where(read, kept, -1).flatten(2).sort(-1).values
         found[..., 1:].masked_fill_(found[..., 1:] == found[..., :-1], -1)  # in several rounds
         found[..., 0].masked_fill_((found < 0).all(-1), position)
-        self.members.scatter_(-1, bucket * self.ring + count % self.ring, position)
-        self.counts.scatter_(-1, bucket, count + 1)
+        self.members.add(bucket, position)
         return attend_listed(q, self.keys, self.values, found)
 
     def rearrange(self, order: Tensor, known: int) -> None:
         """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
         for rows in (self.keys, self.values):
             rows[:, :, :known] = rows[order, :, :known]
-        for each in (self.counts, self.members):
-            each.copy_(each[order])
+        self.members.rearrange(order)

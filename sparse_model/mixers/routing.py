@@ -43,6 +43,7 @@ from longstride.kernels.patterns import Local, Pattern
 from longstride.kernels.selections import Selection, recent_members, selection_mask
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.cache import KeyValues
+from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import HeadWidths, Mixed, Work
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
@@ -328,8 +329,7 @@ class RandomKeys(ClusteredAttention):
 class RoutedCache:
     """Keys and values of earlier positions, and the last positions of each cluster, by which one more query reads.
 
-    Keys (B, R, N, D) are turned; ``members`` (B, R, k, w) are positions, or -1, and ``counts`` (B, R, k) how many each
-    cluster has had: position number c of a cluster stands at c % w.
+    Keys (B, R, N, D) are turned.
     """
 
     def __init__(
@@ -349,10 +349,8 @@ class RoutedCache:
             torch.empty(*of_all, width, device=device, dtype=dtype)
             for width in (mixer.head_width, mixer.network.width // mixer.heads)
         )
-        self.members = torch.full(
-            (batch, mixer.routed, config.clusters, self.window), -1, dtype=torch.int64, device=device
-        )
-        self.counts = torch.zeros(self.members.shape[:3], dtype=torch.int64, device=device)
+        # One more than a query reads: its own position may be among them.
+        self.members = RecentMembers(of_all[:2], config.clusters, self.window + 1, device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
@@ -364,18 +362,7 @@ class RoutedCache:
         outs.append(self.mixer.attend_routed(q, k, v, queries, keys))
         self.keys[:, :, :rows] = self.mixer.turned(k)
         self.values[:, :, :rows] = v
-        clusters = queries if keys is None else keys
-        part = recent_members(clusters)
-        number = (part.high - part.low - 1).long()  # of each position in its cluster
-        assert part.query_order is not None
-        positions = part.query_order.long()
-        clusters = clusters.gather(-1, positions)
-        self.counts.zero_().scatter_add_(-1, clusters, torch.ones_like(clusters))
-        place = clusters * self.window + number % self.window
-        beyond = self.members[0, 0].numel()
-        place = place.where(number >= self.counts.gather(-1, clusters) - self.window, beyond)
-        members = positions.new_full((*self.counts.shape[:2], beyond + 1), -1).scatter_(-1, place, positions)
-        self.members.copy_(members[..., :-1].view_as(self.members))
+        self.members.begin(queries if keys is None else keys)
         return torch.cat(outs, 1)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
@@ -383,9 +370,6 @@ class RoutedCache:
         mixer, local, outs = self.mixer, self.mixer.local, []
         if self.local is not None:
             outs.append(self.local.step(q[:, :local], k[:, :local], v[:, :local], position))
-        if position == 0:
-            self.members.fill_(-1)
-            self.counts.zero_()
         q, k, v = (x[:, local:] for x in (q, k, v))
         queries, keys = mixer.assigned(q[:, :, None], k[:, :, None], position)
         if mixer.rotary is not None:
@@ -394,11 +378,12 @@ class RoutedCache:
             k = q if keys is None else prepared_row(k.contiguous(), False, turns)
         self.keys[:, :, position], self.values[:, :, position] = k, v
         if keys is not None:
-            self._add(keys, position)
-        reads = self.members.take_along_dim(queries[..., None], 2).squeeze(2)
+            self.members.add(keys, position)
+        found, number, count = self.members.before(queries, position if keys is None else position + 1)
+        reads = found.where((number >= 0) & (number >= count - self.window), -1)
         if keys is None:  # the query is its own key, which it reads only where there is no other
-            reads[..., 0] = reads[..., 0].where(reads[..., 0] >= 0, position)
-            self._add(queries, position)
+            reads[..., 0] = reads[..., 0].where(count[..., 0] > 0, position)
+            self.members.add(queries, position)
         outs.append(attend_listed(q, self.keys, self.values, reads))
         return torch.cat(outs, 1)
 
@@ -408,10 +393,4 @@ class RoutedCache:
             self.local.rearrange(order, known)
         for rows in (self.keys, self.values):
             rows[:, :, :known] = rows[order, :, :known]
-        self.members, self.counts = self.members[order], self.counts[order]
-
-    def _add(self, clusters: Tensor, position: int) -> None:
-        """Enter a position into its cluster, (B, R, 1), of each context and head."""
-        place = clusters * self.window + self.counts.gather(-1, clusters) % self.window
-        self.members.flatten(2).scatter_(-1, place, position)
-        self.counts.scatter_add_(-1, clusters, torch.ones_like(clusters))
+        self.members.rearrange(order)

@@ -59,6 +59,19 @@ def test_generation_gives_the_rows_of_the_whole_context(changes: dict[str, Any])
 
 
 @every_system
+def test_a_row_that_is_computed_again_changes_nothing(changes: dict[str, Any]) -> None:
+    """As where the first time was cut off, at any place."""
+    model = awake(**changes)
+    tokens = tokens_of(model)
+    once, twice = Session(model, 2), Session(model, 2)
+    for position in range(24):
+        first, twice._logits = twice.logits, None
+        assert torch.equal(once.logits, twice.logits) and torch.equal(first, twice.logits)
+        for session in (once, twice):
+            session.append(tokens[:, position])
+
+
+@every_system
 def test_generation_goes_on_from_another_context(changes: dict[str, Any]) -> None:
     model = awake(**changes)
     tokens, session = tokens_of(model), Session(model, 2)

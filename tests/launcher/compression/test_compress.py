@@ -89,13 +89,20 @@ def test_half_precision_models_compress_too(dtype: torch.dtype, tmp_path: Path) 
     assert abs(len(packed) - expected) <= 0.005 * expected + 64
 
 
-ROUTED = {"attention": {"type": "routing", "clusters": 4, "window": 9, "local": {"heads": 1, "window": 8}}}
+BY_CONTENT: tuple[dict[str, Any], ...] = (
+    {"type": "routing", "clusters": 4, "window": 9, "local": {"heads": 1, "window": 8}},
+    {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 5},
+    {"type": "moba", "block": 8, "top": 3},
+    {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
+    {"type": "entmax", "pattern": {"type": "local", "window": 9}},
+)
 
 
-@pytest.mark.parametrize("changes", [ROUTED], ids=["routing"])
-def test_models_whose_content_chooses_keys_compress_too(changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", BY_CONTENT, ids=lambda attention: attention["type"])
+def test_models_whose_content_chooses_keys_compress_too(attention: dict[str, Any], tmp_path: Path) -> None:
     """At the size that the forward pass says: so that likelihood had seen nothing of the future."""
-    model = tiny_export(tmp_path / "model", "text", steps=20, model=changes | {"layers": 2, "backend": "auto"})
+    changes = {"attention": attention, "layers": 2, "backend": "auto"}
+    model = tiny_export(tmp_path / "model", "text", steps=20, model=changes)
     content = content_of("text", 500, 0)
     (tmp_path / "file").write_bytes(content)
     packed = compress(model, tmp_path / "file", tmp_path / "file.lsz")
