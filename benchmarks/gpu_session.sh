@@ -97,19 +97,24 @@ if [ -z "$REHEARSE" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.c
 fi
 
 part_1() {
-  local chosen=() workers=()
+  local chosen=(-k triton) workers=() tests=(conformance triton_attention triton_selections)
   if [ -n "$REHEARSE" ]; then
-    chosen=(-k "ragged or same_bits or strides") workers=(-p no:xdist)
+    chosen=(-k "triton and same_bits or triton_selections and expanded") workers=(-p no:xdist)
   elif [ -z "$(missing xdist)" ]; then
     workers=(-n 14) # compiling is what takes time
   fi
   # Plugins of a strange machine may warn; what is asked here is whether the kernels are right.
-  step kernels 240 "$PYTHON" -m pytest tests/kernels/test_triton_attention.py -q -W default -p no:cacheprovider \
-    "${workers[@]}" "${chosen[@]}"
+  tests=("${tests[@]/#/tests/kernels/test_}")
+  step kernels 240 "$PYTHON" -m pytest "${tests[@]/%/.py}" -q -W default -p no:cacheprovider "${workers[@]}" "${chosen[@]}"
   local options=(--preset bars --time-limit 180 --flex-patterns local) # each compiles for many seconds
   [ -z "$REHEARSE" ] || options=(--preset rehearsal --backend triton --no-flex --repeats 1)
-  step attention-bars 240 "$PYTHON" benchmarks/attention/attention.py "${options[@]}" "${OVERWRITE[@]}" \
+  step attention-bars 210 "$PYTHON" benchmarks/attention/attention.py "${options[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/bars-$SLUG.json"
+  # Routing over the root of the context's clusters, and rounds of hashing, beside dense attention.
+  options=(--contexts 12288 --repeats 20)
+  [ -z "$REHEARSE" ] || options=(--contexts 64 --heads 1 --repeats 1)
+  step selections 40 "$PYTHON" benchmarks/attention/selections.py "${options[@]}" "${OVERWRITE[@]}" \
+    --output "$OUTPUT/selections-$SLUG.json"
   bars
 }
 part_2() {

@@ -1,7 +1,7 @@
 """The tables of attention's speed in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
-first head width. docs/kernels.md has all.
+first head width. docs/kernels.md has all, and those of selections.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def with_tables(page: Path) -> str:
     _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("attention-*.json"))]
     tables = [table for result in files for table in tables_of(result)[: 1 if page == README else None]]
+    if page == DETAILS:
+        tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
     return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
 
 
@@ -68,6 +70,35 @@ def table(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             cells += [shown(row["fraction_of_ideal"][phase], "{:.0%}") for phase in ("forward", "backward")]
         plan = plans.get(row["pattern"])
         cells.append(f"{plan['plan_seconds'] * 1e3:.1f} ms, {plan['plan_bytes'] / 2**10:.1f} KiB" if plan else "–")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def selections_table(result: dict[str, Any]) -> str:
+    """One device's attention over selections, what selects included, against two dense attentions of the same run."""
+    first = result["timings"][0]
+    grows = ", ".join(f"{name} {shown(exponent, '{:.2f}')}" for name, exponent in result["growth"].items())
+    clock, form = ("events on the device", "{:.2f}") if on_gpu(result) else ("CPU time of 1 thread", "{:.0f}")
+    lines = [
+        f"{result['device']}, {clock}, torch {result['torch']}, {result['date']}. {first['heads']} heads "
+        f"of width {first['head_width']}, {first['dtype']}; the window and the number of clusters near the root of the "
+        "context. Milliseconds, what selects included, and how many times faster both passes are than torch's dense "
+        "causal attention, and than our own under a dense pattern, in the same run. Exponents of growth in the "
+        f"context: {grows}.",
+        "",
+        "| selection | context | window | selecting | forward | backward | both | × torch | × dense pattern |",
+        "|---" * 9 + "|",
+    ]
+    for row in result["timings"]:
+        times = [row["selecting_seconds"], *(row["seconds"][phase] for phase in PHASES)]
+        ratios = [shown(row["ratio_to_dense"][name]["both"]) for name in ("torch", "dense pattern")]
+        cells = [
+            row["selection"],
+            f"{row['context']:,}",
+            str(row["window"]),
+            *(form.format(x * 1e3) for x in times),
+            *ratios,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -21,10 +21,11 @@ from typing import Any
 if __name__ == "__main__":  # as a program from a checkout that is not installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
 import torch
 
 from benchmarks.machine import about
-from benchmarks.recipe import Row, changed, measured, recipe, summary, train
+from benchmarks.recipe import Row, changed, longstride, measured, recipe, summary, train
 from benchmarks.report import RESULTS, rounded, write_json
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.models import TRAINED
@@ -59,10 +60,36 @@ def synthesizer(*kinds: str) -> dict[str, Any]:
     }
 
 
+def hashed(**lsh: int) -> dict[str, Any]:
+    """Attention by hashing, or dense; queries are not normalised in either, as hashing has keys of unit length."""
+    kind = {"type": "lsh", "buckets": 32, "chunk": 16} | lsh if lsh else {"type": "dense"}
+    return {"model.attention": kind, "model.query_key_norm": None}
+
+
 def experts(ratio: float, **others: Any) -> dict[str, Any]:
     """Experts in place of the dense feed-forwards."""
     shared = {"type": "experts", "activation": "squared_relu"}
     return {"model.feed_forward": shared | others, "model.feed_forward_ratio": ratio}
+
+
+COPIES = "routing on copies"  # the comparison that is trained on strings and their copies
+
+
+def by_content(kind: str, narrow: int, wide: int) -> dict[str, Any]:
+    """A narrow local head, and one of a wider window, or of as many keys at most from random clusters, or routed."""
+    local = {"heads": [{"count": 1, "type": "local", "window": window} for window in (narrow, wide)]}
+    clustered = {"clusters": 8, "window": wide, "local": {"heads": 1, "window": narrow}, "decay": 0.99}
+    content = {"type": "routing", "keys": kind, "shared_query_key": False} | clustered
+    return {"model.attention": local if kind == "local" else content, "model.heads": 2}
+
+
+def on_copies(kind: str) -> dict[str, Any]:
+    """The same, in contexts that divide the documents of ``write_copies``."""
+    sizes = {"model.context": 384, "train.micro_batch": 32, "train.global_batch": 32}
+    return by_content(kind, 16, 48) | sizes | {"model.layers": 2}
+
+
+BY_CONTENT = {"local windows alone": "local", "windows and random keys": "random", "windows and routing": "routed"}
 
 
 def reading(attention: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +115,13 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("synthesizer: dense", synthesizer("dense")),
         Row("synthesizer: factorized random", synthesizer("factorized_random")),
     ),
+    "hash rounds": (
+        Row("dense attention", hashed()),
+        Row("one bucket, every earlier key", hashed(buckets=1, chunk=1024)),
+        Row("hash rounds: 1", hashed(rounds=1)),
+        Row("hash rounds: 2", hashed(rounds=2)),
+        Row("hash rounds: 4", hashed(rounds=4)),
+    ),
     "chosen blocks": (  # of about as many pairs
         Row("window of 113", windows(113)),
         Row("4 blocks of 32, the best three of the past", {"model.attention": {"type": "moba", "block": 32, "top": 4}}),
@@ -97,6 +131,8 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("8 experts, one a byte", experts(2.0, count=8, top=1)),
         Row("8 experts of half the width, two a byte", experts(1.0, count=8, top=2)),
     ),
+    "routing": tuple(Row(name, by_content(kind, 32, 64)) for name, kind in BY_CONTENT.items()),
+    COPIES: tuple(Row(f"on copies: {name}", on_copies(kind)) for name, kind in BY_CONTENT.items()),
     "adaptive span": (
         Row("a window of 256", reading({"type": "local", "window": 256})),
         Row("adaptive span up to 256, no penalty", reading({"type": "adaptive_span", "limit": 256, "penalty": 0})),
@@ -126,13 +162,17 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
         if before["steps"] != options.steps:
             raise SystemExit(f"--steps={options.steps}: {options.output} has {before['steps']} steps; take that")
         result["comparisons"] = before["comparisons"]
+    places = {COPIES: folder / "copies-data"}  # all others are trained on Python's sources
+    write_copies(folder / "copies")
+    longstride("data", "build", folder / "copies", "--output", places[COPIES])
     with ThreadPoolExecutor(options.parallel) as pool:
         jobs = {}
         for name in options.only or COMPARISONS:
+            place = places.get(name, data)
             for row in COMPARISONS[name]:
                 content = changed(changed(recipe(), BASE), row.changes)
                 seeds = [
-                    pool.submit(train, content, options.steps, seed, data, folder, learned)
+                    pool.submit(train, content, options.steps, seed, place, folder, learned)
                     for seed in range(options.seeds)
                 ]
                 jobs[name, row.name] = sizes(content), seeds
@@ -142,6 +182,26 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
             result["comparisons"][name][row_name] = counted | {"runs": runs}
             write_json(options.output, result)
             print(f"{name}: {row_name}: {summary(runs)}", flush=True)
+
+
+def write_copies(folder: Path, documents: int = 1024, size: int = 3840) -> None:
+    """Documents of a random string each and nothing else, again and again: 24 to 192 bytes, at a period of its own.
+
+    So most bytes stand farther behind their copies than a window of 48 reads, and how far, content alone tells. The
+    strings are of 32 letters, each drawn by the two before it, which costs about 3 bits a byte: from letters that are
+    drawn evenly, not even dense attention learns to copy within some hundred steps.
+    """
+    draw = np.random.default_rng(0)
+    last, before = 1.5 * draw.normal(size=(2, 32, 32))
+    odds = np.exp(last[:, None] + before[None])
+    shares = (odds / odds.sum(-1, keepdims=True)).cumsum(-1)
+    folder.mkdir()
+    for number in range(documents):
+        letters = [0, 0]
+        for chance in draw.random(int(24 * 8 ** draw.random())):  # as many short ones as long ones
+            letters.append(min(31, int(np.searchsorted(shares[letters[-1], letters[-2]], chance))))
+        string = bytes(ord("@") + letter for letter in letters[2:])
+        (folder / f"{number:04}.txt").write_bytes((string * (size // len(string) + 1))[:size])
 
 
 def learned(run: Path) -> dict[str, Any]:

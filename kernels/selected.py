@@ -14,7 +14,6 @@ from torch import Tensor
 
 from longstride.kernels.attention import TAGS, check_tensors, choose_backend, load
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
-from longstride.kernels.errors import ConfigError
 from longstride.kernels.selections import Part, Selection
 
 BACKENDS = ("triton", "cpu", "reference")
@@ -88,8 +87,6 @@ def selected_attention(
         raise ValueError(f"scale={scale}: must be a finite number")
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
-    if backend == "triton" and not hasattr(module, "selected_forward"):
-        raise ConfigError.at("backend", backend, f"has no selections yet; {ADVICE}")
     if hasattr(module, "attend_selected"):
         out, lse = module.attend_selected(q, k, v, selection, scale)
     else:

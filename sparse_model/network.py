@@ -48,6 +48,7 @@ class NetworkConfig(StrictModel):
     rotary: RotaryPositions | None = None
     query_key_norm: bool = False
     convolution: Annotated[int, Field(ge=2)] | None = None  # positions that a row reads before attention, its own too
+    reversible: bool = False  # two streams: the backward pass computes each block's input from its output
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (
         "order",
@@ -57,6 +58,7 @@ class NetworkConfig(StrictModel):
         "rotary",
         "query_key_norm",
         "convolution",
+        "reversible",
     )
 
     @model_validator(mode="after")

@@ -38,6 +38,16 @@ class Mixed(NamedTuple):
     statistics: tuple[Tensor, ...] = ()  # in training, one of each part that observes; summed over contexts
 
 
+def joined(stream: Mixed, given: Tensor | Mixed) -> Mixed:
+    """What one more part or block gives, with the auxiliary losses and statistics of those before it."""
+    if not isinstance(given, Mixed):
+        return stream._replace(rows=given)
+    auxiliary = given.auxiliary
+    if stream.auxiliary is not None:
+        auxiliary = stream.auxiliary if auxiliary is None else stream.auxiliary + auxiliary
+    return Mixed(given.rows, auxiliary, stream.statistics + given.statistics)
+
+
 class State(Protocol):
     """What generation keeps of earlier positions for one mixer."""
 

@@ -19,7 +19,8 @@ from longstride.sparse_model.documents import Documents, places_of
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.output import Logits
-from longstride.sparse_model.part import Mixed, State, Work
+from longstride.sparse_model.part import Mixed, State, Work, joined
+from longstride.sparse_model.reversible import OnGrid, RandomStates, Reversible, closed, opened
 from longstride.sparse_model.rotary import Rotary
 
 
@@ -40,7 +41,8 @@ class SparseTransformer(nn.Module):
         self.embedding = Embedding(config)
         rotary = Rotary.of(config)
         made = config.blocks() if blocks is None else blocks
-        self.blocks = nn.ModuleList(ResidualBlock(config, block, rotary) for block in made)
+        kind = ReversibleBlock if config.reversible else ResidualBlock
+        self.blocks = nn.ModuleList(kind(config, block, rotary) for block in made)
         self.norm = norm_of(config)
         self.logits = Logits(config.width, config.vocabulary, bias=False)
         # Where set, called as (block, h, …) in place of each block, to recompute activations in the backward pass.
@@ -106,15 +108,20 @@ class SparseTransformer(nn.Module):
         tokens = tokens.long()
         places = None if begins is None else places_of(begins)
         more = self.beside(places)
-        stream = Mixed(self.embedding(tokens, places))
-        for block, rest in zip(self.blocks, more, strict=True):
-            h = stream.rows
-            recompute = self.activation_checkpoint
-            given = block(h, *rest) if recompute is None else recompute(block, h, *rest)
-            if isinstance(given, tuple):  # torch's recomputation makes a plain one of it
-                stream = joined(stream, Mixed(*given))
-            else:
-                stream = stream._replace(rows=given)
+        h = self.embedding(tokens, places)
+        recompute = self.activation_checkpoint
+        if self.config.reversible and recompute is None and torch.is_grad_enabled():
+            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
+            stream = Mixed(rows, auxiliary, tuple(statistics))
+        else:
+            stream = Mixed(opened(h) if self.config.reversible else h)
+            for block, rest in zip(self.blocks, more, strict=True):
+                rows = stream.rows
+                given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
+                # Torch's recomputation makes a plain tuple of it.
+                stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
+            if self.config.reversible:
+                stream = stream._replace(rows=closed(stream.rows, h))
         scored = self.logits(self.norm(stream.rows), tokens if return_nats else None)
         return stream._replace(rows=scored) if return_mixed else scored
 
@@ -174,18 +181,11 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: several rows that do not begin at 0.
         """
+        rows = opened(h) if self.config.reversible else h
         for block, state in zip(self.blocks, states, strict=True):
-            given = block(h, state, first)
-            h = given.rows if isinstance(given, Mixed) else given
-        return h
-
-
-def joined(stream: Mixed, given: Mixed) -> Mixed:
-    """What one more part or block gives, with the auxiliary losses and statistics of those before it."""
-    auxiliary = given.auxiliary
-    if stream.auxiliary is not None:
-        auxiliary = stream.auxiliary if auxiliary is None else stream.auxiliary + auxiliary
-    return Mixed(given.rows, auxiliary, stream.statistics + given.statistics)
+            given = block(rows, state, first)
+            rows = given.rows if isinstance(given, Mixed) else given
+        return closed(rows, h) if self.config.reversible else rows
 
 
 class ResidualBlock(nn.Module):
@@ -214,21 +214,77 @@ class ResidualBlock(nn.Module):
         """
         more: list[Mixed] = []
         if self.attention is not None:
-            rest = (state, first) if documents is None else (state, first, documents)
-            h = h + self._rows(self.attention(self.attention_norm(h), *rest), more)
+            h = h + _rows(self.mix(h, state, first, documents), more)
         if self.feed_forward is not None:
-            h = h + self._rows(self.feed_forward(self.feed_forward_norm(h)), more)
+            h = h + _rows(self.feed(h), more)
         return functools.reduce(joined, more)._replace(rows=h) if more else h
+
+    def mix(
+        self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
+    ) -> Tensor | Mixed:
+        """What the mixer adds to a stream, (B, N, C) as it reads it."""
+        assert self.attention is not None
+        rest = (state, first) if documents is None else (state, first, documents)
+        return self._dropped(self.attention(self.attention_norm(h), *rest))
+
+    def feed(self, h: Tensor) -> Tensor | Mixed:
+        """What the feed-forward adds to a stream, (B, N, C) as it reads it."""
+        assert self.feed_forward is not None
+        return self._dropped(self.feed_forward(self.feed_forward_norm(h)))
 
     def work(self, positions: int, batch: int) -> Work:
         """Of all sub-layers."""
         parts: list[Any] = [part for part in (self.attention, self.feed_forward) if part is not None]
         return sum((part.work(positions, batch) for part in parts), Work())
 
-    def _rows(self, given: Tensor | Mixed, more: list[Mixed]) -> Tensor:
-        """What is added to the stream, of what a part gives; the whole goes to ``more``, if it is more."""
-        if isinstance(given, Mixed):
-            more.append(given)
-            given = given.rows
+    def _dropped(self, given: Tensor | Mixed) -> Tensor | Mixed:
         # Tested here and not in the module: for a single row, calling it takes longer than an addition.
-        return self.dropout(given) if self.dropout.training else given
+        if not self.dropout.training:
+            return given
+        return given._replace(rows=self.dropout(given.rows)) if isinstance(given, Mixed) else self.dropout(given)
+
+
+class ReversibleBlock(ResidualBlock):
+    """The same parts on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
+
+    def forward(
+        self,
+        h: Tensor,
+        state: State | None = None,
+        first: int = 0,
+        documents: Documents | None = None,
+        starts: list[RandomStates] | None = None,
+    ) -> Tensor | Mixed:
+        """Streams (2, B, N, C) to such, as ``reversible`` has them; ``starts`` gets what each part draws from."""
+        before, written = h.unbind()
+        more: list[Mixed] = []
+        for sublayer in self.sublayers(state, first, documents):
+            if starts is not None:
+                starts.append(RandomStates.now(h))
+            rows = _rows(sublayer(written.to(self._dtype)), more)
+            before, written = written, before + OnGrid.apply(rows)
+        h = torch.stack([before, written])
+        return functools.reduce(joined, more)._replace(rows=h) if more else h
+
+    def sublayers(
+        self, state: State | None = None, first: int = 0, documents: Documents | None = None
+    ) -> list[Callable[[Tensor], Tensor | Mixed]]:
+        """In their order, each from a stream (B, N, C) to what is added to the other."""
+        found: list[Callable[[Tensor], Tensor | Mixed]] = []
+        if self.attention is not None:
+            found.append(functools.partial(self.mix, state=state, first=first, documents=documents))
+        return found if self.feed_forward is None else [*found, self.feed]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        norm: Any = self.feed_forward_norm if self.attention is None else self.attention_norm
+        dtype: torch.dtype = norm.weight.dtype
+        return dtype
+
+
+def _rows(given: Tensor | Mixed, more: list[Mixed]) -> Tensor:
+    """What is added to the stream, of what a part gives; the whole goes to ``more``, if it is more."""
+    if isinstance(given, Mixed):
+        more.append(given)
+        return given.rows
+    return given

@@ -21,7 +21,7 @@ ORDER = {
     "kernels": ["errors", "forms", "patterns", "plan", "selections", "backends", "attention", "selected", "decoding"],
     "sparse_model": [
         "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config",
-        "ngrams", "embedding", "output", "transformer", "session", "generation",
+        "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",

@@ -73,6 +73,9 @@ class _Unread:
         """Says that all contexts are whole."""
         lengths[:] = self._context
 
+    def begins(self, first: int, count: int, seed: int | None) -> None:
+        """No documents are kept apart."""
+
 
 def plan_rank(stream: ByteStream, rank: int, world_size: int) -> list[tuple[list[int], list[str]]]:
     """Of some steps: the contexts that a rank reads, by slot, and the shards in which they begin."""

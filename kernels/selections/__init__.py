@@ -3,9 +3,9 @@
 ``selected_attention`` attends over them. To add a way to select: a function that makes a ``Selection`` of tensors.
 """
 
-from longstride.kernels.selections.base import Part, Selection, selection_mask
+from longstride.kernels.selections.base import Part, Selection, inverse_order, selection_mask
 from longstride.kernels.selections.blocks import chosen_blocks
-from longstride.kernels.selections.clusters import recent_members
+from longstride.kernels.selections.clusters import hash_rounds, recent_members
 from longstride.kernels.selections.documents import within_documents
 from longstride.kernels.selections.of_pattern import pattern_parts
 
@@ -13,6 +13,8 @@ __all__ = [
     "Part",
     "Selection",
     "chosen_blocks",
+    "hash_rounds",
+    "inverse_order",
     "pattern_parts",
     "recent_members",
     "selection_mask",

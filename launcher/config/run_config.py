@@ -286,6 +286,14 @@ class RunConfig(StrictModel):
         if recomputing.get("contiguous_memory_optimization") and count != self.model.layers:
             rule = f"must be model.layers {self.model.layers}: every residual block is a checkpoint"
             raise ConfigError.at("deepspeed.activation_checkpointing.number_checkpoints", count, rule)
+        if self.model.reversible:
+            rules = {
+                "activation_checkpointing": "recomputes from inputs, and model.reversible from outputs; give false",
+                "compile": "compiles blocks whole, and model.reversible computes their halves again; give false",
+            }
+            wrong = [name for name in rules if getattr(self.train, name)]
+            if wrong:
+                raise ConfigError(*(Problem(f"train.{name}", rules[name], True) for name in wrong))
         if self.data.apart:
             self._check_documents()
         if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:

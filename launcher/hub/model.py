@@ -70,7 +70,7 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
     _network: SparseTransformer
     main_input_name = "input_ids"
     _is_stateful = True  # a session cannot take tokens back, which speculative decoding needs
-    _no_split_modules: ClassVar[list[str]] = ["ResidualBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "ReversibleBlock"]
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)

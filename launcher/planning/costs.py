@@ -240,6 +240,8 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
     """
     blocks = config.model.blocks()
     kinds = list(dict.fromkeys(blocks))
+    if config.model.reversible:  # one block at a time is at work, and none keeps anything
+        return _rehearse(config, kinds, checkpointing)[0]
     if len(blocks) <= REHEARSED_BLOCKS * len(kinds):
         return _rehearse(config, blocks, checkpointing)[0]
     _, begins, shares = _rehearse(config, REHEARSED_BLOCKS * kinds, checkpointing)
@@ -286,13 +288,14 @@ def _rehearse(
             # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
             return checkpoint(block, h, use_reentrant=True) if checkpointing else block(h)
 
-        model.activation_checkpoint = run
+        if not config.model.reversible:
+            model.activation_checkpoint = run
         model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
         whole = count(model, tokens, live)
     # Both passes of a block begin and end with what those before it keep.
     both = zip(peaks[1:], peaks[::-1], begun, [*begun[1:], whole.kept], strict=False)
     shares = [Activations(after - before, max(peak) - before) for *peak, before, after in both]
-    return whole, begun[len(blocks) // 2], shares
+    return whole, begun[len(begun) // 2], shares
 
 
 def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:

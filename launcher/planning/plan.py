@@ -184,10 +184,11 @@ def describe(plan: dict[str, Any]) -> str:
 def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
     """Operations of one optimiser step, over all processes."""
     contexts = config.train.global_batch
+    recomputed = config.train.activation_checkpointing or config.model.reversible
     return {
         "forward_flops": contexts * work.whole.forward,
         "backward_flops": contexts * work.whole.backward,
-        "recompute_flops": contexts * work.blocks.forward if config.train.activation_checkpointing else 0,
+        "recompute_flops": contexts * work.blocks.forward if recomputed else 0,
     }
 
 

@@ -16,6 +16,7 @@ from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
+from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
@@ -26,6 +27,7 @@ from longstride.sparse_model.strict import StrictModel
 MIXERS: dict[str, type[StrictModel]] = {
     "adaptive_span": AdaptiveSpanConfig,
     "entmax": EntmaxConfig,
+    "lsh": LshConfig,
     "moba": MobaConfig,
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,

@@ -145,7 +145,7 @@ class Attention(nn.Module):
         """Empty keys and values with room for ``length`` positions, and how one more query reads them."""
         keys, values = (
             empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
-            for width in self.widths[1:]
+            for width in self.widths[-2:]
         )
         return KeyValues(keys, values, self.patterns, self.backend)
 
@@ -166,19 +166,18 @@ class Attention(nn.Module):
         """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
         return q, k
 
-    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> Sequence[Tensor]:
         """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels).
 
         Positions are ``places`` (B, N) where these are given, else 0 to N - 1.
         """
         if not self.as_projected:
-            channels, width = 2 * self.widths[0], self.widths[0] // self.heads
+            channels, width = sum(self.widths[:-1]), self.widths[0] // self.heads
             table = None
             if self.rotary is not None:
                 table = self.rotary.table(rows.device)[slice(rows.shape[1]) if places is None else places]
             rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1))
-        return q, k, v
+        return [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1)]
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """An empty state with room for ``length`` positions; a CPU takes memory only as it is written.
@@ -225,15 +224,16 @@ class Attention(nn.Module):
     def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (1, H, N, D) of one context (1, N, C)."""
         rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
-        return self.heads_of(rows)[:2]
+        q, k, _ = self.heads_of(rows)
+        return q, k
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
         """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
         if self.as_projected:
             if self.equal_widths:
-                return row.view(len(row), 3, self.heads, -1).unbind(1)
+                return row.view(len(row), len(self.widths), self.heads, -1).unbind(1)
             return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]
         turns = None if self.rotary is None else self.rotary.table(row.device)[position]
-        both, v = row.split((2 * self.widths[0], self.widths[2]), dim=-1)
-        both = prepared_row(both.view(len(row), 2 * self.heads, -1), self.normed, turns)
-        return *both.split(self.heads, 1), v.view(len(row), self.heads, -1)
+        prepared, v = row.split((sum(self.widths[:-1]), self.widths[-1]), dim=-1)
+        prepared = prepared_row(prepared.view(len(row), -1, self.widths[0] // self.heads), self.normed, turns)
+        return *prepared.split(self.heads, 1), v.view(len(row), self.heads, -1)

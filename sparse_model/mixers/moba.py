@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError, attend_listed, selected_attention
-from longstride.kernels.patterns import Dense, Pattern
+from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import chosen_blocks
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
@@ -43,8 +43,8 @@ class MobaConfig(OfQueriesAndKeys, StrictModel):
             raise ConfigError.at("top", self.top, f"context {network.context} has {blocks} blocks; at most {blocks}")
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        """All earlier positions: which of them is up to the content."""
-        return (Dense(),) * network.heads
+        """None: content decides for all heads."""
+        return ()
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> BlockAttention:
         """The module."""
@@ -60,7 +60,7 @@ class BlockAttention(Attention):
     """
 
     def __init__(self, network: NetworkConfig, config: MobaConfig, rotary: Rotary | None) -> None:
-        super().__init__(network, config.head_patterns(network), rotary)
+        super().__init__(network, (), rotary)
         self.block, self.top = config.block, config.top
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class BlockCache:
         if (position + 1) % block == 0:
             last = self.keys[:, :, own * block : position + 1]
             self.means[:, :, own : own + 1] = means(last, block)
-        numbers = best(q[:, :, None].to(self.means.dtype) @ self.means[:, :, :own].mT, top)  # (B, H, 1, T)
+        numbers = best(q[:, :, None], self.means[:, :, :own], min(top - 1, own))  # (B, H, 1, T)
         chosen = (numbers.mT * block + torch.arange(block, device=q.device)).flatten(2)  # (B, H, T · block)
         recent = torch.arange(own * block, position + 1, device=q.device).expand(*q.shape[:2], -1)
         return attend_listed(q, self.keys, self.values, torch.cat([chosen, recent], -1))
@@ -148,9 +148,20 @@ def means(k: Tensor, block: int) -> Tensor:
     return k.detach()[:, :, : whole * block].unflatten(2, (whole, block)).mean(3, dtype=wide_of(k))
 
 
-def best(scores: Tensor, top: int) -> Tensor:
-    """The blocks with the highest scores (…, C) beside the own one: (…, T) int64, T at most top - 1 and C."""
-    return scores.argsort(dim=-1, descending=True, stable=True)[..., : top - 1]
+def best(q: Tensor, means: Tensor, count: int, later: Tensor | None = None) -> Tensor:
+    """The blocks whose mean keys (B, H, C, D) match some queries (B, H, n, D) best: (B, H, n, count) int64.
+
+    ``later``: (n, C) bool, the blocks that are out of the question; a query with too few others gets some of them last.
+    """
+    # No less than the least number, so that what is taken, or out of the question, comes behind all that is left.
+    scores = (q.to(means.dtype) @ means.mT).clamp_(min=torch.finfo(means.dtype).min)
+    if later is not None:
+        scores.masked_fill_(later, -torch.inf)
+    found = [torch.empty((*scores.shape[:-1], 0), dtype=torch.int64, device=scores.device)]
+    for _ in range(count):  # of equal ones, argmax takes the first; a sort that does takes four times as long for three
+        found.append(scores.argmax(-1, keepdim=True))
+        scores.scatter_(-1, found[-1], -torch.inf)
+    return torch.cat(found, -1)
 
 
 def choices(q: Tensor, means: Tensor, block: int, top: int) -> Tensor:
@@ -169,6 +180,5 @@ def choices(q: Tensor, means: Tensor, block: int, top: int) -> Tensor:
     for first in range(0, rows, size):
         some = q.detach()[:, :, first : first + size]
         own = torch.arange(first, first + some.shape[2], device=q.device)[:, None] // block
-        scores = (some.to(means.dtype) @ means.mT).masked_fill(number >= own, -torch.inf)
-        found.append(best(scores, count + 1).where(number[:count] < own, -1))
+        found.append(best(some, means, count, number >= own).where(number[:count] < own, -1))
     return torch.cat(found, 2)

@@ -4,15 +4,24 @@ Letters: B batch, H heads, L of them local, R routed, N positions of a context, 
 keys of a window, D head width of queries and keys, Dv of values.
 
 Queries and keys of routed heads go through a layer norm without weights, which puts them on a sphere of radius √D.
-There each belongs to the cluster whose centroid has the greatest product with it. A query reads the most recent w
-earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best. Which those are
-depends on later positions, and so do their rows.) Scores are divided by √D as ever: they lie between -√D and √D.
+There each belongs to the cluster whose centroid has the greatest product with it, after a balance. A query reads the
+most recent w earlier keys of its cluster. (The authors fill each cluster with the N/k positions that fit it best. Which
+those are depends on later positions, and so do their rows.) Scores are divided by √D as ever: they lie between -√D and
+√D.
 
 In causal models the paper has queries serve as keys (its algorithm 1). A position would then agree with itself before
 all others; so it reads itself only where it is the first of its cluster (Kitaev et al. 2020, section 2).
 
-Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its members in
-that step: c ← λc + (1 - λ)m, m of length 1. One without members stays.
+Where queries are not the keys, both begin with equal weights, and queries go where their products with the keys'
+centroids are greatest. (The paper moves centroids by both. In a causal model queries and keys then ended in clusters
+apart, where no query has a key.)
+
+Centroids are no parameters. After a step that is taken, each goes a little towards the mean direction of its keys in
+that step: c ← λc + (1 - λ)m, m of length 1. One without keys stays.
+
+The authors' clusters are all of one size, by taking N/k positions each. Here a number for each cluster is added to its
+products, which grows while the cluster is smaller than the mean of all and falls while it is larger (Wang et al. 2024,
+of experts): b ← b + (1 - λ)√D·(1 - s), s the cluster's size over the mean size, at most 2.
 
 Rotary positions turn queries and keys after clusters are chosen. So clusters know what is there, and not where.
 """
@@ -35,7 +44,7 @@ from longstride.kernels.selections import Selection, recent_members, selection_m
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import Mixed, Work
+from longstride.sparse_model.part import HeadWidths, Mixed, Work
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -63,6 +72,11 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     keys: Literal["routed", "random"] = "routed"
     shared_query_key: bool = True  # queries of routed heads are their keys
 
+    @property
+    def has_queries(self) -> bool:
+        """As any attention."""
+        return True
+
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the heads or the network's options do not go together."""
         if problems := list(self._problems(network)):
@@ -80,6 +94,10 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Of the local heads, which come first."""
         return () if self.local is None else (Local(self.local.window),) * self.local.heads
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Each head's share of both widths."""
+        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> ClusteredAttention:
         """The module."""
@@ -108,12 +126,20 @@ class ClusteredAttention(Attention):
         self.config, self.local, self.routed = config, len(patterns), network.heads - len(patterns)
         self.head_width = width
 
+    def initialize(self) -> None:
+        """Set its linear layers. Routed queries and keys begin equal: those alike begin in one cluster."""
+        super().initialize()
+        if not self.config.shared_query_key:
+            with torch.no_grad():
+                _, _, queries, keys, _ = self.query_key_value.weight.split(self.widths)
+                keys.copy_(queries)
+
     @abstractmethod
     def clusters(self, x: Tensor, first: int = 0) -> Tensor:
         """The cluster of each position from ``first`` on, x (B, R, n, D): (B, R, n) int64."""
 
-    def statistics(self, members: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        """In training, what ``observe`` gets, of routed queries and keys (B, R, N, D) with clusters."""
+    def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
+        """In training, what ``observe`` gets, of routed keys (B, R, N, D) in their clusters (B, R, N)."""
         return ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
@@ -126,7 +152,7 @@ class ClusteredAttention(Attention):
         queries, keys = self.assigned(q, k)
         outs.append(self.attend_routed(q, k, v, queries, keys))
         out = torch.cat(outs, 1) if local else outs[0]
-        if self.training and (seen := self.statistics([(q, queries)] if keys is None else [(q, queries), (k, keys)])):
+        if self.training and (seen := self.statistics(q if keys is None else k, queries if keys is None else keys)):
             return Mixed(out, None, seen)
         return out
 
@@ -235,10 +261,12 @@ class Routing(ClusteredAttention):
     """Clusters by content: the centroid with the greatest product."""
 
     centroids: Tensor  # (R, k, D)
+    balance: Tensor  # (R, k), added to products with them
 
     def __init__(self, network: NetworkConfig, config: RoutingConfig, rotary: Rotary | None) -> None:
         super().__init__(network, config, rotary)
         self.register_buffer("centroids", torch.empty(self.routed, config.clusters, self.head_width))
+        self.register_buffer("balance", torch.zeros(self.routed, config.clusters))
 
     def initialize(self) -> None:
         """Set its linear layers, and its centroids to random directions."""
@@ -247,30 +275,31 @@ class Routing(ClusteredAttention):
         self.centroids.copy_(F.normalize(self.centroids, dim=-1))
 
     def clusters(self, x: Tensor, first: int = 0) -> Tensor:
-        """The centroid that each position agrees with most; of equal ones the first."""
+        """The centroid that each position agrees with most, after ``balance``; of equal ones the first."""
         with torch.no_grad():
-            centroids = self.centroids.to(wide_of(x)).mT
-            return torch.cat([(some @ centroids).argmax(-1) for some in self._cut(x.detach())], 2)
+            centroids, balance = self.centroids.to(wide_of(x)).mT, self.balance.to(wide_of(x))[:, None]
+            return torch.cat([(some @ centroids + balance).argmax(-1) for some in self._cut(x.detach())], 2)
 
-    def statistics(self, members: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        """The sum of each cluster's members in all contexts, and behind it their number: (R, k, D + 1)."""
-        every = torch.arange(self.config.clusters, device=self.centroids.device)
+    def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
+        """The sum of each cluster's keys in all contexts, and behind it their number: (R, k, D + 1)."""
+        every = torch.arange(self.config.clusters, device=keys.device)
         total = self.centroids.new_zeros(self.routed, len(every), self.head_width + 1)
         with torch.no_grad():
-            for x, clusters in members:
-                pieces = self._cut(x.detach())
-                for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
-                    # A product with zeros and ones: a sum that is the same every time, on a card too.
-                    member = (of_some[..., None] == every).to(some.dtype)
-                    total = total + (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
+            pieces = self._cut(keys.detach())
+            for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
+                # A product with zeros and ones: a sum that is the same every time, on a card too.
+                member = (of_some[..., None] == every).to(some.dtype)
+                total = total + (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
         return (total,)
 
     def observe(self, total: Tensor) -> None:
-        """Move the centroids towards the mean directions of their members in a step, as ``statistics`` gives them."""
+        """Move the centroids towards the mean directions of their keys in a step, as ``statistics`` gives them."""
         sums, counts = total[..., :-1], total[..., -1:]
         decay = self.config.decay
         moved = decay * self.centroids + (1 - decay) * F.normalize(sums, dim=-1)
         self.centroids.copy_(torch.where(counts > 0, moved, self.centroids))
+        size = counts[..., 0] / counts[..., 0].mean(-1, keepdim=True)
+        self.balance += ((1 - decay) * self.head_width**0.5 * (1 - size).clamp_min(-1)).to(self.balance.dtype)
 
     def work(self, positions: int, batch: int) -> Work:
         """Products with centroids too, which have no backward pass."""

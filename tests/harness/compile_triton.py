@@ -2,7 +2,8 @@
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
 Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the first candidate, a name in SHAPES for
-how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one.
+how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one,
+``overlap3`` for the fourth of a selection's parts that may have the same pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.configurations import Configuration, candidates
+from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
@@ -57,8 +58,16 @@ def compile_kernel(case: str) -> dict[str, Any]:
     chosen = (
         Configuration(*map(int, tiles[0].split(",")))
         if tiles
-        else candidates(name if name in PLANNED else "dq", architecture, 4 if dtype == "float32" else 2, width)[0]  # type: ignore[arg-type]
+        else candidates(
+            name if name in PLANNED else "dq",  # type: ignore[arg-type]
+            architecture,
+            4 if dtype == "float32" else 2,
+            width,
+            any(field.startswith("overlap") for field in further),
+        )[0]
     )
+    if "listed" in further:
+        chosen = pipelined(chosen)
     kernel = KERNELS[name]
     known = _constants(name, chosen, width, further)
     constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
@@ -84,11 +93,13 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
     segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
     queries, keys, bounds = zip(*segments, strict=True)
     by_key = name in ("dkdv", "closed")
+    earlier = next((int(field.removeprefix("overlap")) for field in further if field.startswith("overlap")), 0)
     return {
         "SEGMENTS": len(segments),
         "ROWS": keys[0] if by_key else queries[0],
         "COLUMNS": (queries[0] if by_key else keys),
         "BOUNDS": (bounds[0] if by_key else bounds),
+        "EARLIER": earlier if by_key else (earlier,) * len(segments),
         "SHAPE": int("described" in further),
         "SHAPES": tuple(int("described" in further) for _ in segments),
         "RESUME": "resume" in further,

@@ -91,6 +91,16 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "hash rounds": {
+        "layers": 2, "query_key_ratio": 0.5, "convolution": 3, "attention": [
+            {"type": "lsh", "buckets": 4, "rounds": 3, "chunk": 2}, {"type": "lsh", "buckets": 1, "chunk": 6},
+        ],
+    },
+    "hash rounds of turned queries": {
+        "layers": 2, "rotary": {"base": 1000}, "attention": {"type": "lsh", "buckets": 6, "rounds": 2, "chunk": 3},
+    },
+    "reversible": {"reversible": True, "feed_forward": [{"type": "experts", "count": 4}, {"type": "dense"}]},
+    "reversible in another order": {"reversible": True, "order": "s(sf)2f", "norm": "rms"},
     "adaptive span": {
         "layers": 2,
         "rotary": {"base": 1000},

@@ -17,7 +17,6 @@ from tests.harness.backends import DEVICES, on
 from tests.harness.oracles import Shape, make_inputs
 
 BACKENDS = [on(name, DEVICES[name]) for name in ("cpu", "triton")]
-SELECT = [on(name, DEVICES[name]) for name in ("cpu",)]  # those that attend over selections
 
 
 def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Tensor]:
@@ -92,7 +91,7 @@ def selection_of(q: Tensor) -> Selection:
     return Selection(tuple(parts), 7, disjoint=False)
 
 
-@pytest.mark.parametrize("backend, device", SELECT)
+@pytest.mark.parametrize("backend, device", BACKENDS)
 def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: str) -> None:
     *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=True)
 
@@ -111,7 +110,7 @@ def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: st
 
 
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
-@pytest.mark.parametrize("backend, device", SELECT)
+@pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_of_selections_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
     *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
     parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]

@@ -27,6 +27,9 @@ DEFAULTS = [
     "closed:bfloat16:64:folded:resume",
     "delta:bfloat16:64",
     "gather:bfloat16:64",
+    # Selections, and rounds of hashing.
+    *(f"{kernel}:bfloat16:64:listed" for kernel in KERNELS),
+    *(f"{kernel}:bfloat16:64:listed:resume:overlap3" for kernel in KERNELS),
 ]
 DESCRIBED = [
     "forward:bfloat16:64:merged:described",
@@ -44,6 +47,13 @@ def shipped(architecture: str) -> list[str]:
         for kernel, candidates in row._asdict().items()
         for one in candidates
     ]
+
+
+def selected(architecture: str) -> list[str]:
+    """Those of 16 bits as passes over selections have them; and where parts overlap."""
+    cases = [case.replace("folded", "listed") for case in shipped(architecture) if not case.startswith("closed")]
+    overlapping = [f"{kernel}:bfloat16:{width}:listed:overlap3" for kernel in KERNELS for width in (128, 256)]
+    return [case for case in (*cases, *overlapping) if "bfloat16" in case]
 
 
 ALL = [
@@ -83,6 +93,15 @@ def test_second_passes_in_16_bits_keep_next_to_nothing_on_the_stack(architecture
     for found in _compiled(architecture, [case for case in cases if "bfloat16" in case]):
         print(found)
         assert found["spilled_bytes"] <= 8, found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
+def test_passes_over_selections_compile_without_spilling(architecture: str) -> None:
+    for found in _compiled(architecture, selected(architecture)):
+        print(found)
+        assert found["shared"] <= SHARED_BYTES[architecture], found
+        assert found["spilled_bytes"] == 0, found
 
 
 @pytest.mark.campaign

@@ -25,7 +25,10 @@ def routing(**changes: Any) -> dict[str, Any]:
 
 
 def mixer_of(**changes: Any) -> Any:
-    return awake(layers=1, **changes).blocks[0].attention
+    mixer: Any = awake(layers=1, **changes).blocks[0].attention
+    if hasattr(mixer, "balance"):
+        torch.nn.init.normal_(mixer.balance)
+    return mixer
 
 
 def turned(x: Tensor, base: float) -> Tensor:
@@ -42,7 +45,7 @@ def reads_of(mixer: Any, q: Tensor, k: Tensor, head: int) -> list[list[list[int]
     """Of a routed head, q and k (B, n, D): the keys of each query (Roy et al. 2020, section 4)."""
     found = []
     for b in range(len(q)):
-        ours, theirs = ((x[b] @ mixer.centroids[head].T).argmax(-1).tolist() for x in (q, k))
+        ours, theirs = ((x[b] @ mixer.centroids[head].T + mixer.balance[head]).argmax(-1).tolist() for x in (q, k))
         rows = []
         for i in range(q.shape[1]):
             last = i if mixer.config.shared_query_key else i + 1
@@ -142,6 +145,7 @@ def test_centroids_move_towards_the_mean_directions_of_their_members(shared: boo
     """λc + (1 - λ)m (Roy et al. 2020, algorithm 1), with m of length 1 as in routing-transformer's Kmeans, by loops."""
     mixer = mixer_of(**routing(decay=0.9, shared_query_key=shared)).train()
     mixer.centroids[:, 0] = mixer.centroids[:, 1:3].mean(1)  # which one of both agrees with more
+    mixer.balance.zero_()
     before = mixer.centroids.clone()
     x = torch.randn(3, 8, C, dtype=torch.float64)
     given = mixer(x)
@@ -151,15 +155,17 @@ def test_centroids_move_towards_the_mean_directions_of_their_members(shared: boo
     empty = 0
     for head in range(H - 1):
         members: dict[int, list[Tensor]] = {}
-        for side in (q,) if shared else (q, k):
-            for vector in side[:, 1 + head].flatten(0, 1):
-                members.setdefault(int((before[head] @ vector).argmax()), []).append(vector)
+        for vector in (q if shared else k)[:, 1 + head].flatten(0, 1):
+            members.setdefault(int((before[head] @ vector).argmax()), []).append(vector)
         for number in range(5):
             wanted = before[head, number]
             if number in members:
                 total = torch.stack(members[number]).sum(0)
                 wanted = 0.9 * wanted + 0.1 * total / total.norm()
             empty += number not in members
+            size = len(members.get(number, [])) / (3 * 8 / 5)
+            balance = 0.1 * math.sqrt(D) * max(-1, 1 - size)
+            torch.testing.assert_close(float(mixer.balance[head, number]), balance)
             torch.testing.assert_close(mixer.centroids[head, number], wanted)
     assert empty
 
@@ -171,6 +177,13 @@ def test_first_centroids_are_directions_and_no_parameters() -> None:
     torch.testing.assert_close(first.norm(dim=-1), torch.ones(3, 5))
     assert not any("centroids" in name for name, _ in model.named_parameters())
     assert isinstance(mixer_of(**routing(keys="random")).train()(torch.randn(1, N, C).double()), Tensor)
+
+
+def test_separate_queries_and_keys_begin_equal() -> None:
+    mixer: Any = SparseTransformer(small(layers=1, **routing(shared_query_key=False))).blocks[0].attention
+    q, k, _ = mixer.heads_of(mixer.query_key_value(torch.randn(1, N, C)))
+    torch.testing.assert_close(q[:, 1:], k[:, 1:])
+    assert not torch.allclose(q[:, :1], k[:, :1])
 
 
 def test_random_keys_are_of_positions_alone() -> None:

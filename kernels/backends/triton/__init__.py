@@ -1,8 +1,9 @@
 """Block-sparse attention in Triton: one family of kernels over plans, which knows no pattern.
 
-``packing`` turns the plans of all heads into a table of integers, ``configurations`` picks tiles, and ``tile`` has what
-all kernels do to one. The kernels are ``forward_kernel``, ``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel``;
-``launch`` and ``call`` launch them. ``decode`` serves one query at a time. Only a call that can run imports triton.
+``packing`` turns the plans of all heads into a table of integers, ``selected`` does so with selections,
+``configurations`` picks tiles, and ``tile`` has what all kernels do to one. The kernels are ``forward_kernel``,
+``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel``; ``launch`` and ``call`` launch them. ``decode`` serves one query
+at a time. Only a call that can run imports triton.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from longstride.kernels.backends.triton.launch import backward
 
     return backward(*arguments)
+
+
+def selected_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """``launch.selected_forward``."""
+    from longstride.kernels.backends.triton.launch import selected_forward
+
+    return selected_forward(*arguments)
+
+
+def selected_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``launch.selected_backward``: the same bits on every run."""
+    from longstride.kernels.backends.triton.launch import selected_backward
+
+    return selected_backward(*arguments)
 
 
 def prepare(

@@ -33,7 +33,7 @@ from longstride.kernels.backends.triton.configurations import (
     num_slices,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Parts, Pass, Shape, groups, packed, row_edge
+from longstride.kernels.backends.triton.packing import Form, Parts, Pass, Shape, groups, packed, row_edge, sources
 from longstride.kernels.forms import Bounds
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View
@@ -71,7 +71,7 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 class Call:
-    """The sizes, dtypes, patterns and device of one call."""
+    """The sizes, dtypes, patterns and device of one call; ``selected`` has those that follow a selection."""
 
     def __init__(self, q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> None:
         self.batch, self.heads, self.context, width = q.shape
@@ -94,10 +94,10 @@ class Call:
         tensor = tensor.to(self.readable_dtype)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
-    def candidates(self, kernel: Kernel) -> tuple[Configuration, ...]:
+    def candidates(self, kernel: Kernel, overlapping: bool = False) -> tuple[Configuration, ...]:
         """The configurations of a kernel on this device."""
         widest = max(self.widths["W"], self.widths["WV"])
-        return candidates(kernel, architecture(self.device), self.dtype.itemsize, widest)
+        return candidates(kernel, architecture(self.device), self.dtype.itemsize, widest, overlapping)
 
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
         """The configuration of each pass of a kernel on this device."""
@@ -112,7 +112,22 @@ class Call:
     def forms(self, one: Pass) -> dict[str, object]:
         """The constants by which kernels over tiles of queries read a pass."""
         columns, bounds = (tuple(int(form) for form in forms) for forms in (one.columns, one.bounds))
-        return {"SEGMENTS": len(columns), "ROWS": int(one.rows), "COLUMNS": columns, "BOUNDS": bounds}
+        return {
+            "SEGMENTS": len(columns),
+            "ROWS": int(one.rows),
+            "COLUMNS": columns,
+            "BOUNDS": bounds,
+            "EARLIER": one.earlier,
+        }
+
+    def ends_with_every_key(self, parts: Parts) -> bool:
+        """Whether the last pass over keys holds all keys of every head."""
+        last = groups(self.patterns, self.context, "keys", parts)[-1]
+        return all(head[0].num_rows == self.context for head in last)
+
+    def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
+        """Where the sums of the first passes over keys lie: see ``packing.sources``."""
+        return sources(self.patterns, self.context, parts, slices, self.device)
 
     def descriptors(
         self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
@@ -170,6 +185,11 @@ class Call:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, by the interpreter
             yield
+
+
+def batch_stride(table: Tensor) -> int:
+    """Integers from a batch entry's rows of a table to the next one's; 0 where all have the same."""
+    return table.stride(0) if table.dim() == 4 else 0
 
 
 def num_processors(device: torch.device) -> int:

@@ -114,6 +114,20 @@ GFX942: Table = {
     Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
+# For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
+OVERLAPPING: Table = {
+    Widest(2, 64): one_each((64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3)),
+    Widest(2, 128): one_each((64, 32, 8, 3), (64, 32, 8, 3), (64, 32, 8, 3)),
+    Widest(2, 256): one_each((32, 32, 8, 3), (32, 32, 8, 3), (32, 32, 4, 3)),
+    **FP32,
+}
+OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
+    Widest(2, 64): one_each((64, 32, 4, 3), (32, 64, 4, 3), (64, 32, 4, 3)),
+    Widest(2, 128): one_each((64, 32, 8, 3), (32, 64, 8, 3), (64, 32, 8, 3)),
+    Widest(2, 256): one_each((64, 32, 8, 3), (32, 32, 8, 3), (64, 32, 8, 3)),
+    **FP32,
+}
+OVERLAPPING_GFX942 = GFX942 | {Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))}
 INTERPRETER: Table = {
     Widest(8, 256): one_each(
         (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1), Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0))
@@ -122,9 +136,14 @@ INTERPRETER: Table = {
 ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}
 
 
-def candidates(kernel: Kernel, architecture: str, bytes_an_element: int, width: int) -> tuple[Configuration, ...]:
+def candidates(
+    kernel: Kernel, architecture: str, bytes_an_element: int, width: int, overlapping: bool = False
+) -> tuple[Configuration, ...]:
     """Those of the first entry that is wide enough; unknown AMD cards take gfx942's table, all others SAFE."""
-    table = ARCHITECTURES.get(architecture, GFX942 if architecture.startswith("gfx") else SAFE)
+    known, of_amd, other = ARCHITECTURES, GFX942, SAFE
+    if overlapping and architecture != "interpreter":
+        known, of_amd, other = {"sm_90": OVERLAPPING_SM_90}, OVERLAPPING_GFX942, OVERLAPPING
+    table = known.get(architecture, of_amd if architecture.startswith("gfx") else other)
     entry = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
     return getattr(entry, kernel)
 
@@ -164,6 +183,26 @@ def _priced(
             pairs += count * visited.num_pairs()
             longest = max(longest, int(visited.count.max(initial=0)))
     return pairs / candidate.rate, Choice(candidate, longest, pairs, aligned)
+
+
+@lru_cache(maxsize=256)
+def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
+    """The candidate for rows that read at most ``span`` columns each, as far as that tells.
+
+    Nothing else is known of a selection. As bounds never fall, all tiles of rows together visit each column once and
+    besides as many a tile as a row reads: on average that is a column more a row, and half a tile is lost at the end.
+    """
+    choices = []
+    for candidate in candidates:
+        tile_rows, tile_columns = candidate.tile_sizes(rows)
+        visited = min(span + tile_rows, context) + tile_columns // 2
+        choices.append(Choice(candidate, -(-visited // tile_columns), context * visited, False))
+    return min(choices, key=lambda choice: choice.pairs / choice.configuration.rate)
+
+
+def pipelined(one: Configuration) -> Configuration:
+    """With a stage more where columns are listed: a tile's positions, then its rows, both before they are needed."""
+    return one._replace(num_stages=max(3, one.num_stages)) if one.num_stages > 1 else one
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    EARLIER_LIST,
     LOG2E,
     NUM_FIELDS,
     NUM_SOURCE_FIELDS,
@@ -35,6 +36,7 @@ from longstride.kernels.backends.triton.tile import (
     tile_bounds,
     tile_rows,
     visited_tiles,
+    without_earlier,
 )
 
 
@@ -97,6 +99,7 @@ def _add_to_dkdv(
     high,
     query_fold,
     query_list,
+    earlier,  # what ``without_earlier`` needs to know of the rows
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -106,6 +109,7 @@ def _add_to_dkdv(
     QUERIES: tl.constexpr,
     SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
+    EARLIER: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
     """Add what one tile of queries gives; scores are transposed, so that no product needs P or dS transposed."""
@@ -124,6 +128,11 @@ def _add_to_dkdv(
     p = tl.exp2(s * (SCALE * LOG2E) - (row_lse * LOG2E)[None, :])
     if PARTIAL:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+        if EARLIER > 0:
+            rows, exist, lists, context = earlier
+            allowed = without_earlier(
+                allowed, position[None, :], inside[None, :], rows[:, None], exist[:, None], lists, context, EARLIER
+            )  # fmt: skip
         p = tl.where(allowed, p, 0.0)
     grad_tile = load_tile(
         grad_out, batch, head, first, position, stride_g, inside, query_fold, VALUE_WIDTH, WV, BLOCK_Q, SHAPE, PARTIAL
@@ -178,6 +187,8 @@ def dkdv_kernel(
     workspace_base,  # the first of this pass
     workspace_rows,  # R
     num_sources,
+    table_stride,  # of a batch entry; 0 where all have the same
+    source_stride,  # likewise
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -188,6 +199,7 @@ def dkdv_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    EARLIER: tl.constexpr,
     SHAPE: tl.constexpr,
     FINAL: tl.constexpr,
     SOURCES: tl.constexpr,
@@ -199,7 +211,7 @@ def dkdv_kernel(
     part = tl.program_id(0) // num_tiles % num_slices
     lead = (tl.program_id(0) // num_tiles // num_slices).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
-    fields = table + head * NUM_FIELDS
+    fields = table + batch * table_stride + head * NUM_FIELDS
     first_row, last_row = tile_bounds(tile, fields)
     if first_row > last_row:
         return
@@ -230,19 +242,24 @@ def dkdv_kernel(
     else:
         queries, grads = q_described, grad_described
     batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
-    for number in range(full_first, full_last):
-        dk_tile, dv_tile = _add_to_dkdv(
-            dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index, stride_qn, stride_gn,
-            origin + number * BLOCK_Q, end, low, high, query_fold, query_list,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, False, ROUND_BF16,
-        )  # fmt: skip
+    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
+        full_first, full_last = stop, stop
+        earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
+    else:
+        earlier = (position, inside, data, context)
+        for number in range(full_first, full_last):
+            dk_tile, dv_tile = _add_to_dkdv(
+                dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index,
+                stride_qn, stride_gn, origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, False, 0, ROUND_BF16,
+            )  # fmt: skip
     before = full_first - begin
     for partial in range(before + stop - full_last):
         number = tl.where(partial < before, begin + partial, full_last + partial - before)
         dk_tile, dv_tile = _add_to_dkdv(
             dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index, stride_qn, stride_gn,
-            origin + number * BLOCK_Q, end, low, high, query_fold, query_list,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, True, ROUND_BF16,
+            origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, True, EARLIER, ROUND_BF16,
         )  # fmt: skip
 
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
@@ -250,7 +267,8 @@ def dkdv_kernel(
         if SOURCES:
             dk_tile, dv_tile = add_sources(
                 dk_tile, dv_tile, position, inside, workspace,
-                source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
+                source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS),
+                source_data, num_sources,
                 WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
             )  # fmt: skip
         store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
@@ -303,6 +321,7 @@ def gather_kernel(
     num_blocks,
     workspace_rows,
     num_sources,
+    source_stride,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -319,7 +338,7 @@ def gather_kernel(
     dk_tile, dv_tile = add_sources(
         tl.zeros((BLOCK, W), ACCUMULATOR), tl.zeros((BLOCK, WV), ACCUMULATOR), position, inside,
         workspace + lead * workspace_rows * (WIDTH + VALUE_WIDTH),
-        source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
+        source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
         WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
     )  # fmt: skip
     position = position.to(tl.int64)

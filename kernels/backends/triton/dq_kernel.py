@@ -12,6 +12,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    EARLIER_LIST,
     LOG2E,
     NUM_FIELDS,
     intervals,
@@ -24,6 +25,7 @@ from longstride.kernels.backends.triton.tile import (
     tile_bounds,
     tile_rows,
     visited_tiles,
+    without_earlier,
 )
 
 
@@ -46,6 +48,7 @@ def _add_to_dq(
     high,
     key_fold,
     key_list,
+    earlier,  # what ``without_earlier`` needs to know of the rows
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -55,6 +58,7 @@ def _add_to_dq(
     KEYS: tl.constexpr,
     SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
+    EARLIER: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
     """Add the gradient through one tile of keys."""
@@ -71,6 +75,11 @@ def _add_to_dq(
     p = tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None])
     if PARTIAL:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+        if EARLIER > 0:
+            rows, exist, lists, context = earlier
+            allowed = without_earlier(
+                allowed, rows[:, None], exist[:, None], position[None, :], inside[None, :], lists, context, EARLIER
+            )  # fmt: skip
         p = tl.where(allowed, p, 0.0)
     dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     ds = p * (dp - row_delta[:, None]) * SCALE
@@ -111,6 +120,7 @@ def dq_kernel(
     num_heads,
     context,
     num_tiles,
+    table_stride,  # of a batch entry; 0 where all have the same
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -122,6 +132,7 @@ def dq_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    EARLIER: tl.constexpr,
     SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     ROUND_BF16: tl.constexpr,
@@ -130,7 +141,7 @@ def dq_kernel(
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most: they begin first
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
-    fields = table + head * (SEGMENTS * NUM_FIELDS)
+    fields = table + batch * table_stride + head * (SEGMENTS * NUM_FIELDS)
     first_row, last_row = tile_bounds(tile, fields)
     if first_row > last_row:
         return
@@ -162,18 +173,25 @@ def dq_kernel(
             keys, values = k_first, v_first
         else:
             keys, values = k_second, v_second
-        for number in range(full_first, full_last):
-            dq_tile = _add_to_dq(
-                dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch_index, head_index,
-                stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], False, ROUND_BF16,
-            )  # fmt: skip
+        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
+            full_first, full_last = count, count
+            earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
+        else:
+            earlier = (position, inside, data, context)
+            for number in range(full_first, full_last):
+                dq_tile = _add_to_dq(
+                    dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch_index, head_index,
+                    stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
+                    SCALE, WIDTH, W, VALUE_WIDTH, WV,
+                    BLOCK_K, COLUMNS[segment], SHAPES[segment], False, 0, ROUND_BF16,
+                )  # fmt: skip
         for partial in range(full_first + count - full_last):
             number = tl.where(partial < full_first, partial, partial + full_last - full_first)
             dq_tile = _add_to_dq(
                 dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch_index, head_index,
-                stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], True, ROUND_BF16,
+                stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV,
+                BLOCK_K, COLUMNS[segment], SHAPES[segment], True, EARLIER[segment], ROUND_BF16,
             )  # fmt: skip
     dq += batch * stride_dqb + head * stride_dqh
     store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)

@@ -14,6 +14,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    EARLIER_LIST,
     LN2,
     LOG2E,
     NUM_FIELDS,
@@ -27,6 +28,7 @@ from longstride.kernels.backends.triton.tile import (
     tile_bounds,
     tile_rows,
     visited_tiles,
+    without_earlier,
 )
 
 
@@ -48,6 +50,7 @@ def _attend_tile(
     high,
     key_fold,
     key_list,
+    earlier,  # what ``without_earlier`` needs to know of the rows
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -57,6 +60,7 @@ def _attend_tile(
     KEYS: tl.constexpr,
     SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
+    EARLIER: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
     """Add one tile of keys to the running output, maximum and sum."""
@@ -69,6 +73,11 @@ def _attend_tile(
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
     if PARTIAL:
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+        if EARLIER > 0:
+            rows, exist, lists, context = earlier
+            allowed = without_earlier(
+                allowed, rows[:, None], exist[:, None], position[None, :], inside[None, :], lists, context, EARLIER
+            )  # fmt: skip
         s = tl.where(allowed, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * (SCALE * LOG2E))
     p = tl.exp2(s * (SCALE * LOG2E) - new_m[:, None])  # (BLOCK_Q, BLOCK_K)
@@ -113,6 +122,7 @@ def forward_kernel(
     num_heads,
     context,
     num_tiles,
+    table_stride,  # of a batch entry; 0 where all have the same
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -124,6 +134,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    EARLIER: tl.constexpr,
     SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
@@ -133,7 +144,7 @@ def forward_kernel(
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles  # late queries read most: they begin first
     lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
-    fields = table + head * (SEGMENTS * NUM_FIELDS)
+    fields = table + batch * table_stride + head * (SEGMENTS * NUM_FIELDS)
     first_row, last_row = tile_bounds(tile, fields)
     if first_row > last_row:
         return
@@ -167,18 +178,25 @@ def forward_kernel(
             keys, values = k_first, v_first
         else:
             keys, values = k_second, v_second
-        for number in range(full_first, full_last):
-            acc, m, total = _attend_tile(
-                acc, m, total, q_tile, keys, values, batch_index, head_index, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], False, ROUND_BF16,
-            )  # fmt: skip
+        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
+            full_first, full_last = count, count
+            earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
+        else:
+            earlier = (position, inside, data, context)
+            for number in range(full_first, full_last):
+                acc, m, total = _attend_tile(
+                    acc, m, total, q_tile, keys, values, batch_index, head_index, stride_kn, stride_vn,
+                    origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
+                    SCALE, WIDTH, W, VALUE_WIDTH, WV,
+                    BLOCK_K, COLUMNS[segment], SHAPES[segment], False, 0, ROUND_BF16,
+                )  # fmt: skip
         for partial in range(full_first + count - full_last):
             number = tl.where(partial < full_first, partial, partial + full_last - full_first)
             acc, m, total = _attend_tile(
                 acc, m, total, q_tile, keys, values, batch_index, head_index, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], SHAPES[segment], True, ROUND_BF16,
+                origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV,
+                BLOCK_K, COLUMNS[segment], SHAPES[segment], True, EARLIER[segment], ROUND_BF16,
             )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp

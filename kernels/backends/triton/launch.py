@@ -14,22 +14,33 @@ import triton
 from torch import Tensor
 
 from longstride.kernels.backends import empty_like_rows
-from longstride.kernels.backends.triton.call import Call, positive_scale
+from longstride.kernels.backends.triton.call import Call, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Choice, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, groups, sources
+from longstride.kernels.backends.triton.packing import Form, Parts, groups
+from longstride.kernels.backends.triton.selected import SelectedCall
 from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection
 
 BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
+    return forward_of(Call(q, v, patterns), q, k, v, scale)
+
+
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
+    """The same for a selection."""
+    return forward_of(SelectedCall(q, v, selection), q, k, v, scale)
+
+
+def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """All passes of a call, one after another."""
     q, scale = positive_scale(q, scale)
-    call = Call(q, v, patterns)
     out = empty_like_rows(v, call.readable_dtype)
     q, k, v = (call.readable(t) for t in (q, k, v))
     lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
@@ -45,7 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
             packed.num_row_tiles,
             (q, k, v, between, target, lse, packed.table, packed.data, *descriptors),
             (q, k, v, target),
-            (packed.num_row_tiles,),
+            (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
             **call.widths,
             **call.forms(packed),
@@ -78,7 +89,7 @@ class Sums(NamedTuple):
 
     def sizes(self) -> tuple[int, int]:
         """R, and the number of sources."""
-        return self.workspace.shape[2], self.table.shape[1]
+        return self.workspace.shape[2], self.table.shape[-2]
 
 
 def backward(
@@ -94,12 +105,44 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
     call = Call(q, v, patterns)
+    closed = closed_choice(call.candidates("closed"), patterns, call.context)
+    return backward_of(call, closed, grad_out, grad_lse, q, k, v, out, lse, scale)
+
+
+def selected_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    selection: Selection,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a selection."""
+    call = SelectedCall(q, v, selection)
+    return backward_of(call, None, grad_out, grad_lse, q, k, v, out, lse, scale)
+
+
+def backward_of(
+    call: Call,
+    closed: Choice | None,  # by which closed runs get all gradients at once
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All passes over keys, then all over queries."""
     dq, dk, dv = (empty_like_rows(x, call.readable_dtype) for x in (q, k, v))
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    closed = closed_choice(call.candidates("closed"), patterns, call.context)
     if closed is None:
         inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
         over_keys(call, inputs, "all", (dk, dv), scale)
@@ -137,13 +180,13 @@ def over_keys(
     passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
     slices = [call.num_slices(packed, choice) for packed, choice in zip(passes, choices, strict=True)]
     # Where the last pass holds every key of every head and is not split, it adds up as it finishes each key.
-    last = groups(call.patterns, call.context, "keys", parts)[-1]
-    in_place = results is not None and slices[-1] == 1 and all(head[0].num_rows == call.context for head in last)
+    in_place = results is not None and slices[-1] == 1 and call.ends_with_every_key(parts)
     through = len(passes) - in_place
     rows = [packed.num_rows * count for packed, count in zip(passes[:through], slices, strict=False)]
     q, k, v, grad_out = inputs[:4]
     workspace = q.new_empty((*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1]), dtype=call.wide)
-    sums = Sums(workspace, *sources(call.patterns, call.context, parts, tuple(slices[:through]), q.device))
+    sums = Sums(workspace, *call.sources(parts, tuple(slices[:through])))
+    source_stride = batch_stride(sums.table)
     targets = results or (workspace, workspace)  # written by the last pass alone
     for number, (packed, choice) in enumerate(zip(passes, choices, strict=True)):
         descriptors, shapes = call.descriptors(choice, "keys", parts, number, q, grad_out)
@@ -152,23 +195,32 @@ def over_keys(
             packed.num_row_tiles * slices[number],
             (*inputs, workspace, *targets, packed.table, packed.data, sums.table, sums.data, *descriptors[:2]),
             (q, k, v, grad_out, *targets),
-            (packed.num_row_tiles, slices[number], packed.num_rows, sum(rows[:number]), *sums.sizes()),
+            (
+                packed.num_row_tiles,
+                slices[number],
+                packed.num_rows,
+                sum(rows[:number]),
+                *sums.sizes(),
+                batch_stride(packed.table),
+                source_stride,
+            ),
             choice.configuration,
             **call.widths,
             ROWS=int(packed.rows),
             COLUMNS=int(packed.columns[0]),
             BOUNDS=int(packed.bounds[0]),
+            EARLIER=packed.earlier[0],
             SHAPE=shapes[0],
             SCALE=scale,
             FINAL=number == through,
-            SOURCES=sums.table.shape[1] > 0,
+            SOURCES=sums.table.shape[-2] > 0,
             SOURCE_FORM=int(sums.form),
         )
     if results is not None and not in_place:
         blocks = triton.cdiv(call.context, BLOCK_ROWS)
         tensors = (workspace, *results, sums.table, sums.data)
         constants = {"BLOCK": BLOCK_ROWS, "SOURCE_FORM": int(sums.form), **call.widths}
-        call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes()), None, **constants)
+        call.launch(gather_kernel, blocks, tensors, results, (blocks, *sums.sizes(), source_stride), None, **constants)
     return sums
 
 
@@ -188,7 +240,7 @@ def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tenso
             packed.num_row_tiles,
             (*inputs, between, target, packed.table, packed.data, *descriptors),
             (q, k, v, grad_out, target),
-            (packed.num_row_tiles,),
+            (packed.num_row_tiles, batch_stride(packed.table)),
             choice.configuration,
             **call.widths,
             **call.forms(packed),
@@ -211,7 +263,7 @@ def over_closed_runs(
     q, k, v, out, grad_out, lse = tensors
     resume = len(groups(call.patterns, call.context, "queries", "open")) > 0
     # Without other parts, the kernel reads neither of these two.
-    previous, sums = lse, Sums(lse[..., None], *sources(call.patterns, call.context, "open", (), q.device))
+    previous, sums = lse, Sums(lse[..., None], *call.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse
     if resume:
         delta = delta_of(call, out, grad_out, lse, grad_lse)

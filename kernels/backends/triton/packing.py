@@ -35,6 +35,7 @@ FIELDS = (
     "column_list",
     "low_list",
     "high_list",
+    "earlier_list",  # of selections alone: see ``selected.Lists``
     *(f"row_{name}" for name in FOLD),
     *(f"column_{name}" for name in FOLD),
     *(f"bounds_{name}" for name in FOLD[:3]),
@@ -71,13 +72,14 @@ Group = tuple[tuple[View, ...], ...]  # the segments of every head, (H, S): one 
 class Pass:
     """What one launch reads, on the device."""
 
-    table: Tensor  # (H, S, FIELDS) int32
+    table: Tensor  # (H, S, FIELDS) int32; of a selection (B, H, S, FIELDS)
     data: Tensor  # int32
     num_row_tiles: int  # of the head that has most
     num_rows: int  # likewise
     rows: Form
     columns: tuple[Form, ...]  # of each segment
     bounds: tuple[Form, ...]
+    earlier: tuple[int, ...] = ()  # for each segment, how many parts before its own may have the same pairs
 
     def num_bytes(self) -> int:
         """Memory of all tensors."""
@@ -161,18 +163,19 @@ def packed(
         rows=row_form,
         columns=columns,
         bounds=bounds,
+        earlier=(0,) * len(columns),
     )
 
 
 def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form: Form, bound_form: Form) -> list[int]:
     """One row of the table."""
-    lists = [0, 0, 0, 0]
+    lists = [0, 0, 0, 0, 0]
     if row_form == Form.LISTED:
         lists[0] = data.add(_positions(one.row_positions, one.num_rows))
     if column_form == Form.LISTED:
         lists[1] = data.add(_positions(one.column_positions, one.num_columns))
     if bound_form == Form.LISTED:
-        lists[2:] = (data.add(bound) for bound in one.intervals)
+        lists[2:4] = (data.add(bound) for bound in one.intervals)
     bounds = one.bounds if isinstance(one.bounds, Bounds) else Bounds(0, 1, constant(0), constant(0))
     return [
         one.num_rows,
@@ -263,7 +266,7 @@ def fold_fields(order: Order) -> list[int]:
     return [*divisor(order.period), order.step, order.stride, order.shift]
 
 
-def int32_table(rows: list[list[int]], device: torch.device) -> Tensor:
+def int32_table(rows: list[list[int]] | np.ndarray, device: torch.device) -> Tensor:
     """Rows of integers, some of them unsigned, as int32."""
     wide = np.array(rows, dtype=np.int64)
     assert ((wide >= -(2**31)) & (wide < 2**32)).all(), "a form reaches beyond 32 bits"

@@ -31,6 +31,7 @@ ROW_LIST = tl.constexpr(FIELDS.index("row_list"))
 COLUMN_LIST = tl.constexpr(FIELDS.index("column_list"))
 LOW_LIST = tl.constexpr(FIELDS.index("low_list"))
 HIGH_LIST = tl.constexpr(FIELDS.index("high_list"))
+EARLIER_LIST = tl.constexpr(FIELDS.index("earlier_list"))
 ROW_FOLD = tl.constexpr(FIELDS.index("row_period"))
 COLUMN_FOLD = tl.constexpr(FIELDS.index("column_period"))
 BOUNDS = tl.constexpr(FIELDS.index("bounds_period"))
@@ -139,6 +140,22 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
     full_first = tl.minimum((most_low - origin + BLOCK - 1) // BLOCK, count)
     full_last = tl.maximum((least_high - origin) // BLOCK, full_first)
     return origin, end, count, full_first, full_last
+
+
+@triton.jit
+def without_earlier(allowed, query, query_inside, key, key_inside, lists, context, EARLIER: tl.constexpr):
+    """The pairs of ``allowed`` that none of the ``EARLIER`` parts before this one has.
+
+    ``query`` and ``key`` are positions, along one axis of ``allowed`` each. For each of those parts ``lists`` has the
+    bounds of every query and the column of every key, -1 for those that it has not: (EARLIER, 3, N).
+    """
+    for _ in tl.static_range(EARLIER):
+        low = tl.load(lists + query, mask=query_inside, other=0)
+        high = tl.load(lists + context + query, mask=query_inside, other=0)
+        column = tl.load(lists + 2 * context + key, mask=key_inside, other=-1)
+        lists += 3 * context
+        allowed = allowed & ((column < low) | (column >= high))
+    return allowed
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def test_the_page_has_the_tables_of_the_result_files() -> None:
     assert growth.with_tables(page) == page
 
 
-def test_longformer_grows_as_the_context_and_experts_cost_no_more() -> None:
+def test_longformer_grows_as_the_context_and_experts_cost_little_more() -> None:
     """What the page says of the committed file: four times the context, and up to eight experts."""
     (path,) = growth.RESULTS.glob("growth-*.json")
     found = json.loads(path.read_text())
@@ -41,7 +41,8 @@ def test_longformer_grows_as_the_context_and_experts_cost_no_more() -> None:
             assert (short["context"], long["context"]) == (3_072, 12_288)
             grown[kind] = [long[key] / short[key] for key in ("seconds", "peak_bytes")]
         assert max(grown["longformer"]) < 4.4 < 12 < grown["dense"][0]
-    one, *others = (row for row in found["experts"] if row["dtype"] == growth.DTYPES[0] and row["experts"])
-    for row in others:
-        assert row["parameters"] == row["experts"] * one["parameters"]
-        assert row["operations"] < 1.005 * one["operations"]
+        dense, one, *others = (row for row in found["experts"] if row["dtype"] == dtype)
+        assert (dense["experts"], one["experts"]) == (0, 1)
+        for row in (one, *others):
+            assert row["parameters"] == row["experts"] * one["parameters"]
+            assert row["operations"] < 1.005 * dense["operations"] and row["seconds"] < 1.25 * dense["seconds"]

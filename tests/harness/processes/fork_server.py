@@ -33,8 +33,8 @@ prepare_accelerator()
 
 import longstride.launcher.checkpoints.saving as saving  # noqa: E402
 import longstride.launcher.train as entry  # noqa: E402
+import longstride.launcher.training as training  # noqa: E402
 import longstride.launcher.training.loop as loop  # noqa: E402
-import longstride.launcher.training.resume as resume  # noqa: E402
 import tests.harness.processes.preloaded  # noqa: E402, F401
 from tests.harness.processes.worker import work_in_chunks  # noqa: E402
 from tests.harness.runs import rank_environment  # noqa: E402
@@ -44,7 +44,7 @@ ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launche
 
 def trace(work: str, last: int, log: Path) -> None:
     """Has the first call of a piece of work traced, and this process killed in it or behind it."""
-    owner, name = (resume, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
+    owner, name = (training, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
     tracer, original, finish = ctypes.CDLL(None), getattr(owner, name), saving.Saver.finish
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 

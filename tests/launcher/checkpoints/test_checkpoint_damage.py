@@ -93,9 +93,9 @@ def test_random_damage_is_always_found(run_copy: Path, tmp_path: Path, cases: in
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("number", range(9))
-def test_random_damage_is_passed_over_by_a_resume(run_copy: Path, config_file: Path, number: int) -> None:
+def test_random_damage_is_passed_over_by_a_resume(run_copy: Path, number: int) -> None:
     done = spoil(checkpoint_folder(run_copy, STEP), random.Random(number), FLIPS[number])
-    ended = spawn(["--config", str(config_file), "--resume", "auto", "deepspeed=zero2_fp16"], 2)
+    ended = spawn(["--config", str(run_copy / "config.json"), "--resume", "auto", f"train.output={run_copy}"], 2)
     assert ended.codes == [0, 0], ended.stderr
     assert "longstride: passed over: " in ended.stderr[0], done
     assert f"longstride: going on from {checkpoint_folder(run_copy, 4)}" in ended.stderr[0]

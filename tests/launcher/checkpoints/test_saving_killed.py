@@ -91,7 +91,7 @@ class Chain:
 
 
 def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config_file: Path, tmp_path: Path) -> None:
-    """In the middle of a shard, before the rename, and while the older checkpoint is removed."""
+    """In the middle of a shard, before the rename, while the older checkpoint is removed, and before the first step."""
     chain = Chain(server, config_file, tmp_path / "run", 2, 5)
     log = chain.kill(0, "save", ALL)
     assert chain.newest == 1
@@ -105,6 +105,7 @@ def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config
     assert chain.newest == 1
     assert chain.kill(0, "save", len(log) + 4)[-1].startswith("unlinkat")
     assert chain.newest == 2
+    chain.kill(0, "prepare", 1)
     chain.finish()
 
 

@@ -28,6 +28,7 @@ SYSTEMS = {  # docs/systems.md, with their parameters
     "cifar10_routing": 95_096_832,
     "enwik8_experts": 315_481_088,
     "enwik8_longformer": 38_247_936,
+    "enwik8_reformer": 139_742_208,
     "enwik8_routing": 240_081_920,
     "enwik8_sandwich": 208_425_216,
     "enwik8_synthesizer": 66_491_928,

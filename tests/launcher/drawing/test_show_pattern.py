@@ -208,7 +208,7 @@ TINY = {"context": 64, "layers": 2, "heads": 2, "width": 32, "embedding": {"type
 def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, picture = tmp_path / "text", tmp_path / "picture.png"
     text.write_bytes(b"long strides over sparse bytes, and not a byte beyond the context is read")
-    mixed = [ROUTING, {**ROUTING, "local": {"heads": 1, "window": 8}}]
+    mixed = [{"type": "moba", "block": 8, "top": 2}, {**ROUTING, "local": {"heads": 1, "window": 8}}]
     words = ["show", "pattern", str(written(tmp_path, **TINY, attention=mixed)), "--output", str(picture)]
     figure = draw_pattern(Path(words[2]))
     assert "3 heads choose by content" in figure.get_suptitle()

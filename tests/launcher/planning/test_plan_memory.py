@@ -66,8 +66,10 @@ EXPERTS_IN_TURN = (
     "model.order=s2 (sf)11 f3",
     "model.layers=13",
 )
+HASHED = ('model.attention={"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-CASES = [(name, more) for name in DTYPES for more in ((), HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, *MIXTURES)]
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED)
+CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
     ("fp16", HALF_SIZE),
@@ -77,6 +79,7 @@ DEFAULT_CASES = (
     ("fp32", SANDWICH),
     ("bf16", ONE_LARGE),
     ("fp32", EXPERTS_IN_TURN),
+    ("fp32", HASHED),
 )
 
 
@@ -168,6 +171,19 @@ def test_recomputing_keeps_an_input_a_layer(config: Callable[..., RunConfig]) ->
     run = config()
     layer_input = 4 * run.train.micro_batch * run.model.context * run.model.width
     assert many.kept - few.kept == many.peak - few.peak == 10 * layer_input
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_reversible_blocks_take_no_memory_of_their_own(config: Callable[..., RunConfig], precision: str) -> None:
+    """In real steps of 4, 8 and 16 blocks: two streams are kept, and one sub-layer at a time is at work."""
+    found = []
+    for layers in (4, 8, 16):
+        run = config("model.reversible=true", f"model.layers={layers}", f"deepspeed=zero0_{precision}")
+        found.append(count(*real_model(run)))
+        assert activations(run, checkpointing=False) == activations(run, checkpointing=True) == found[-1]
+    assert found[0] == found[1] == found[2]
+    one_stream = activations(config("model.layers=16", f"deepspeed=zero0_{precision}"), checkpointing=True)
+    assert found[2].kept < one_stream.kept and found[2].peak < one_stream.peak
 
 
 def test_fixed_tables_are_buffers_and_no_activations(config: Callable[..., RunConfig]) -> None:

@@ -1,0 +1,246 @@
+"""Attention over selections beside dense causal attention: ``python benchmarks/attention/selections.py``.
+
+A gate comes first: output and gradients of each selection against fp64. Then all take turns in every repeat. What
+selects is timed with what attends: the products with centroids, their maximum, the sort. On a CPU time is that of the
+process on one thread, which other programs disturb least, and the least of the repeats; on a card the median between
+events on the device (``timing``). The growth is the exponent of the time in
+the context, where window and clusters are the root of it: 3/2 is that of the pairs. The table goes to the terminal, all
+figures to JSON.
+
+Letters: B batch, H heads, N positions, D head width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, scaled_dot_product_attention
+
+from benchmarks.attention.cases import DTYPES, Group, heads_of, stride_of
+from benchmarks.attention.figures import PHASES, ByPhase, rounded_all
+from benchmarks.attention.gate import Attention, results
+from benchmarks.attention.measure import GROUP_SECONDS
+from benchmarks.attention.timing import Contender, Inputs, inputs_of, take_turns
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, cell, check_output, ratio, rounded, write_json
+from longstride.kernels import selected_attention, sparse_attention
+from longstride.kernels.patterns import Dense
+from longstride.kernels.selections import Selection, recent_members
+
+Select = Callable[[Tensor, Tensor], Selection]  # by q (B, H, N, D) and vectors (H, K, D) to compare it with
+GATE_CONTEXT = 192
+DENSE_LIMIT = 12_288
+DENSE = ("torch", "dense pattern")  # torch's own function, and our cpu backend under a dense pattern
+
+
+def selects(window: int) -> dict[str, Select]:
+    """What is measured, by the name it has in tables."""
+
+    def routing(q: Tensor, vectors: Tensor) -> Selection:
+        return Selection((recent_members((normalize(q, dim=-1) @ vectors.mT).argmax(-1), window=window),), window)
+
+    def rounds(q: Tensor, vectors: Tensor) -> Selection:
+        """Two rounds of hashing, each with half of the vectors and their negatives."""
+        halves = (q @ vectors.mT).chunk(2, -1)
+        found = (recent_members(torch.cat([x, -x], -1).argmax(-1), window=window) for x in halves)
+        return Selection(tuple(found), window, disjoint=False)
+
+    return {"routing": routing, "two hash rounds": rounds}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where the gate fails."""
+    options = read_options(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    for name, error in gate(options.dtype, options.head_width, device).items():
+        if error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+    rows = [row for context in sorted(options.contexts) for row in measure(context, options)]
+    growth = growth_of(rows)
+    print_table(rows, growth)
+    clock = "CPU time of the process" if device.type == "cpu" else "between events on the device"
+    found = {**about(device), "clock": clock, "repeats": options.repeats}
+    write_json(options.output, {**found, "timings": rows, "growth": growth})
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3_072, 12_288, 49_152])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--heads", type=int, default=None, help="4 on the CPU, else as many as fill the card")
+    parser.add_argument("--head-width", type=int, default=64)
+    parser.add_argument("--dtype", default=None, help="float32 on the CPU, else bfloat16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dense-limit", type=int, default=DENSE_LIMIT, help="positions beyond which dense is left out")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    options.dtype = options.dtype or DTYPES[device.type][0]
+    check_output(parser, options, f"selections-{slug(device)}.json")
+    return options
+
+
+def vectors_of(group: Group) -> Tensor:
+    """Unit vectors (H, K, D) to compare queries with, an even number next to the root of the context."""
+    count = 2 * round(math.sqrt(group.context) / 2)
+    return normalize(torch.randn(group.heads, count, group.head_width), dim=-1).to(getattr(torch, group.dtype))
+
+
+def selecting(select: Select, vectors: Tensor, backend: str) -> Attention:
+    """Selecting and attending as one."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            selection = select(q, vectors)
+        return selected_attention(q, k, v, selection, backend=backend)
+
+    return attention
+
+
+def gate(dtype: str, head_width: int, device: torch.device) -> dict[str, str]:
+    """For each selection what is wrong, or nothing within twice the error of the specification in this dtype."""
+    group = Group(GATE_CONTEXT, 1, head_width, dtype, 2)
+    vectors, one = vectors_of(group).to(device), inputs_of(group, device)[0]
+    inputs = [*(x.detach() for x in one.leaves), one.grad_out]
+    said = {}
+    for name, select in selects(16).items():
+        selection = select(inputs[0], vectors)
+
+        def attending(backend: str, selection: Selection = selection) -> Attention:
+            return functools.partial(selected_attention, selection=selection, backend=backend)
+
+        wanted = results(attending("reference"), [x.double() for x in inputs])
+        found, dense = results(attending("auto"), inputs), results(attending("reference"), inputs)
+        errors = [
+            [float((x.double() - c).square().mean().sqrt()) for x in (a, b)]
+            for a, b, c in zip(found, dense, wanted, strict=True)
+        ]
+        wrong = [pair for pair in errors if not pair[0] <= 2 * pair[1] + 4 * torch.finfo(torch.float32).eps]
+        said[name] = f"off by {wrong[0][0]:.3g}; the specification is off by {wrong[0][1]:.3g}" if wrong else ""
+    return said
+
+
+def measure(context: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a selection at one context."""
+    device = torch.device(options.device)
+    heads = options.heads or heads_of(context, device.type)
+    group = Group(context, stride_of(context), options.head_width, options.dtype, heads)
+    sets, vectors = inputs_of(group, device), vectors_of(group).to(device)
+    several = selects(group.stride)
+    contenders = {name: selecting(select, vectors, "auto") for name, select in several.items()}
+    if context <= options.dense_limit:
+        contenders["torch"] = functools.partial(scaled_dot_product_attention, is_causal=True)
+        contenders["dense pattern"] = functools.partial(sparse_attention, pattern=Dense())
+    planning = {name: functools.partial(chosen_by, select, vectors) for name, select in several.items()}
+    best: dict[str, ByPhase] = dict.fromkeys(DENSE, dict.fromkeys(PHASES))
+    if device.type == "cpu":
+        best |= on_cpu(contenders, sets[0], options.repeats)
+        selecting_seconds = {
+            name: min(clocked(functools.partial(select, *sets[0].leaves)) for _ in range(options.repeats + 1))
+            for name, select in planning.items()
+        }
+    else:
+        plans = {f"plan {name}": Contender(select, backward=False) for name, select in planning.items()}
+        attending = {name: Contender(attention) for name, attention in contenders.items()}
+        turns = take_turns(plans | attending, sets, device, options.repeats, GROUP_SECONDS)
+        best |= {name: turns[name].seconds() for name in contenders}
+        selecting_seconds = {name: turns[f"plan {name}"].seconds()["forward"] for name in several}
+    rows = []
+    for name, select in several.items():
+        parts = select(sets[0].leaves[0].detach(), vectors).parts
+        rows.append(
+            {
+                "selection": name,
+                **{key: value for key, value in group.sizes().items() if key not in ("stride", "summary")},
+                "window": group.stride,
+                "vectors": vectors.shape[1],
+                "pairs": sum(int((part.high - part.low).sum()) for part in parts) // group.heads,
+                "seconds": rounded_all(best[name]),
+                "selecting_seconds": rounded(selecting_seconds[name]),
+                "dense_seconds": {dense: rounded_all(best[dense]) for dense in DENSE},
+                "ratio_to_dense": {
+                    dense: rounded_all({phase: ratio(best[dense][phase], best[name][phase]) for phase in PHASES})
+                    for dense in DENSE
+                },
+            }
+        )
+    return rows
+
+
+def chosen_by(select: Select, vectors: Tensor, q: Tensor, *_: Tensor) -> Tensor:
+    """Selects alone; what is returned stands for all."""
+    with torch.no_grad():
+        return select(q, vectors).parts[-1].high
+
+
+def on_cpu(contenders: dict[str, Attention], inputs: Inputs, repeats: int) -> dict[str, ByPhase]:
+    """The least seconds of each phase of several turns, after one that warms up."""
+    runs = [{name: turn(attention, inputs) for name, attention in contenders.items()} for _ in range(repeats + 1)]
+    return {name: {phase: min(run[name][phase] for run in runs[1:]) for phase in PHASES} for name in contenders}
+
+
+def turn(attention: Attention, inputs: Inputs) -> ByPhase:
+    """Seconds of one forward and one backward pass."""
+    found: list[Tensor] = []
+    forward = clocked(lambda: found.append(attention(*inputs.leaves)))
+    backward = clocked(lambda: torch.autograd.grad(found[0], inputs.leaves, inputs.grad_out))
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def clocked(call: Callable[[], object]) -> float:
+    """Seconds of the process in a call."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def growth_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The exponent of each selection's time, of both passes, from the least context to the largest; None of one."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(row["selection"] for row in rows):
+        own = [row for row in rows if row["selection"] == name]
+        wider = math.log(own[-1]["context"] / own[0]["context"])
+        longer = math.log(own[-1]["seconds"]["both"] / own[0]["seconds"]["both"])
+        found[name] = rounded(longer / wider) if wider else None
+    return found
+
+
+def print_table(rows: list[dict[str, Any]], growth: dict[str, Any]) -> None:
+    """Milliseconds, and how many times faster than either dense attention."""
+    print(
+        f"{'selection':<16}{'context':>9}{'window':>8}{'pairs':>12}  {'ms: selecting, forward, backward, both':<42}",
+        end="",
+    )
+    print("".join(f"{f'times {name}':>22}" for name in DENSE))
+    for row in rows:
+        times = [row["selecting_seconds"], *(row["seconds"][phase] for phase in PHASES)]
+        ratios = [" / ".join(cell(row["ratio_to_dense"][name][phase], ".1f") for phase in PHASES) for name in DENSE]
+        shown = " / ".join(cell(x, ".1f", 1e3) for x in times)
+        print(
+            f"{row['selection']:<16}{row['context']:>9,}{row['window']:>8}{row['pairs']:>12,}  {shown:<42}"
+            + "".join(f"{x:>22}" for x in ratios)
+        )
+    for name, exponent in growth.items():
+        print(f"{name}: time grows by the {cell(exponent)}th power of the context")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

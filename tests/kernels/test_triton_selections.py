@@ -1,0 +1,201 @@
+"""Selections on the Triton backend: passes, overlaps, slices and tiles, in the interpreter where there is no card.
+
+Letters: B batch, H heads, N positions.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longstride.kernels import selected_attention
+from longstride.kernels.plan import Intervals, transposed
+from longstride.kernels.selections import Part, Selection, recent_members
+from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, WITH_TRITON, use_tiles
+from tests.harness.oracles import Inputs, Shape, assert_within_precision, attention_and_gradients, make_inputs
+from tests.kernels.test_selections import NAMES, clusters, random_part, selections
+
+pytestmark = WITH_TRITON
+
+SHAPE = Shape(3, 4, 41, 16, 24)
+HALF, BRAIN, SINGLE, DOUBLE = DTYPES
+
+
+def check(
+    selection: Selection, dtype: torch.dtype, shape: Shape, *, grad_lse: bool = True, scale: float | None = None
+) -> None:
+    """Assert that all results are within their precision; heads are cut from rows, as in models."""
+    selection.check(shape.context)
+    there = on_device(selection)
+    inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
+    inputs = Inputs(*(t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
+    found = attention_and_gradients(
+        lambda q, k, v: selected_attention(q, k, v, there, scale=scale, backend="triton", return_lse=True),
+        inputs,
+        DEVICES["triton"],
+    )
+    assert_within_precision(found, inputs, selection, scale)
+
+
+def on_device(selection: Selection) -> Selection:
+    """The selection where the kernels run; axes of stride 0 stay so."""
+
+    def moved(vectors: Tensor | None) -> Tensor | None:
+        if vectors is None:
+            return None
+        kept = vectors[tuple(slice(0, None if step else 1) for step in vectors.stride())]
+        return kept.to(DEVICES["triton"]).expand(vectors.shape)
+
+    parts = tuple(Part(*map(moved, part)) for part in selection.parts)  # type: ignore[arg-type]
+    return Selection(parts, selection.span, selection.disjoint)
+
+
+# The interpreter takes seconds a case: by default each name once and each dtype several times.
+CASES = [
+    pytest.param(
+        name,
+        dtype,
+        marks=[
+            *([] if (number - turn) % len(DTYPES) == 0 else [pytest.mark.campaign]),
+            *([IN_THE_INTERPRETER] if dtype == DOUBLE else []),
+        ],
+    )
+    for number, name in enumerate(NAMES)
+    for turn, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_results_are_within_precision(name: str, dtype: torch.dtype) -> None:
+    # In fp32 rows of one key are left to fp64 where lse has a gradient: dense attention's own error is that gradient's
+    # alone there, since what it subtracts from itself is the same number.
+    check(selections(*SHAPE[:3])[name], dtype, SHAPE, grad_lse=dtype != SINGLE)
+
+
+def natural_parts(batch: int, heads: int, context: int) -> Selection:
+    """Parts of natural orders, which share a pass over queries, one of few keys, and one of any orders."""
+    row = torch.arange(context, dtype=torch.int32).expand(batch, heads, context)
+    near = Part(None, None, (row - 6).clamp_min(0), row + 1)
+    first = Part(None, None, torch.zeros_like(row), (row + 1).clamp_max(4))
+    few = random_part(batch, heads, context, seed=4)._replace(query_order=None)
+    return Selection((near, random_part(batch, heads, context, seed=6), first, few), context, disjoint=False)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(HALF, marks=pytest.mark.campaign), BRAIN])
+def test_parts_of_one_order_share_a_pass_and_count_a_pair_once(dtype: torch.dtype) -> None:
+    from longstride.kernels.backends.triton.selected import SelectedCall
+
+    selection = natural_parts(*SHAPE[:3])
+    q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
+    call = SelectedCall(q, q, on_device(selection))
+    choices = call.choices("forward", "all")
+    passes = [call.packed("queries", "all", number, choice) for number, choice in enumerate(choices)]
+    assert [one.earlier for one in passes] == [(0, 2, 3), (1,)]
+    over_keys = [
+        call.packed("keys", "all", number, choice).num_rows for number, choice in enumerate(call.choices("dkdv", "all"))
+    ]
+    assert over_keys == [31, 31, 41, 41] and call.ends_with_every_key("all")
+    check(selection, dtype, SHAPE)
+
+
+@pytest.mark.parametrize("edges", [(16, 32), pytest.param((32, 16), marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", ["rounds", "any orders"])
+def test_tiles_may_have_any_edges_and_passes_any_slices(
+    name: str, edges: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slices of one tile of queries; without a last pass that adds up, sums are gathered."""
+    from longstride.kernels.backends.triton import call, configurations
+
+    use_tiles(monkeypatch, edges, closed=None)
+    monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
+    monkeypatch.setattr(call, "num_processors", lambda device: 64)
+    shape = Shape(1, 2, 75, 16, 16)
+    check(selections(*shape[:3])[name], HALF, shape, scale=-0.3)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("context, window", [(512, 64), (2048, 128)])
+@pytest.mark.parametrize("kind", ["random", "one", "rounds"])
+def test_long_contexts(
+    kind: str, context: int, window: int, monkeypatch: pytest.MonkeyPatch, tiles_of_a_card: None
+) -> None:
+    """Random clusters, all in one, and three rounds."""
+    use_tiles(monkeypatch, (64, 64), closed=None)
+    size = (1, 2, context)
+    names = [(kind, 0)] if kind != "rounds" else [("random", seed) for seed in range(3)]
+    parts = tuple(recent_members(clusters(name, *size, seed=seed), window=window) for name, seed in names)
+    check(Selection(parts, window, disjoint=len(parts) == 1), BRAIN, Shape(*size, 32, 32))
+
+
+def test_the_rows_of_each_column_are_those_of_a_plan() -> None:
+    from longstride.kernels.backends.triton.selected import rows_of_columns
+
+    part = random_part(2, 3, 29, seed=3)
+    assert part.key_order is not None
+    num_keys = part.key_order.shape[-1]
+    low, high = rows_of_columns(part.low, part.high, num_keys)
+    for b in range(2):
+        for h in range(3):
+            wanted = transposed(Intervals(part.low[b, h], part.high[b, h]), num_keys)
+            assert torch.equal(low[b, h].long(), wanted.low) and torch.equal(high[b, h].long(), wanted.high)
+
+
+class NoHost(TorchDispatchMode):
+    """Fails where the host would wait for the device: to read a value, to allocate by one, to copy there or back."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function.name().removeprefix("aten::").split(".")[0], kwargs or {}
+        copies = name == "_to_copy" and kwargs.get("device") is not None  # else only to another dtype
+        assert name not in self.WAITS and not copies, f"{function} waits for the device"
+        return function(*args, **kwargs)
+
+
+def test_the_host_reads_no_value() -> None:
+    """All that a launch reads is made by operations on the device, whose sizes follow from those of the tensors."""
+    from longstride.kernels.backends.triton.selected import SelectedCall
+
+    q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
+    for name in ("rounds", "any orders, twice", "expanded"):
+        selection = on_device(selections(*SHAPE[:3])[name])
+
+        def launched(selection: Selection = selection) -> list[Tensor]:
+            call = SelectedCall(q, q, selection)
+            read = []
+            for kernel, rows in (("forward", "queries"), ("dkdv", "keys")):
+                for number, choice in enumerate(call.choices(kernel, "all")):  # type: ignore[arg-type]
+                    one = call.packed(rows, "all", number, choice)  # type: ignore[arg-type]
+                    read += [one.table, one.data]
+            return [*read, *call.sources("all", (1,) * len(call.by_keys))[:2]]
+
+        tables = [id(tensor) for tensor in launched()[::2]]  # copied to the device once, as they follow from sizes
+        with NoHost():
+            again = launched()
+        assert [id(tensor) for tensor in again[::2]] == tables
+
+
+def test_what_heads_share_is_kept_once() -> None:
+    from longstride.kernels.backends.triton.selected import SelectedCall
+
+    q = torch.empty(*SHAPE[:3], 16, device=DEVICES["triton"])
+    call = SelectedCall(q, q, on_device(selections(*SHAPE[:3])["expanded"]))
+    (choice,) = call.choices("forward", "all")
+    assert call.packed("queries", "all", 0, choice).data.numel() == 3 * SHAPE.context  # one order serves both sides
+
+
+@IN_THE_INTERPRETER
+def test_no_row_reads_its_future() -> None:
+    """When the second half is assigned otherwise, the first half stays, but for the rounding of its other tiles."""
+    shape = Shape(2, 2, 64, 16, 16)
+    q, k, v = make_inputs(shape, DOUBLE)[:3]
+    assigned = clusters("random", *shape[:3])
+    moved = torch.cat([assigned[..., :32], (assigned[..., 32:] + 3) % 7], -1)
+    later = [torch.cat([x[:, :, :32], x[:, :, 32:].flip(2) + 1], 2) for x in (q, k, v)]
+    first, second = (
+        selected_attention(*x, Selection((recent_members(c, window=6),), 6), backend="triton")[:, :, :32]
+        for x, c in (((q, k, v), assigned), (later, moved))
+    )
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-15)
