@@ -135,9 +135,9 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
     COPIES: tuple(Row(f"on copies: {name}", on_copies(kind)) for name, kind in BY_CONTENT.items()),
     "adaptive span": (
         Row("a window of 256", reading({"type": "local", "window": 256})),
-        Row("adaptive span up to 256, no penalty", reading({"type": "adaptive_span", "limit": 256, "penalty": 0})),
         Row("adaptive span up to 256, penalty 1e-5", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-5})),
         Row("adaptive span up to 256, penalty 1e-4", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-4})),
+        Row("adaptive span up to 256, penalty 1e-3", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-3})),
     ),
     "entmax": (
         Row("softmax over a window of 64", reading({"type": "local", "window": 64})),
