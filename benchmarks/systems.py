@@ -72,21 +72,17 @@ def experts(ratio: float, **others: Any) -> dict[str, Any]:
     return {"model.feed_forward": shared | others, "model.feed_forward_ratio": ratio}
 
 
-COPIES = "routing on copies"  # the comparison that is trained on strings and their copies
-
-
 def by_content(kind: str, narrow: int, wide: int) -> dict[str, Any]:
     """A narrow local head, and one of a wider window, or of as many keys at most from random clusters, or routed."""
     local = {"heads": [{"count": 1, "type": "local", "window": window} for window in (narrow, wide)]}
     clustered = {"clusters": 8, "window": wide, "local": {"heads": 1, "window": narrow}, "decay": 0.99}
-    content = {"type": "routing", "keys": kind, "shared_query_key": False} | clustered
+    content = {"type": "routing", "keys": kind} | clustered
     return {"model.attention": local if kind == "local" else content, "model.heads": 2}
 
 
-def on_copies(kind: str) -> dict[str, Any]:
-    """The same, in contexts that divide the documents of ``write_copies``."""
-    sizes = {"model.context": 384, "train.micro_batch": 32, "train.global_batch": 32}
-    return by_content(kind, 16, 48) | sizes | {"model.layers": 2}
+def on_copies(changes: dict[str, Any]) -> dict[str, Any]:
+    """Two layers, and contexts that divide the documents of ``write_copies``."""
+    return changes | {"model.context": 384, "train.micro_batch": 16, "train.global_batch": 16, "model.layers": 2}
 
 
 BY_CONTENT = {"local windows alone": "local", "windows and random keys": "random", "windows and routing": "routed"}
@@ -132,7 +128,13 @@ COMPARISONS: dict[str, tuple[Row, ...]] = {
         Row("8 experts of half the width, two a byte", experts(1.0, count=8, top=2)),
     ),
     "routing": tuple(Row(name, by_content(kind, 32, 64)) for name, kind in BY_CONTENT.items()),
-    COPIES: tuple(Row(f"on copies: {name}", on_copies(kind)) for name, kind in BY_CONTENT.items()),
+    "routing on copies": tuple(
+        Row(f"on copies: {name}", on_copies(by_content(kind, 16, 48))) for name, kind in BY_CONTENT.items()
+    ),
+    "hash rounds on copies": (
+        Row("on copies: dense attention", on_copies(hashed())),
+        *(Row(f"on copies: hash rounds: {count}", on_copies(hashed(rounds=count, buckets=16))) for count in (1, 2, 4)),
+    ),
     "adaptive span": (
         Row("a window of 256", reading({"type": "local", "window": 256})),
         Row("adaptive span up to 256, penalty 1e-5", reading({"type": "adaptive_span", "limit": 256, "penalty": 1e-5})),
@@ -162,13 +164,12 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
         if before["steps"] != options.steps:
             raise SystemExit(f"--steps={options.steps}: {options.output} has {before['steps']} steps; take that")
         result["comparisons"] = before["comparisons"]
-    places = {COPIES: folder / "copies-data"}  # all others are trained on Python's sources
     write_copies(folder / "copies")
-    longstride("data", "build", folder / "copies", "--output", places[COPIES])
+    longstride("data", "build", folder / "copies", "--output", folder / "copies-data")
     with ThreadPoolExecutor(options.parallel) as pool:
         jobs = {}
         for name in options.only or COMPARISONS:
-            place = places.get(name, data)
+            place = folder / "copies-data" if name.endswith("on copies") else data  # else Python's sources
             for row in COMPARISONS[name]:
                 content = changed(changed(recipe(), BASE), row.changes)
                 seeds = [
@@ -185,23 +186,19 @@ def measure(options: argparse.Namespace, data: Path, folder: Path) -> None:
 
 
 def write_copies(folder: Path, documents: int = 1024, size: int = 3840) -> None:
-    """Documents of a random string each and nothing else, again and again: 24 to 192 bytes, at a period of its own.
+    """Documents of a random string each and nothing else, again and again, every second time backwards.
 
-    So most bytes stand farther behind their copies than a window of 48 reads, and how far, content alone tells. The
-    strings are of 32 letters, each drawn by the two before it, which costs about 3 bits a byte: from letters that are
-    drawn evenly, not even dense attention learns to copy within some hundred steps.
+    A string has 48 to 96 of 96 bytes, none twice. So the byte to come stands right before the latest occurrence of the
+    present one: how far back that is, content alone tells, and a query that finds its own byte has found it. (Copies
+    that all run forwards take a query to the byte behind the one that it looks for. Dense attention learns that within
+    some hundred steps of strings with a structure of their own, and clusters do not.)
     """
     draw = np.random.default_rng(0)
-    last, before = 1.5 * draw.normal(size=(2, 32, 32))
-    odds = np.exp(last[:, None] + before[None])
-    shares = (odds / odds.sum(-1, keepdims=True)).cumsum(-1)
     folder.mkdir()
     for number in range(documents):
-        letters = [0, 0]
-        for chance in draw.random(int(24 * 8 ** draw.random())):  # as many short ones as long ones
-            letters.append(min(31, int(np.searchsorted(shares[letters[-1], letters[-2]], chance))))
-        string = bytes(ord("@") + letter for letter in letters[2:])
-        (folder / f"{number:04}.txt").write_bytes((string * (size // len(string) + 1))[:size])
+        string = bytes(draw.permutation(96)[: draw.integers(48, 97)].astype(np.uint8) + 32)
+        both = string + string[::-1]
+        (folder / f"{number:04}.txt").write_bytes((both * (size // len(both) + 1))[:size])
 
 
 def learned(run: Path) -> dict[str, Any]:
