@@ -83,15 +83,9 @@ def sparse_attention(
         ValueError: shapes, dtypes or devices do not fit, something is no pattern, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
-    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
-    if k.shape != q.shape:
-        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+    check_whole(q, k, v)
     patterns = head_patterns(pattern, q.shape[1])
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: must be a finite number")
+    scale = checked_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend"):
@@ -143,6 +137,23 @@ def _require_pattern(name: str, value: object) -> None:
     if isinstance(value, type) or not isinstance(value, Pattern):
         kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise ValueError(f"{name} must be a Pattern (pattern_from_json makes one), not {kind}")
+
+
+def check_whole(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q and k are (B, H, N, D) and v (B, H, N, Dv), of one dtype and device; ValueError where not."""
+    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
+    if k.shape != q.shape:
+        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+
+
+def checked_scale(q: Tensor, scale: float | None) -> float:
+    """The factor of the scores, 1/sqrt(D) where None; ValueError where it is not finite."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be a finite number")
+    return scale
 
 
 def check_tensors(named: dict[str, tuple[Tensor, str]]) -> None:

@@ -5,14 +5,13 @@ Letters: B batch, H heads, N positions of the context, D width of q and k, Dv wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_tensors, choose_backend, head_patterns, load
+from longstride.kernels.attention import check_tensors, checked_scale, choose_backend, head_patterns, load
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import query_views, reads
 
@@ -219,8 +218,6 @@ def _prepare(
 ) -> Prepared:
     """The backend, prepared for checked tensors; with ``once``, for a single query."""
     patterns = head_patterns(pattern, q.shape[1])
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: must be a finite number")
+    scale = checked_scale(q, scale)
     advice = 'backend="reference" runs everywhere, and reads the whole cache'
     return load(choose_backend(backend, BACKENDS, (q, k, v), advice)).prepare(k, v, patterns, scale, once)

@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import TAGS, check_tensors, choose_backend, load
+from longstride.kernels.attention import TAGS, check_whole, checked_scale, choose_backend, load
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.selections import Part, Selection
 
@@ -76,15 +76,9 @@ def selected_attention(
         ValueError: shapes, dtypes or devices do not fit, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
-    check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
-    if k.shape != q.shape:
-        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+    check_whole(q, k, v)
     _check_parts(selection, q)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: must be a finite number")
+    scale = checked_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
     if hasattr(module, "attend_selected"):
