@@ -99,9 +99,12 @@ def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: 
 
     Returns:
         (B, H, Dv) in q's dtype; 0 for a query that reads nothing. There is no gradient.
+
+    Raises:
+        ValueError: the scale is not finite.
     """
     wide = accumulator_dtype(q.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = checked_scale(q, scale)
     missing = (positions < 0)[..., None, :]
     rows = positions.clamp_min(0).long()[..., None]
     with torch.no_grad():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from longstride.kernels.forms import intervals_of, positions_of
+from longstride.kernels.forms import Order, intervals_of, positions_of
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections.base import Part
 
@@ -15,10 +16,18 @@ def pattern_parts(pattern: Pattern, context: int) -> tuple[Part, ...]:
     ``pattern`` is that of one head (``for_head``). For mixers that go through a pattern's keys in their own way.
     """
 
-    parts = []
-    for part in pattern.parts():
-        low, high = intervals_of(part.by_query(context))
-        orders = [positions_of(order) for order in (part.query_order(context), part.key_order(context))]
-        given = (x if x is None else x.to(torch.int32)[None, None] for x in (*orders, low, high))
-        parts.append(Part(*given))  # type: ignore[arg-type]
-    return tuple(parts)
+    def of_all(vector: Tensor) -> Tensor:
+        return vector.to(torch.int32)[None, None]
+
+    def ordered(order: Order) -> Tensor | None:
+        positions = positions_of(order)
+        return None if positions is None else of_all(positions)
+
+    return tuple(
+        Part(
+            ordered(part.query_order(context)),
+            ordered(part.key_order(context)),
+            *map(of_all, intervals_of(part.by_query(context))),
+        )
+        for part in pattern.parts()
+    )

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from longstride.kernels import ConfigError, Problem, empty_cache, num_pairs, selected_attention
+from longstride.kernels import ConfigError, Problem, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
@@ -105,10 +105,7 @@ class AdaptiveSpan(Attention):
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentKeyValues:
         """Empty keys and values with room for ``length`` positions."""
-        keys, values = (
-            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
-            for width in self.widths[1:]
-        )
+        keys, values = self.empty_rows(batch, length, device, dtype)
         spans = self.positions_read().detach()
         return RecentKeyValues(keys, values, spans, self.config.ramp, self.limit, self.backend)
 

@@ -143,11 +143,16 @@ class Attention(nn.Module):
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Cache:
         """Empty keys and values with room for ``length`` positions, and how one more query reads them."""
+        keys, values = self.empty_rows(batch, length, device, dtype)
+        return KeyValues(keys, values, self.patterns, self.backend)
+
+    def empty_rows(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Uninitialised keys (B, H, length, D) and values (B, H, length, Dv), as its patterns read them best."""
         keys, values = (
             empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
             for width in self.widths[-2:]
         )
-        return KeyValues(keys, values, self.patterns, self.backend)
+        return keys, values
 
     def num_pairs(self, positions: int) -> int:
         """Pairs of a query and a key, in all heads together; the most there can be where the data decide."""

@@ -31,7 +31,7 @@ import torch
 from pydantic import BeforeValidator, WithJsonSchema
 from torch import Tensor, nn
 
-from longstride.kernels import ConfigError, allowed_keys, empty_cache
+from longstride.kernels import ConfigError, allowed_keys
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
@@ -105,10 +105,7 @@ class EntmaxAttention(Attention):
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> EntmaxKeyValues:
         """Empty keys and values with room for ``length`` positions."""
-        keys, values = (
-            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
-            for width in self.widths[1:]
-        )
+        keys, values = self.empty_rows(batch, length, device, dtype)
         return EntmaxKeyValues(keys, values, self.patterns, self.excess().detach())
 
     def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:

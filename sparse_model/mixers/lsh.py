@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention
+from longstride.kernels import ConfigError, Problem, attend_listed, selected_attention
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import Selection, hash_rounds, selection_mask
 from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
@@ -107,10 +107,7 @@ class HashedAttention(Attention):
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BucketCache:
         """Empty keys and values with room for ``length`` positions, and the last members of each bucket."""
-        keys, values = (
-            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
-            for width in self.widths
-        )
+        keys, values = self.empty_rows(batch, length, device, dtype)
         return BucketCache(keys, values, self.rotations, self.config, self.backend)
 
     def num_pairs(self, positions: int) -> int:

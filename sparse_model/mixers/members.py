@@ -11,7 +11,7 @@ class RecentMembers:
     """Lists of positions, one for each cluster, of which the last ones are kept; axes before those are the owner's.
 
     Member m of a cluster stands at m modulo the number that is kept. A position that is added again changes nothing, so
-    a step that was cut off can be taken again.
+    a step that was cut off can be taken again. Position 0 is the first one: whatever was in the lists is forgotten.
     """
 
     def __init__(self, shape: tuple[int, ...], clusters: int, kept: int, device: torch.device) -> None:

@@ -45,7 +45,7 @@ from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import HeadWidths, Mixed, Work
+from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -73,11 +73,6 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     keys: Literal["routed", "random"] = "routed"
     shared_query_key: bool = True  # queries of routed heads are their keys
 
-    @property
-    def has_queries(self) -> bool:
-        """As any attention."""
-        return True
-
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError where the heads or the network's options do not go together."""
         if problems := list(self._problems(network)):
@@ -95,10 +90,6 @@ class RoutingConfig(OfQueriesAndKeys, StrictModel):
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         """Of the local heads, which come first."""
         return () if self.local is None else (Local(self.local.window),) * self.local.heads
-
-    def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """Each head's share of both widths."""
-        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> ClusteredAttention:
         """The module."""

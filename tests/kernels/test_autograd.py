@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,6 +28,19 @@ def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Te
     return [t.requires_grad_() for t in inputs[:3]] + [inputs[3]]
 
 
+def assert_compiled_and_recomputed_alike(layer: Callable[..., Tensor], leaves: list[Tensor], grad_out: Tensor) -> None:
+    """Assert that a layer's output and gradients are the same bits as one graph, and where they are recomputed."""
+
+    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
+
+    wanted = gradients(layer(*leaves))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for found in (gradients(compiled(*leaves)), gradients(checkpoint(layer, *leaves, use_reentrant=False))):
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("heads_side_by_side", [pytest.param(False, marks=pytest.mark.campaign), True])
 @pytest.mark.parametrize("pattern", [pytest.param(Strided(8), marks=pytest.mark.campaign), Fixed(8, 2, 2)], ids=str)
 @pytest.mark.parametrize("backend, device", BACKENDS)
@@ -39,14 +53,7 @@ def test_compile_and_checkpoint_see_through(
         out, lse = sparse_attention(q * 2, k, v, pattern, backend=backend, return_lse=True)
         return out + torch.where(lse == -math.inf, 0.0, lse)[..., None]
 
-    def gradients(out: Tensor) -> tuple[Tensor, ...]:
-        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
-
-    wanted = gradients(layer(*leaves))
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for found in (gradients(compiled(*leaves)), gradients(checkpoint(layer, *leaves, use_reentrant=False))):
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b)
+    assert_compiled_and_recomputed_alike(layer, leaves, grad_out)
 
 
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
@@ -99,14 +106,7 @@ def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: st
         out, lse = selected_attention(q * 2, k, v, selection_of(q), backend=backend, return_lse=True)
         return out + lse[..., None]
 
-    def gradients(out: Tensor) -> tuple[Tensor, ...]:
-        return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
-
-    wanted = gradients(layer(*leaves))
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for found in (gradients(compiled(*leaves)), gradients(checkpoint(layer, *leaves, use_reentrant=False))):
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b)
+    assert_compiled_and_recomputed_alike(layer, leaves, grad_out)
 
 
 @pytest.mark.parametrize("heads_side_by_side", [False, True])

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.cli import main
 from longstride.launcher.config import load_config
-from longstride.sparse_model import SparseTransformer
-from tests.harness.runs import metrics, spawn
+from tests.harness.layouts import Leg, losses_of, train_through
 from tests.launcher.training.test_training import LOW_SCALE
 
 ATTENTION = [
@@ -24,7 +22,7 @@ ATTENTION = [
 EXPERTS = 'model.feed_forward=[{"type": "dense"}, {"type": "experts", "count": 3}]'
 MODEL = (f"model.attention={json.dumps(ATTENTION)}", EXPERTS, "model.layers=3", "model.reversible=true")
 MODEL += ("model.dropout=0", "model.backend=auto")
-LEGS: list[tuple[int, tuple[str, ...]]] = [  # processes, and the layout of two steps
+LEGS: list[Leg] = [  # of two steps
     (2, ("deepspeed=zero1_fp32",)),
     (2, ("deepspeed=zero3_fp32",)),
     (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
@@ -34,30 +32,10 @@ EXACT_LEGS = 2  # in fp32
 ROTATIONS = "blocks.0.attention.rotations"
 
 
-def train(config_file: Path, run: Path, steps: int, processes: int, *layout: str) -> None:
-    common = ["train.schedule=constant", "train.warmup_steps=0", "train.checkpoint_every=2", "train.evaluate_every=0"]
-    arguments = ["--config", str(config_file), "--resume", "auto", f"train.output={run}", f"train.steps={steps}"]
-    ended = spawn([*arguments, *MODEL, *common, *layout], processes)
-    assert ended.codes == [0] * processes, ended.stderr
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss_nats"] for line in metrics(run) if "grad_norm" in line]
-
-
 def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    train(config_file, whole, 2 * EXACT_LEGS, 1, "deepspeed=zero0_fp32")
-    for number, (processes, layout) in enumerate(LEGS, 1):
-        train(config_file, moved, 2 * number, processes, *layout)
-    found, wanted = losses(moved), losses(whole)
-    assert len(wanted) == 2 * EXACT_LEGS and found[: len(wanted)] == pytest.approx(wanted, rel=1e-5)
-    assert len(found) == 2 * len(LEGS) and all(loss < found[0] for loss in found[-2:])
-    # Rotations are as they were drawn, to the bit, through every layout.
-    checkpoint = open_checkpoint(moved, 2 * len(LEGS))
-    torch.manual_seed(checkpoint.config.train.seed)
-    drawn = SparseTransformer(checkpoint.config.model).state_dict()
-    assert torch.equal(master_weights(checkpoint, "trained")[ROTATIONS], drawn[ROTATIONS])
+    moved = tmp_path / "moved"
+    trained, drawn = train_through(config_file, moved, MODEL, LEGS, EXACT_LEGS)
+    assert torch.equal(trained[ROTATIONS], drawn[ROTATIONS])  # as they were drawn, to the bit, through every layout
     assert main(["export", str(moved), "--output", str(tmp_path / "model"), "--dtype", "bf16"]) == 0, (
         capsys.readouterr()
     )
@@ -79,8 +57,8 @@ def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, ca
 @pytest.mark.parametrize("stage", range(4))
 def test_it_trains_in_every_stage_and_precision(stage: int, precision: str, config_file: Path, tmp_path: Path) -> None:
     more = (LOW_SCALE,) if precision == "fp16" else ()
-    train(config_file, tmp_path / "run", 8, 2, f"deepspeed=zero{stage}_{precision}", "model.dropout=0.1", *more)
-    found = losses(tmp_path / "run")
+    changes = (*MODEL, f"deepspeed=zero{stage}_{precision}", "model.dropout=0.1", *more)
+    found = losses_of(config_file, tmp_path / "run", 8, 2, *changes)
     assert len(found) == 8 and found[-1] < found[0]
 
 

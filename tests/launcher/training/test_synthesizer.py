@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.cli import main
+from longstride.launcher.config import load_config
 from longstride.launcher.planning.plan import make_plan
 from longstride.sparse_model import SparseTransformer
-from tests.harness.runs import metrics, spawn
+from tests.harness.layouts import Leg, losses_of, train_through
 from tests.launcher.training.test_training import LOW_SCALE, MUON
 
 ATTENTION = [
@@ -27,8 +27,9 @@ ATTENTION = [
     {"type": "entmax", "pattern": {"type": "strided", "stride": 8}},
 ]  # fmt: skip
 MODEL = (f"model.attention={json.dumps(ATTENTION)}", "model.layers=5", "model.dropout=0", "model.backend=auto")
+MODEL += (MUON,)
 RECOMPUTED = "train.activation_checkpointing=true"
-LEGS: list[tuple[int, tuple[str, ...]]] = [  # processes, and the layout of two steps
+LEGS: list[Leg] = [  # of two steps
     (2, ("deepspeed=zero1_fp32",)),
     (4, ("deepspeed=zero3_fp32", RECOMPUTED)),
     (1, ("deepspeed=zero2_fp32",)),
@@ -38,30 +39,10 @@ LEGS: list[tuple[int, tuple[str, ...]]] = [  # processes, and the layout of two 
 EXACT_LEGS = 3  # in fp32
 
 
-def train(config_file: Path, run: Path, steps: int, processes: int, *layout: str) -> None:
-    common = ["train.schedule=constant", "train.warmup_steps=0", "train.checkpoint_every=2", "train.evaluate_every=0"]
-    arguments = ["--config", str(config_file), "--resume", "auto", f"train.output={run}", f"train.steps={steps}"]
-    ended = spawn([*arguments, *MODEL, MUON, *common, *layout], processes)
-    assert ended.codes == [0] * processes, ended.stderr
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss_nats"] for line in metrics(run) if "grad_norm" in line]
-
-
 def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    train(config_file, whole, 2 * EXACT_LEGS, 1, "deepspeed=zero0_fp32")
-    for number, (processes, layout) in enumerate(LEGS, 1):
-        train(config_file, moved, 2 * number, processes, *layout)
-    found, wanted = losses(moved), losses(whole)
-    assert len(wanted) == 2 * EXACT_LEGS and found[: len(wanted)] == pytest.approx(wanted, rel=1e-5)
-    assert len(found) == 2 * len(LEGS) and all(loss < found[0] for loss in found[-2:])
+    moved = tmp_path / "moved"
+    trained, drawn = train_through(config_file, moved, MODEL, LEGS, EXACT_LEGS)
     # Weights are saved, and what is fixed is as it was drawn, to the bit.
-    checkpoint = open_checkpoint(moved, 2 * len(LEGS))
-    torch.manual_seed(checkpoint.config.train.seed)
-    drawn = SparseTransformer(checkpoint.config.model).state_dict()
-    trained = master_weights(checkpoint, "trained")
     table = "blocks.0.attention.random"
     assert torch.equal(trained[table], drawn[table])
     learned = ("0.attention.dense_keys", "1.attention.mixing", "2.attention.random_keys", "3.attention.spans")
@@ -74,10 +55,9 @@ def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, ca
     assert main(sample) == 0 and (tmp_path / "sample.txt").stat().st_size == 20
     for what, source in (("attention", str(moved)), ("pattern", str(moved / "config.json"))):
         assert main(["show", what, source, "--output", str(tmp_path / f"{what}.png")]) == 0, capsys.readouterr()
-    plan = make_plan(checkpoint.config, [2], contexts=100)
-    assert plan["parameters"]["total"] == sum(
-        each.numel() for each in SparseTransformer(checkpoint.config.model).parameters()
-    )
+    config = load_config(moved / "config.json", [])
+    plan = make_plan(config, [2], contexts=100)
+    assert plan["parameters"]["total"] == sum(each.numel() for each in SparseTransformer(config.model).parameters())
 
 
 @pytest.mark.campaign
@@ -85,6 +65,6 @@ def test_one_run_goes_through_every_layout(config_file: Path, tmp_path: Path, ca
 @pytest.mark.parametrize("stage", range(4))
 def test_it_trains_in_every_stage_and_precision(stage: int, precision: str, config_file: Path, tmp_path: Path) -> None:
     more = (LOW_SCALE,) if precision == "fp16" else ()
-    train(config_file, tmp_path / "run", 8, 2, f"deepspeed=zero{stage}_{precision}", *more)
-    found = losses(tmp_path / "run")
+    changes = (*MODEL, f"deepspeed=zero{stage}_{precision}", *more)
+    found = losses_of(config_file, tmp_path / "run", 8, 2, *changes)
     assert len(found) == 8 and found[-1] < found[0]

@@ -1,0 +1,45 @@
+"""A run that goes on in other layouts, beside one that stays on a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.sparse_model import SparseTransformer
+from tests.harness.runs import metrics, spawn
+
+Leg = tuple[int, tuple[str, ...]]  # processes, and what they change in the configuration
+
+
+def losses_of(config_file: Path, run: Path, steps: int, processes: int, *changes: str) -> list[float]:
+    """Begin a run, or go on with it, up to so many steps; the losses of all of them."""
+    common = ["train.schedule=constant", "train.warmup_steps=0", "train.checkpoint_every=2", "train.evaluate_every=0"]
+    arguments = ["--config", str(config_file), "--resume", "auto", f"train.output={run}", f"train.steps={steps}"]
+    ended = spawn([*arguments, *common, *changes], processes)
+    assert ended.codes == [0] * processes, ended.stderr
+    return [line["loss_nats"] for line in metrics(run) if "grad_norm" in line]
+
+
+def train_through(
+    config_file: Path, run: Path, model: Sequence[str], legs: Sequence[Leg], exact: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train two steps a leg; assert that it learns, and in the first ``exact`` legs as one process in fp32 does.
+
+    Returns:
+        The last weights and buffers, and those with which it began.
+    """
+    wanted = losses_of(config_file, run.with_name("whole"), 2 * exact, 1, *model, "deepspeed=zero0_fp32")
+    found: list[float] = []
+    for number, (processes, layout) in enumerate(legs, 1):
+        found = losses_of(config_file, run, 2 * number, processes, *model, *layout)
+    assert len(wanted) == 2 * exact and found[: len(wanted)] == pytest.approx(wanted, rel=1e-5)
+    assert len(found) == 2 * len(legs) and all(loss < found[0] for loss in found[-2:])
+    checkpoint = open_checkpoint(run, 2 * len(legs))
+    torch.manual_seed(checkpoint.config.train.seed)
+    drawn = SparseTransformer(checkpoint.config.model).state_dict()
+    return master_weights(checkpoint, "trained"), drawn
