@@ -245,3 +245,23 @@ def narrow(tile, dtype: tl.constexpr, ROUND_BF16: tl.constexpr):
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16  # ties to even
         tile = bits.to(tl.float32, bitcast=True)
     return tile.to(dtype)
+
+
+@triton.jit
+def has_nan(tile):
+    """Whether a tile (BLOCK_R, W) has a NaN: what 0 times a NaN or an inf leaves, wherever it came from."""
+    return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def read_product(weights, allowed, tile, acc, ROUND_BF16: tl.constexpr):
+    """acc + weights @ tile, in which what is not finite reaches no row but those that read it, as NaN.
+
+    ``weights`` (BLOCK_R, BLOCK_C) must be 0 where they are not ``allowed``; ``tile`` (BLOCK_C, W), acc (BLOCK_R, W).
+    A plain product brings 0 * NaN to every row. This one costs a product more: it is for tiles that turned out so.
+    """
+    finite = tl.abs(tile) < float("inf")
+    clean = tl.where(finite, tile, tl.zeros_like(tile))
+    acc = tl.dot(narrow(weights, tile.dtype, ROUND_BF16), clean, acc, input_precision="ieee", out_dtype=acc.dtype)
+    met = tl.dot(allowed.to(tile.dtype), (~finite).to(tile.dtype), input_precision="ieee")
+    return tl.where(met > 0, float("nan"), acc)

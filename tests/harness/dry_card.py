@@ -1,0 +1,68 @@
+"""A card that is not there: kernels compile for it through the project's own launch path, and no launch does anything.
+
+Tensors stay on the CPU. For processes of their own, without TRITON_INTERPRET: what is put in place here stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from longstride.kernels.backends import triton as backend
+from longstride.kernels.backends.triton import call
+
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}  # a program's most
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
+
+
+class DryCard:
+    """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order."""
+
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+        self.launched: list[tuple[str, Any]] = []
+        self.utils = self  # triton asks it for what follows
+
+    def install(self) -> DryCard:
+        """Put the card in place, for the rest of the process."""
+        triton.runtime.driver.set_active(self)
+        backend.why_not = lambda q, k, v: None
+        call.architecture = lambda device: self.architecture
+        call.num_processors = lambda device: PROCESSORS[self.architecture]
+        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+        return self
+
+    # A driver
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", int(self.architecture.removeprefix("sm_")), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        """What launches one kernel: it is noted, and nothing else happens."""
+        return lambda *arguments: self.launched.append((source.name, metadata))
+
+    # Its utilities
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[None, object, int, int, int]:
+        """A module, a function, its registers, what it spills, and the most threads that it may have."""
+        return None, object(), 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """As much as triton asks for."""
+        return {
+            "max_shared_mem": SHARED_BYTES[self.architecture],
+            "multiprocessor_count": PROCESSORS[self.architecture],
+        }
