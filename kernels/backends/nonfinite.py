@@ -7,14 +7,13 @@ what is not finite, and then what has read it is set to NaN. The rest has the bi
 Numbers whose products may overflow count as infinite there, as inf - inf at a forbidden pair is NaN as well. What reads
 an inf is NaN, where arithmetic may have left a number because the sign of the inf made its weight 0.
 
-Letters: B batch, H heads, N positions, M keys of a part, C channels or other marks.
+Letters: B batch, H heads of queries, K heads of keys, N positions, M keys of a part, C channels or other marks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def forward_apart(
     if not any(bool(x.any()) for x in bad):
         return out, lse
     out, lse = attend(*(x.masked_fill(where, 0.0) for x, where in zip((q, k, v), bad, strict=True)))
-    met = _read(torch.cat([_any(bad_k), bad_v], -1), reads)
+    met = _read(torch.cat([_any(bad_k), bad_v], -1), reads, q.shape[1])
     lost = _any(bad_q) & (lse > -math.inf)[..., None] | met[..., :1]
     return out.masked_fill(lost | met[..., 1:], math.nan), lse.masked_fill(lost[..., 0], math.nan)
 
@@ -70,7 +69,7 @@ def backward_apart(
     given = (grad_out, q, k, v, out)
     bad_grad, bad_q, bad_k, bad_v, bad_out = bad = [_bad(x) for x in given]
     bad_grad_lse = torch.zeros_like(lse, dtype=torch.bool) if grad_lse is None else _bad(grad_lse)
-    met = _read(torch.cat([_any(bad_k), _any(bad_v)], -1), reads)
+    met = _read(torch.cat([_any(bad_k), _any(bad_v)], -1), reads, q.shape[1])
     sees = (lse > -math.inf).logical_or_(lse.isnan())[..., None]
     lost = sees & (_any(bad_q) | ~(lse < math.inf)[..., None]) | met[..., :1]
     wrong = sees & (_any(bad_grad) | _any(bad_out) | bad_grad_lse[..., None]) | lost | met[..., 1:]
@@ -81,7 +80,7 @@ def backward_apart(
     # Weights of what is lost become 0, so that nothing in their place overflows.
     lse = lse.masked_fill(lost[..., 0], torch.finfo(lse.dtype).max / 4)
     dq, dk, dv = differentiate(clean[0], grad_lse, *clean[1:], lse)
-    of_keys = _readers(torch.cat([wrong, lost | bad_grad], -1), reads)
+    of_keys = _readers(torch.cat([wrong, lost | bad_grad], -1), reads, k.shape[1])
     dq.masked_fill_(wrong, math.nan)
     dk.masked_fill_(of_keys[..., :1], math.nan)
     dv.masked_fill_(of_keys[..., 1:], math.nan)
@@ -103,52 +102,47 @@ def _any(x: Tensor) -> Tensor:
     return x.any(-1, keepdim=True)
 
 
-class _HeadsPart(NamedTuple):
-    """A part of some heads, its tensors (·, ·, N or M, 1) int64."""
-
-    heads: slice | list[int]
-    query_order: Tensor | None
-    key_order: Tensor | None
-    low: Tensor
-    high: Tensor
-
-
-def _parts(reads: Reads, context: int, device: torch.device) -> Iterator[_HeadsPart]:
-    """The parts of all heads."""
-    groups: list[tuple[slice | list[int], Sequence[Part]]] = []
+def _parts(reads: Reads, context: int, device: torch.device) -> Iterator[tuple[slice | list[int], Part]]:
+    """Some heads and a part of theirs, whose tensors are (·, ·, N or M, 1) int64 here; all parts of all heads."""
+    by_heads: list[tuple[slice | list[int], Sequence[Part]]] = []
     if isinstance(reads, Selection):
-        groups.append((slice(None), reads.parts))
+        by_heads.append((slice(None), reads.parts))
     else:
         for pattern in dict.fromkeys(reads):
             heads = [head for head, other in enumerate(reads) if other == pattern]
-            groups.append((heads, pattern_parts(pattern, context)))
-    for heads, parts in groups:
+            by_heads.append((heads, pattern_parts(pattern, context)))
+
+    def index(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device).long()[..., None]
+
+    for some, parts in by_heads:
         for part in parts:
-            yield _HeadsPart(heads, *(x if x is None else x.to(device).long()[..., None] for x in part))
+            yield some, Part(*map(index, part))  # type: ignore[arg-type]
 
 
-def _read(marks: Tensor, reads: Reads) -> Tensor:
-    """Whether a query reads a key that has a mark: (B, H, N, C) bool of (B, H, N, C) bool, in linear time and memory."""
+def _read(marks: Tensor, reads: Reads, heads: int) -> Tensor:
+    """Whether a query reads a key that has a mark: (B, H, N, C) bool of (B, K, N, C) bool; linear in N."""
+    marks = marks.repeat_interleave(heads // marks.shape[1], 1)
     found = torch.zeros_like(marks)
-    for heads, query_order, key_order, low, high in _parts(reads, marks.shape[2], marks.device):
-        columns = marks[:, heads] if key_order is None else marks[:, heads].take_along_dim(key_order, 2)
+    for some, (query_order, key_order, low, high) in _parts(reads, marks.shape[2], marks.device):
+        columns = marks[:, some] if key_order is None else marks[:, some].take_along_dim(key_order, 2)
         before = pad(columns.cumsum(2, dtype=torch.int32), (0, 0, 1, 0))  # (B, ·, M + 1, C) marks before a column
         rows = before.take_along_dim(high, 2) > before.take_along_dim(low, 2)
-        found[:, heads] |= rows if query_order is None else _put(rows, query_order, marks.shape[2])
+        found[:, some] |= rows if query_order is None else _put(rows, query_order, marks.shape[2])
     return found
 
 
-def _readers(marks: Tensor, reads: Reads) -> Tensor:
-    """Whether a key is read by a query that has a mark, likewise."""
+def _readers(marks: Tensor, reads: Reads, heads: int) -> Tensor:
+    """Whether a key is read by a query that has a mark: (B, K, N, C) bool of (B, H, N, C) bool, likewise."""
     found = torch.zeros_like(marks)
-    for heads, query_order, key_order, low, high in _parts(reads, marks.shape[2], marks.device):
-        rows = marks[:, heads] if query_order is None else marks[:, heads].take_along_dim(query_order, 2)
+    for some, (query_order, key_order, low, high) in _parts(reads, marks.shape[2], marks.device):
+        rows = marks[:, some] if query_order is None else marks[:, some].take_along_dim(query_order, 2)
         num_keys = marks.shape[2] if key_order is None else key_order.shape[2]
         change = torch.zeros(*rows.shape[:2], num_keys + 1, rows.shape[3], dtype=torch.int32, device=rows.device)
         change.scatter_add_(2, low.expand_as(rows), rows.int()).scatter_add_(2, high.expand_as(rows), -rows.int())
         columns = change.cumsum(2)[:, :, :-1] > 0  # how many rows with a mark read a column
-        found[:, heads] |= columns if key_order is None else _put(columns, key_order, marks.shape[2])
-    return found
+        found[:, some] |= columns if key_order is None else _put(columns, key_order, marks.shape[2])
+    return found.unflatten(1, (heads, -1)).any(2)
 
 
 def _put(ordered: Tensor, order: Tensor, context: int) -> Tensor:

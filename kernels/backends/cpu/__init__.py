@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from longstride.kernels.backends.cpu import attention, selected
@@ -16,7 +18,7 @@ prepare = PreparedCache  # as every backend names it
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    return forward_apart(lambda *qkv: attention.forward(*qkv, patterns, scale), q, k, v, patterns)
+    return forward_apart(partial(attention.forward, patterns=patterns, scale=scale), q, k, v, patterns)
 
 
 def backward(
@@ -31,14 +33,13 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    return backward_apart(
-        lambda *given: attention.backward(*given, patterns, scale), grad_out, grad_lse, q, k, v, out, lse, patterns
-    )
+    differentiate = partial(attention.backward, patterns=patterns, scale=scale)
+    return backward_apart(differentiate, grad_out, grad_lse, q, k, v, out, lse, patterns)
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """``forward`` over a selection."""
-    return forward_apart(lambda *qkv: selected.selected_forward(*qkv, selection, scale), q, k, v, selection)
+    return forward_apart(partial(selected.selected_forward, selection=selection, scale=scale), q, k, v, selection)
 
 
 def selected_backward(
@@ -53,7 +54,5 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``backward`` over a selection."""
-    return backward_apart(
-        lambda *given: selected.selected_backward(*given, selection, scale),
-        *(grad_out, grad_lse, q, k, v, out, lse, selection),
-    )
+    differentiate = partial(selected.selected_backward, selection=selection, scale=scale)
+    return backward_apart(differentiate, grad_out, grad_lse, q, k, v, out, lse, selection)
