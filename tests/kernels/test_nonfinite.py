@@ -106,8 +106,9 @@ def check(backend: str, reads: Reads, dtype: torch.dtype, shape: Shape, places: 
     for name, where in lost(spoilt(inputs, places, math.nan), allowed).items():
         if name not in found:
             continue
-        assert not where.all(), f"{name}: nothing is left to compare"
-        assert torch.equal(found[name][~where], whole[name][~where]), f"{name}: {places} crossed a forbidden pair"
+        # Of a row that reads one number that is not finite, a backend may lose those that do not depend on it.
+        apart = ~where if name == "lse" else ~where.any(-1)
+        assert torch.equal(found[name][apart], whole[name][apart]), f"{name}: {places} crossed a forbidden pair"
         gone = where if arithmetic is None else where & ~arithmetic[name].isfinite()
         assert not found[name][gone].isfinite().any(), f"{name}: {places} was hidden from a row that reads it"
 
