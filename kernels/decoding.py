@@ -1,6 +1,6 @@
 """One query at a time, for generation: attention against a cache, reading only the keys that the pattern allows.
 
-Letters: B batch, H heads, N positions of the context, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, K heads of k and v, N positions of the context, D width of q and k, Dv width of v.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_tensors, checked_scale, choose_backend, head_patterns, load
+from longstride.kernels.attention import check_heads, check_tensors, checked_scale, choose_backend, head_patterns, load
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import query_views, reads
 
@@ -67,9 +67,10 @@ def attend_one(
 
     Args:
         q: (B, H, D), the query of ``position``; one of fp16, bf16, fp32, fp64, as k and v.
-        k: (B, H, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory.
-        v: (B, H, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
+        k: (B, K, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory. K may be less
+            than H: see ``sparse_attention``.
+        v: (B, K, N, Dv); Dv may differ from D.
+        pattern: one pattern, or one per head of q. One whose heads differ (``num_summaries``) is resolved for each.
         position: that of the query, 0 … N-1.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu or reference (which reads all N). A named backend that cannot run here raises.
@@ -106,10 +107,11 @@ class CachedAttention:
         v: Tensor,
         pattern: Pattern | Sequence[Pattern],
         *,
+        heads: int | None = None,
         scale: float | None = None,
         backend: str = "auto",
     ) -> None:
-        """The arguments are those of ``attend_one``.
+        """The arguments are those of ``attend_one``, and ``heads``: H, where it is not K.
 
         Raises:
             ValueError, ConfigError: as ``attend_one``, for everything but the query.
@@ -117,9 +119,9 @@ class CachedAttention:
         check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
         self.k, self.v = k, v
         self.pattern, self.scale, self.backend = pattern, scale, backend
-        q = k[:, :, 0]  # a stand-in: every query has its shape, dtype and device
-        _check(q, k, v)
-        self._fits = (q.shape, q.dtype, q.device)
+        self._like = k[:, :1, 0].expand(-1, heads or k.shape[1], -1)  # every query has its shape, dtype and device
+        _check(self._like, k, v)
+        self._fits = (self._like.shape, k.dtype, k.device)
         self.forget()
 
     def __call__(self, q: Tensor, position: int) -> Tensor:
@@ -130,13 +132,14 @@ class CachedAttention:
         """
         if (q.shape, q.dtype, q.device) != self._fits or q.requires_grad:
             _check(q, self.k, self.v)
+            if q.shape != self._like.shape:
+                raise ValueError(f"q {tuple(q.shape)} must have the heads that were asked for: {self._like.shape[1]}")
         _check_position(position, self.k.shape[2])
         return self._prepared(q, position, False)[0]
 
     def forget(self) -> None:
         """Drop copies of rows, because rows that earlier calls may have read were written."""
-        like = self.k[:, :, 0]
-        self._prepared = _prepare(like, self.k, self.v, self.pattern, self.scale, self.backend, once=False)
+        self._prepared = _prepare(self._like, self.k, self.v, self.pattern, self.scale, self.backend, once=False)
 
 
 def empty_cache(
@@ -149,15 +152,20 @@ def empty_cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Uninitialised keys or values, (B, H, N, D), in the memory order whose reads are quickest.
+    """Uninitialised keys or values, (B, K, N, D), in the memory order whose reads are quickest.
 
     On a CPU a row of all heads is contiguous, as it is written and as columns are read. Where a head reads more than
     half of the context, heads are contiguous instead, because long runs are then quicker.
 
+    Args:
+        batch, heads, context, width: B, K, N and D.
+        pattern: one pattern, or one per head of queries.
+
     Raises:
-        ValueError: something is no pattern, or a list has another length than there are heads.
+        ValueError: something is no pattern, or the length of a list is no multiple of ``heads``.
     """
-    patterns = dict.fromkeys(head_patterns(pattern, heads))
+    listed = isinstance(pattern, Sequence) and len(pattern) % heads == 0
+    patterns = dict.fromkeys(head_patterns(pattern, len(pattern) if listed else heads))
     if device.type != "cpu" or any(2 * num_keys_read(p, context - 1, context) > context for p in patterns):
         return torch.empty(batch, heads, context, width, device=device, dtype=dtype)
     return torch.empty(context, batch, heads, width, device=device, dtype=dtype).permute(1, 2, 0, 3)
@@ -207,10 +215,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} requires a gradient, and attend_one has none: call it under torch.no_grad()")
         if name != "q" and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}: its channels must be adjacent, the last stride 1")
-    if (*k.shape[:2], k.shape[3]) != q.shape:
-        raise ValueError(f"k {tuple(k.shape)} must have the batch, heads and channels of q {tuple(q.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
+    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[2]):
+        raise ValueError(f"k {tuple(k.shape)} must have the batch and channels of q {tuple(q.shape)}")
+    check_heads(q, k, v)
 
 
 def _prepare(
