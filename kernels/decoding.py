@@ -164,8 +164,8 @@ def empty_cache(
     Raises:
         ValueError: something is no pattern, or the length of a list is no multiple of ``heads``.
     """
-    listed = isinstance(pattern, Sequence) and len(pattern) % heads == 0
-    patterns = dict.fromkeys(head_patterns(pattern, len(pattern) if listed else heads))
+    several = len(pattern) if isinstance(pattern, Sequence) else heads
+    patterns = dict.fromkeys(head_patterns(pattern, heads if several % heads else several))
     if device.type != "cpu" or any(2 * num_keys_read(p, context - 1, context) > context for p in patterns):
         return torch.empty(batch, heads, context, width, device=device, dtype=dtype)
     return torch.empty(context, batch, heads, width, device=device, dtype=dtype).permute(1, 2, 0, 3)

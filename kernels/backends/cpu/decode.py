@@ -117,7 +117,7 @@ def _groups(patterns: tuple[Pattern, ...], key_heads: int) -> tuple[tuple[Patter
         if together is not None and shared is not None and len(set(map(read.count, read))) == 1:
             groups.append((pattern, together, shared))
         else:
-            groups += [(pattern, *(slice(x, x + 1) for x in both)) for both in zip(heads, read, strict=True)]
+            groups += [(pattern, slice(x, x + 1), slice(y, y + 1)) for x, y in zip(heads, read, strict=True)]
     return tuple(groups)
 
 
