@@ -43,6 +43,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
         "ROWS": rows,
         "COLUMNS": columns,
         "BOUNDS": bounds,
+        "GROUP": 1,
         "ACCUMULATOR": tl.float32,
     }
     kernel = KERNELS[name]

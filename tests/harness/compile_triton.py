@@ -142,6 +142,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "BLOCK_Q": chosen.block_q,
         "BLOCK_K": chosen.block_k,
         "ROUND_BF16": False,
+        "GROUP": 1,
         "ACCUMULATOR": tl.float32,
     }
 

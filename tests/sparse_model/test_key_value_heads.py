@@ -35,7 +35,7 @@ def awake(attention: dict[str, Any], **changes: Any) -> SparseTransformer:
 
 
 def expanded(projection: Tensor, key_value_heads: int, widths: tuple[int, int]) -> Tensor:
-    """Rows or biases of queries, keys and values of four heads that have their own; ``widths`` of queries and values."""
+    """Rows or biases of queries, keys and values, of four heads each; ``widths`` of queries and values."""
     kept = [width * key_value_heads // 4 for width in widths]
     q, k, v = projection.split([widths[0], *kept])
     own = (

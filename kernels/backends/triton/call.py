@@ -1,6 +1,6 @@
 """The host side of a launch: sizes, dtypes and device of one call, and what surrounds a kernel.
 
-Letters: B batch, H heads, N positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
 
 The tensor memory accelerator of some cards copies tiles of keys (or queries) by itself, given a descriptor. A
 descriptor sees (B, H, N, D) as (B, H, outer, inner, D): position = outer index * inner + inner index. A tile of the
@@ -75,6 +75,7 @@ class Call:
 
     def __init__(self, q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> None:
         self.batch, self.heads, self.context, width = q.shape
+        self.group = self.heads // v.shape[1]  # heads of q that read the same head of k and v
         self.patterns = patterns
         self.dtype = q.dtype
         self.device = q.device
@@ -118,6 +119,7 @@ class Call:
             "COLUMNS": columns,
             "BOUNDS": bounds,
             "EARLIER": one.earlier,
+            "GROUP": self.group,
         }
 
     def ends_with_every_key(self, parts: Parts) -> bool:

@@ -68,7 +68,7 @@ def attend_one(
     k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, q: Tensor, position: int, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` is one a head."""
-    call = Call(k, v, patterns)
+    call = Call(k[:, :1].expand(-1, len(patterns), -1, -1), v, patterns)
     q, k, v = (call.readable(t) for t in (q.contiguous(), k, v))
     one = layout(patterns, call.context, KEYS_A_SPLIT, q.device)
     out = v.new_empty(*q.shape[:2], v.shape[-1])
@@ -92,6 +92,7 @@ def attend_one(
         ROWS=tuple(map(int, one.rows)),
         COLUMNS=tuple(map(int, one.columns)),
         BOUNDS=tuple(map(int, one.bounds)),
+        GROUP=call.group,
         num_warps=NUM_WARPS,
     )
     if one.splits > 1:
@@ -173,14 +174,15 @@ def decode_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
     split = tl.program_id(0) % SPLITS
     lead = (tl.program_id(0) // SPLITS).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + head * (SEGMENTS * NUM_FIELDS)
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
     channel = tl.arange(0, W)
     query = tl.load(q + lead * WIDTH + channel, mask=channel < WIDTH, other=0.0).to(ACCUMULATOR)  # (W,)
 

@@ -200,6 +200,7 @@ def dkdv_kernel(
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
+    GROUP: tl.constexpr,
     SHAPE: tl.constexpr,
     FINAL: tl.constexpr,
     SOURCES: tl.constexpr,
@@ -216,8 +217,8 @@ def dkdv_kernel(
     if first_row > last_row:
         return
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
     lse += lead * context
     delta += lead * context

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends import add_groups, empty_like_rows
 from longstride.kernels.backends.triton.call import Call, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Choice, closed_choice
@@ -41,11 +41,11 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
 def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """All passes of a call, one after another."""
     q, scale = positive_scale(q, scale)
-    out = empty_like_rows(v, call.readable_dtype)
+    out = empty_like_rows(v, call.readable_dtype, heads=call.heads)
     q, k, v = (call.readable(t) for t in (q, k, v))
     lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
     choices = call.choices("forward", "all")
-    between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
+    between = out if len(choices) == 1 else torch.empty(out.shape, dtype=call.wide, device=v.device)
     for number, choice in enumerate(choices):
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
@@ -138,7 +138,11 @@ def backward_of(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All passes over keys, then all over queries."""
-    dq, dk, dv = (empty_like_rows(x, call.readable_dtype) for x in (q, k, v))
+    dq = empty_like_rows(q, call.readable_dtype)
+    # Heads of q that share a head of k and v leave sums of their own, in fp32, to be added up and rounded once.
+    by_head = call.readable_dtype if call.group == 1 else call.wide
+    given = k, v
+    dk, dv = (empty_like_rows(x, by_head, heads=call.heads) for x in given)
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
@@ -150,7 +154,8 @@ def backward_of(
     else:
         over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, dk, dv), scale)
     dq = dq if sign == 1 else dq * sign
-    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
+    dk, dv = (add_groups(x, like).to(call.dtype) for x, like in zip((dk, dv), given, strict=True))
+    return dq.to(call.dtype), dk, dv
 
 
 def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -210,6 +215,7 @@ def over_keys(
             COLUMNS=int(packed.columns[0]),
             BOUNDS=int(packed.bounds[0]),
             EARLIER=packed.earlier[0],
+            GROUP=call.group,
             SHAPE=shapes[0],
             SCALE=scale,
             FINAL=number == through,
@@ -282,6 +288,7 @@ def over_closed_runs(
         BLOCK=tiles.block_k,
         ROWS=int(packed.rows),
         BOUNDS=int(packed.bounds[0]),
+        GROUP=call.group,
         SCALE=scale,
         RESUME=resume,
         GRAD_LSE=grad_lse is not None,
