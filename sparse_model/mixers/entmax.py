@@ -262,7 +262,10 @@ def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, excess: Tensor, shift: Tensor, patterns: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, scale = excess.dtype, q.shape[-1] ** -0.5
-    grad_q, grad_k, grad_v = (q.new_zeros(*q.shape[:3], x.shape[3], dtype=wide) for x in (q, k, v))
+    own = q.shape[1] == k.shape[1]  # each head of q has keys and values of its own; else gradients are by head of q
+    grad_q, grad_k, grad_v = (
+        torch.zeros_like(x, dtype=wide) if own else q.new_zeros(*q.shape[:3], x.shape[3], dtype=wide) for x in (q, k, v)
+    )
     grad_power = excess.new_zeros(q.shape[:2])
     for some in _pieces(q, k, v, excess, patterns):
         scores, grad = some.scores(scale), some.read(grad_out)
@@ -275,10 +278,12 @@ def _attention_backward(
         by_power = (weights * ratio.log1p().clamp_min_(torch.finfo(wide).min)).sub_(slopes * ratio)
         some.add_sums(grad_power, by_power.mul_(grad_weights))
         some.add_gradients(grad_weights.mul_(slopes), weights, grad, scale, (grad_q, grad_k, grad_v))
-    if q.shape[1] != k.shape[1]:
-        grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))
+    dk, dv = (
+        total.to(x.dtype) if own else torch.empty_like(x).copy_(total.unflatten(1, (x.shape[1], -1)).sum(2))
+        for total, x in ((grad_k, k), (grad_v, v))
+    )
     # β = 1 / (α - 1).
-    return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), -grad_power.sum(0) / excess.square()
+    return grad_q.to(q.dtype), dk, dv, -grad_power.sum(0) / excess.square()
 
 
 @_attention_backward.register_fake
