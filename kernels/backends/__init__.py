@@ -26,18 +26,6 @@ def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None, *, heads: in
     return like.new_empty((batch, heads, context, width), dtype=dtype)
 
 
-def empty_by_query_head(like: Tensor, heads: int, wide: torch.dtype) -> Tensor:
-    """Room for the gradient of k or v by so many heads of q: ``wide`` where these share heads, to be rounded once."""
-    return empty_like_rows(like, None if heads == like.shape[1] else wide, heads=heads)
-
-
-def add_groups(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of k or v, (B, K, N, ·), from that by each of q's heads: sums in one order, for the same bits."""
-    if gradient.shape[1] == like.shape[1]:
-        return gradient
-    return empty_like_rows(like).copy_(gradient.unflatten(1, (like.shape[1], -1)).sum(2))
-
-
 def has_bf16_products() -> bool:
     """Whether torch finds instructions that multiply bf16 faster than fp32; without them bf16 is imitated, slowly."""
     found: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 does not have it

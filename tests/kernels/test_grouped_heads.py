@@ -39,6 +39,7 @@ from tests.kernels.test_triton_selections import on_device
 HALF, BRAIN, SINGLE, DOUBLE = DTYPES
 # Of four heads: alike, of closed runs, of groups that differ inside, and in turn.
 READS: dict[str, Pattern | list[Pattern]] = {
+    "dense": Dense(),
     "fixed": Fixed(8, 2, 2),
     "blocks and columns": [Block(8), Block(8), Column(8), Column(8)],
     "closed and open": Strided(8),

@@ -11,12 +11,14 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import add_groups, empty_by_query_head, empty_like_rows
+from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu.chunks import Chunks, chunked
 from longstride.kernels.backends.cpu.slabs import (
     Numbers,
     Piece,
     Scratch,
+    add_groups,
+    empty_by_query_head,
     merge,
     of_piece,
     put,

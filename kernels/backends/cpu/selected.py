@@ -19,13 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import add_groups, empty_by_query_head, empty_like_rows
+from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks
 from longstride.kernels.backends.cpu.slabs import (
     Numbers,
     Piece,
     Scratch,
     Slab,
+    add_groups,
+    empty_by_query_head,
     merge,
     num_at_once,
     of_piece,

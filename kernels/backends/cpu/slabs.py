@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, has_bf16_products
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows, has_bf16_products
 from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks
 from longstride.kernels.forms import Fold
 
@@ -329,6 +329,18 @@ def of_piece(x: Tensor, piece: Piece, heads: int) -> Tensor:
         return x[piece]
     read = range(heads)[piece[1]] if isinstance(piece[1], slice) else piece[1]
     return x[piece[0], [head // group for head in read]]
+
+
+def empty_by_query_head(like: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+    """Room for the gradient of k or v by so many heads of q: ``wide`` where these share heads, to be rounded once."""
+    return empty_like_rows(like, None if heads == like.shape[1] else wide, heads=heads)
+
+
+def add_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of k or v, (B, K, N, ·), from that by each of q's heads: sums in one order, for the same bits."""
+    if gradient.shape[1] == like.shape[1]:
+        return gradient
+    return empty_like_rows(like).copy_(gradient.unflatten(1, (like.shape[1], -1)).sum(2))
 
 
 def put(whole: Tensor, piece: Piece, rows: Tensor) -> None:

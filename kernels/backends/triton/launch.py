@@ -13,11 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends import add_groups, empty_like_rows
+from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.triton.call import Call, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Choice, closed_choice
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
@@ -25,7 +25,7 @@ from longstride.kernels.backends.triton.selected import SelectedCall
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
 
-BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
+BLOCK_ROWS = 64  # rows a program of the kernels of delta, gather and groups
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
@@ -138,24 +138,27 @@ def backward_of(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All passes over keys, then all over queries."""
-    dq = empty_like_rows(q, call.readable_dtype)
-    # Heads of q that share a head of k and v leave sums of their own, in fp32, to be added up and rounded once.
-    by_head = call.readable_dtype if call.group == 1 else call.wide
-    given = k, v
-    dk, dv = (empty_like_rows(x, by_head, heads=call.heads) for x in given)
+    dq, dk, dv = (empty_like_rows(x, call.readable_dtype) for x in (q, k, v))
+    keys: tuple[Tensor, ...] = (dk, dv)
+    by_head = keys
+    if call.group > 1:  # heads of q that share keys leave sums of their own, to be added up and rounded once
+        by_head = tuple(torch.empty((*q.shape[:3], x.shape[3]), dtype=call.wide, device=q.device) for x in keys)
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if closed is None:
         inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
-        over_keys(call, inputs, "all", (dk, dv), scale)
+        over_keys(call, inputs, "all", by_head, scale)
         over_queries(call, inputs, "all", dq, scale)
     else:
-        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, dk, dv), scale)
+        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, *by_head), scale)
+    if call.group > 1:
+        blocks = triton.cdiv(call.context, BLOCK_ROWS * call.group)  # of a head of q: the group shares out all of them
+        constants = {"BLOCK": BLOCK_ROWS, "GROUP": call.group, **call.widths}
+        call.launch(groups_kernel, blocks, (*by_head, *keys), keys, (blocks,), None, **constants)
     dq = dq if sign == 1 else dq * sign
-    dk, dv = (add_groups(x, like).to(call.dtype) for x, like in zip((dk, dv), given, strict=True))
-    return dq.to(call.dtype), dk, dv
+    return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
 def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -178,7 +181,7 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
 
 
 def over_keys(
-    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float
+    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, ...] | None, scale: float
 ) -> Sums:
     """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
     choices = call.choices("dkdv", parts)
@@ -262,7 +265,7 @@ def over_closed_runs(
     choice: Choice,
     tensors: tuple[Tensor, ...],
     grad_lse: Tensor | None,
-    results: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, ...],
     scale: float,
 ) -> None:
     """All gradients: first those of the other parts, then closed runs add theirs, dQ, dK and dV at once."""
