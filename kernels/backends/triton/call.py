@@ -229,7 +229,7 @@ def box_of(view: View, context: int, edge: int, block: int) -> Box:
     return Box(Shape.BLOCKS, context // order.step, order.step, order.period)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def boxes(
     patterns: tuple[Pattern, ...],
     context: int,
