@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, ParamSpec, TypeVar
 
@@ -22,43 +21,54 @@ Value = TypeVar("Value")
 Given = ParamSpec("Given")
 
 
+class _Entry(Generic[Value]):
+    def __init__(self, value: Value, num_bytes: int) -> None:
+        self.value, self.num_bytes = value, num_bytes
+        self.used = True  # since room was last made
+
+
 class Kept(Generic[Value]):
-    """Values by key. Where they hold more than ``limit_bytes`` together, those go that were not used for longest."""
+    """Values by key. Where they hold more than ``limit_bytes`` together, those go that were not used of late."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
-        self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._entries: dict[Hashable, _Entry[Value]] = {}
         self._num_bytes = 0
         self._lock = threading.Lock()  # backward passes run on threads of their own
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._entries)
 
     def get(self, key: Hashable) -> Value | None:
-        """The value of a key, used now; None where there is none."""
-        found = self._values.get(key)
-        if found is None:
+        """The value of a key, or None; it looks the key up once, as a key of many patterns takes time to hash."""
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        with self._lock:
-            if key in self._values:  # another thread may have made room in between
-                self._values.move_to_end(key)
-        return found[0]
+        entry.used = True
+        return entry.value
 
     def put(self, key: Hashable, value: Value) -> None:
         """Keep a value; the last one is kept whatever its size."""
-        size = ENTRY_BYTES + sum(t.numel() * t.element_size() for t in {id(t): t for t in _tensors(value)}.values())
+        tensors = {id(tensor): tensor for tensor in _tensors(value)}.values()
+        added = _Entry(value, ENTRY_BYTES + sum(t.numel() * t.element_size() for t in tensors))
         with self._lock:
-            if key in self._values:
-                self._num_bytes -= self._values.pop(key)[1]
-            self._values[key] = value, size
-            self._num_bytes += size
-            while self._num_bytes > self.limit_bytes and len(self._values) > 1:
-                self._num_bytes -= self._values.popitem(last=False)[1][1]
+            if key in self._entries:
+                self._num_bytes -= self._entries.pop(key).num_bytes
+            self._entries[key] = added
+            self._num_bytes += added.num_bytes
+            while self._num_bytes > self.limit_bytes and len(self._entries) > 1:
+                oldest = next(iter(self._entries))
+                entry = self._entries.pop(oldest)
+                if entry.used:  # a second chance, behind all others
+                    entry.used = False
+                    self._entries[oldest] = entry
+                else:
+                    self._num_bytes -= entry.num_bytes
 
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
-            self._values.clear()
+            self._entries.clear()
             self._num_bytes = 0
 
 

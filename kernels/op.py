@@ -1,7 +1,7 @@
 """Attention as a torch op with a backward op of its own, so that compilers and checkpointing see one opaque step.
 
-``torch.library.custom_op`` with ``register_autograd`` would give the same op, for some 15 µs more a call: as much as all
-else that a call costs the host before it launches. So the op's autograd is written here, as a function above the op.
+``torch.library.custom_op`` with ``register_autograd`` would give the same op for some 15 µs more a call, as much as all
+else that a call costs the host before it launches. So the op's autograd is a function that is written here.
 
 Letters: B batch, H heads, N positions, D width of q and k, Dv width of v.
 """
