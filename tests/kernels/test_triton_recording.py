@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -102,3 +106,29 @@ def test_calls_that_look_different_have_recordings_of_their_own(monkeypatch: pyt
     use_tiles(monkeypatch, (32, 16), closed=None)
     forward(q, k, v, HEADS[0], SCALE)
     assert len(recordings()) == len(looks) + 1
+
+
+@pytest.fixture(scope="module")
+def dry_calls() -> dict[str, dict[str, int]]:
+    """What ``tests/harness/dry_calls.py`` prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/harness/dry_calls.py")],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_a_card_is_told_the_same_by_a_call_made_again(dry_calls: dict[str, dict[str, int]]) -> None:
+    assert dry_calls["again"] and all(dry_calls["again"].values()), dry_calls["again"]
+
+
+def test_other_batches_and_contexts_compile_no_other_kernels(dry_calls: dict[str, dict[str, int]]) -> None:
+    """Forward and backward passes of a layer take five kernels where patterns are merged, three where heads differ."""
+    assert {size: count for size, count in dry_calls["kernels"].items() if count} == {
+        "fixed 1 12288": 5,
+        "strided 1 12288": 3,
+    }

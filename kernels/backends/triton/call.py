@@ -285,11 +285,11 @@ def boxes(
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether addresses and strides have the alignment that descriptors need."""
+    """Whether addresses and strides have the alignment that descriptors need, and no axis is expanded."""
     return all(
         t.data_ptr() % ALIGNMENT == 0
         and t.stride(-1) == 1
-        and all(stride * t.itemsize % ALIGNMENT == 0 for stride in t.stride()[:3])
+        and all(stride > 0 and stride * t.itemsize % ALIGNMENT == 0 for stride in t.stride()[:3])
         for t in tensors
     )
 
