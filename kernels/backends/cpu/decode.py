@@ -103,7 +103,7 @@ class PreparedCache:
         return in_dtype(out.view(batch, heads, self.value_width), q.dtype), lse
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _groups(patterns: tuple[Pattern, ...], key_heads: int) -> tuple[tuple[Pattern, slice, slice], ...]:
     """Each distinct pattern with its heads, and the heads of the cache that they read.
 
