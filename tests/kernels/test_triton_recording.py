@@ -80,6 +80,19 @@ def test_a_call_made_again_gives_the_bits_of_one_as_it_is_written(
         assert torch.equal(found, wanted) and found.stride() == wanted.stride()
 
 
+def test_a_call_with_shared_keys_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstride.kernels.backends.triton import launch
+
+    q, k, v, *gradients = inputs_of(0)
+    given = [q, k[:, :1], v[:, :1], *gradients]
+    calls(HEADS[0], inputs_of(1)[:1] + given[1:], SCALE, with_grad_lse=True)
+    assert len(recordings()) == 2 and None not in recordings()
+    again = calls(HEADS[0], given, SCALE, with_grad_lse=True)
+    monkeypatch.setattr(launch, "RECORDINGS", Kept())
+    for found, wanted in zip(again, calls(HEADS[0], given, SCALE, with_grad_lse=True), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("scale, dtype", [(-SCALE, torch.float16), (SCALE, torch.bfloat16)], ids=str)
 def test_what_is_computed_from_copies_is_not_made_again(scale: float, dtype: torch.dtype) -> None:
     """A negated q, or in the interpreter bf16 in fp32, is a new tensor in each call."""
