@@ -138,7 +138,8 @@ class EntmaxKeyValues:
         """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         self.keys[:, :, position], self.values[:, :, position] = k, v
         out, wide = q.new_zeros(*q.shape[:2], v.shape[2]), self.excess.dtype
-        shared = None if q.shape[1] == k.shape[1] else torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+        group = q.shape[1] // k.shape[1]
+        shared = None if group == 1 else torch.arange(q.shape[1], device=q.device) // group
         for pattern, heads in alike(self.patterns):
             read = allowed_keys(pattern, position, self.keys.shape[2]).to(q.device)
             if len(read):  # else there is nothing to add up
