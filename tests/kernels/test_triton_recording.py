@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_calls_that_look_different_have_recordings_of_their_own(monkeypatch: pyt
 
 
 @pytest.fixture(scope="module")
-def dry_calls() -> dict[str, dict[str, int]]:
+def dry_calls() -> dict[str, dict[str, Any]]:
     """What ``tests/harness/dry_calls.py`` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -135,13 +136,20 @@ def dry_calls() -> dict[str, dict[str, int]]:
     return json.loads(done.stdout)
 
 
-def test_a_card_is_told_the_same_by_a_call_made_again(dry_calls: dict[str, dict[str, int]]) -> None:
+def test_a_card_is_told_the_same_by_a_call_made_again(dry_calls: dict[str, dict[str, Any]]) -> None:
     assert dry_calls["again"] and all(dry_calls["again"].values()), dry_calls["again"]
 
 
-def test_other_batches_and_contexts_compile_no_other_kernels(dry_calls: dict[str, dict[str, int]]) -> None:
+def test_other_batches_and_contexts_compile_no_other_kernels(dry_calls: dict[str, dict[str, Any]]) -> None:
     """Forward and backward passes of a layer take five kernels where patterns are merged, three where heads differ."""
     assert {size: count for size, count in dry_calls["kernels"].items() if count} == {
         "fixed 1 12288": 5,
         "strided 1 12288": 3,
     }
+
+
+def test_a_call_made_again_enters_few_functions(dry_calls: dict[str, dict[str, Any]]) -> None:
+    """Forward and backward: nothing of triton's own launching, and one function more a launch."""
+    one, several = (dry_calls["python"][name] for name in ("one launch", "several"))
+    assert one["triton"] <= 2 and several["triton"] <= 2, dry_calls["python"]
+    assert one["longstride"] <= 60 and several["longstride"] - one["longstride"] <= 6, dry_calls["python"]
