@@ -17,7 +17,10 @@ from longstride.kernels.backends.cpu.slabs import (
     Numbers,
     Piece,
     Scratch,
+    add_groups,
+    empty_by_query_head,
     merge,
+    of_piece,
     put,
     rows_of_backward,
     shared,
@@ -36,13 +39,16 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
     numbers = Numbers.of(q.dtype)
-    out = empty_like_rows(v)
+    out = empty_like_rows(v, heads=q.shape[1])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
 
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            by_name = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in (("q", q), ("k", k), ("v", v))}
+            by_name = {
+                name: scratch.rows(name, of_piece(x, piece, q.shape[1]), numbers.narrow)
+                for name, x in (("q", q), ("k", k), ("v", v))
+            }
             by_part = (
                 _part_forward(scratch, i, **by_name, part=part, scale=scale) for i, part in enumerate(pattern.parts())
             )
@@ -67,7 +73,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
     numbers = Numbers.of(q.dtype)
-    grads = tuple(empty_like_rows(x) for x in (q, k, v))
+    grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
 
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
@@ -79,7 +85,7 @@ def backward(
                 put(whole, piece, total)
 
     shared(work, patterns, q, v)
-    return grads[0], grads[1], grads[2]
+    return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
 
 
 def _part_forward(
