@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call
+from longstride.kernels.backends.triton import call, launch
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}  # a program's most
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
@@ -39,6 +39,7 @@ class DryCard:
         if not self.compiles:
             self._stand_in_for_compiled_kernels()
         backend.why_not = lambda q, k, v: None
+        launch.RECORDINGS.clear()  # of another card
         call.architecture = lambda device: self.architecture
         call.num_processors = lambda device: PROCESSORS[self.architecture]
         torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]

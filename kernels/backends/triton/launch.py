@@ -52,9 +52,8 @@ def recorded(what: tuple[Any, ...], device: torch.device, inputs: Inputs, as_wri
     tables = tuple(ARCHITECTURES.values())
     key = (what, device, tuple(map(id, tables)), look(inputs))
     known = RECORDINGS.get(key)
-    if (
-        known is None and torch.version.hip is None
-    ):  # there, kernels also depend on the memory that a tensor is a part of
+    # For AMD's cards kernels also depend on how much memory a tensor is a part of.
+    if known is None and torch.version.hip is None:
         inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
         recorder = Recorder(inputs)
         results = as_written(recorder, *inputs)
