@@ -1,5 +1,8 @@
 """Attention over patterns on the CPU: each part as batches of equal chunks, by batched matrix products.
 
+``forward`` and ``backward``, like those of ``selected``, must only see finite tensors: masked pairs have weights of 0,
+by which products multiply, and torch's kernel of ``dense`` does so too.
+
 Letters as in ``slabs``, which has the arithmetic.
 """
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.backends.cpu import dense
 from longstride.kernels.backends.cpu.chunks import Chunks, chunked
 from longstride.kernels.backends.cpu.slabs import (
     Numbers,
@@ -35,6 +39,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
+    if dense.serves(q, v, patterns, scale):
+        return dense.forward(q, k, v, scale)
     numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v)
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
@@ -66,6 +72,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
+    if grad_lse is None and dense.serves(q, v, patterns, scale):
+        return dense.backward(grad_out, q, k, v, out, lse, scale)
     numbers = Numbers.of(q.dtype)
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
 

@@ -45,7 +45,7 @@ STEP = 16  # rows and columns of a chunk are multiples of it
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    numbers = _numbers(q.dtype)
+    numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v)
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
     parts = _cut_parts(selection)
@@ -75,7 +75,7 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole selection and serve each of its parts."""
-    numbers = _numbers(q.dtype)
+    numbers = Numbers.of(q.dtype)
     grads = tuple(empty_like_rows(x) for x in (q, k, v))
     parts = _cut_parts(selection)
 
@@ -91,11 +91,6 @@ def selected_backward(
 
     shared(work, (selection,) * q.shape[1], q, v)
     return grads[0], grads[1], grads[2]
-
-
-def _numbers(dtype: torch.dtype) -> Numbers:
-    """Exponents of 2 in all but fp64: torch's ``exp`` is slow at -inf, which half of a cluster's scores are."""
-    return Numbers.of(dtype)._replace(binary=dtype != torch.float64)
 
 
 def _heads(piece: Piece, shape: torch.Size) -> range:

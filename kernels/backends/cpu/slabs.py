@@ -31,7 +31,7 @@ class Numbers(NamedTuple):
 
     narrow: torch.dtype  # of the operands and results of products
     wide: torch.dtype  # of everything else
-    binary: bool  # exponents are of 2, not of e: quicker, in other bits
+    binary: bool  # exponents are of 2, not of e: torch's ``exp`` is slow, and slower yet at -inf
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Numbers:
@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
         if dtype == torch.bfloat16 and has_bf16_products():
             return cls(dtype, torch.float32, binary=True)
         wide = accumulator_dtype(dtype)
-        return cls(wide, wide, binary=False)
+        return cls(wide, wide, binary=wide == torch.float32)
 
     def power_(self, exponents: Tensor) -> Tensor:
         """Replace exponents by powers."""
