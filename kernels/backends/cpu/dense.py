@@ -1,6 +1,6 @@
-"""Attention to all earlier positions on the CPU, handed to torch's own kernel, which is quicker where products are fp32.
+"""Attention to all earlier positions on the CPU, handed to torch's own kernel: in fp32 and fp64, where it is quicker.
 
-In 16 bits the chunks of ``attention`` are quicker than it: there it stays unused.
+In 16 bits the chunks of ``attention`` are.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch import Tensor
 from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks
 from longstride.kernels.backends.cpu.slabs import (
+    NATS,
     Numbers,
     Piece,
     Scratch,
@@ -295,13 +296,13 @@ def _part_forward(
         rows = slab.rows_of(scratch, "q", q)
         keys, values = slab.keys_of(scratch, "k", k), slab.keys_of(scratch, "v", v)
         here = slice(done, done + rows.shape[1])
-        slab_forward(slab.slab, scratch, rows, keys, values, outs[:, here], lses[:, here], scale / numbers.nats)
+        slab_forward(slab.slab, scratch, rows, keys, values, outs[:, here], lses[:, here], scale / NATS)
         inverse[slab.row_places[slab.is_row]] = np.arange(here.start, here.stop)[slab.is_row.reshape(-1)]
         done = here.stop
     index = torch.from_numpy(inverse)
     out = scratch.take(f"out {number}", len(inverse), v.shape[1], dtype=numbers.wide)
     torch.index_select(outs[0], 0, index, out=out)
-    lse = torch.index_select(lses[0], 0, index).mul_(numbers.nats)
+    lse = torch.index_select(lses[0], 0, index).mul_(NATS)
     return out.view(len(heads), context, -1), lse.view(len(heads), context, 1)
 
 
@@ -325,7 +326,7 @@ def _part_backward(
         by_key = [slab.keys_of(scratch, name, rows[name]) for name in ("k", "v")]
         here = slice(done, done + by_row[0].shape[1])
         keys, values = (scratch.take(f"slab {x}", 1, slab.key_places.size, widths[x], dtype=wide) for x in "kv")
-        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), True, scale)
+        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), (False, False), scale)
         for total, several in ((grad_k.numpy(), keys), (grad_v.numpy(), values)):
             chunks = several.view(*slab.key_places.shape, -1).numpy()
             for place, one in zip(slab.first.tolist(), chunks, strict=True):
