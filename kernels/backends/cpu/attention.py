@@ -17,7 +17,6 @@ from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu import dense
 from longstride.kernels.backends.cpu.chunks import Chunks, chunked
 from longstride.kernels.backends.cpu.slabs import (
-    NATS,
     Numbers,
     Piece,
     Scratch,
@@ -105,10 +104,10 @@ def _part_forward(scratch: Scratch, out: Tensor, rows: dict[str, Tensor], part: 
         ordered_out.zero_()
         ordered_lse.fill_(-math.inf)
     for slab in slabs_of(chunks, len(q)):
-        slab_forward(slab, scratch, q, k, v, ordered_out, ordered_lse, scale / NATS)
+        slab_forward(slab, scratch, q, k, v, ordered_out, ordered_lse, scale / scratch.numbers.nats)
     _put_rows(out, ordered_out, chunks, adds=False)
     _put_rows(lse, ordered_lse, chunks, adds=False)
-    return lse.mul_(NATS)
+    return lse.mul_(scratch.numbers.nats)
 
 
 def _part_backward(

@@ -22,7 +22,6 @@ from torch import Tensor
 from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Edge, EqualChunks
 from longstride.kernels.backends.cpu.slabs import (
-    NATS,
     Numbers,
     Piece,
     Scratch,
@@ -296,13 +295,13 @@ def _part_forward(
         rows = slab.rows_of(scratch, "q", q)
         keys, values = slab.keys_of(scratch, "k", k), slab.keys_of(scratch, "v", v)
         here = slice(done, done + rows.shape[1])
-        slab_forward(slab.slab, scratch, rows, keys, values, outs[:, here], lses[:, here], scale / NATS)
+        slab_forward(slab.slab, scratch, rows, keys, values, outs[:, here], lses[:, here], scale / numbers.nats)
         inverse[slab.row_places[slab.is_row]] = np.arange(here.start, here.stop)[slab.is_row.reshape(-1)]
         done = here.stop
     index = torch.from_numpy(inverse)
     out = scratch.take(f"out {number}", len(inverse), v.shape[1], dtype=numbers.wide)
     torch.index_select(outs[0], 0, index, out=out)
-    lse = torch.index_select(lses[0], 0, index).mul_(NATS)
+    lse = torch.index_select(lses[0], 0, index).mul_(numbers.nats)
     return out.view(len(heads), context, -1), lse.view(len(heads), context, 1)
 
 

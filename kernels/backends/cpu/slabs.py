@@ -23,12 +23,14 @@ from longstride.kernels.forms import Fold
 
 SCORES_IN_WORK = 1 << 19  # scores of a slab: enough to amortise a call, few enough to stay in the cache
 VALUES_IN_WORK = 1 << 20  # of q (or v) in work at once, likewise
-NATS = math.log(2)  # of a unit of the exponents
 Kind = TypeVar("Kind", bound=Hashable)  # what heads attend over, a pattern or a selection
 
 
 class Numbers(NamedTuple):
-    """The arithmetic for one dtype of q, k and v. Exponents are of 2: torch's ``exp`` is slow, and slower at -inf."""
+    """The arithmetic for one dtype of q, k and v.
+
+    Exponents are of 2, as torch's ``exp`` is slow, and slower at -inf; those of fp64 of e, as the specification's are.
+    """
 
     narrow: torch.dtype  # of the operands and results of products
     wide: torch.dtype  # of everything else
@@ -38,6 +40,19 @@ class Numbers(NamedTuple):
         """That of a dtype on this machine."""
         wide = accumulator_dtype(dtype)
         return cls(dtype if dtype == torch.bfloat16 and has_bf16_products() else wide, wide)
+
+    @property
+    def nats(self) -> float:
+        """Of a unit of the exponents."""
+        return 1.0 if self.wide == torch.float64 else math.log(2)
+
+    def power_(self, exponents: Tensor) -> Tensor:
+        """Replace exponents by powers."""
+        return exponents.exp_() if self.wide == torch.float64 else exponents.exp2_()
+
+    def log(self, powers: Tensor) -> Tensor:
+        """Exponents of powers."""
+        return powers.log() if self.wide == torch.float64 else powers.log2()
 
 
 class Scratch:
@@ -187,9 +202,9 @@ def slab_forward(
     peak = scores.amax(-1, keepdim=True)
     if batch.has_blind_rows:
         peak.masked_fill_(peak == -math.inf, 0.0)
-    weights = scores.sub_(peak).exp2_()
+    weights = numbers.power_(scores.sub_(peak))
     total = weights.sum(-1, keepdim=True)
-    slab.write_rows(lse, peak.add_(total.log2()))  # log 0 is the -inf of a row without keys
+    slab.write_rows(lse, peak.add_(numbers.log(total)))  # log 0 is the -inf of a row without keys
     if batch.has_blind_rows:
         total.masked_fill_(total == 0, 1.0)
     products = scratch.take("slab", len(weights), batch.rows, v.shape[2], dtype=numbers.narrow)
@@ -210,7 +225,7 @@ def slab_backward(
     k, v = (slab.keys_of(x) for x in by_key)
     batch, b, numbers = slab.batch, slab.num_chunks(), scratch.numbers
     into_rows, into_keys = slab.add_rows if adds[0] else slab.write_rows, slab.add_keys if adds[1] else slab.write_keys
-    weights = _scores(scratch, q, k, batch, scale / NATS, minus_lse).exp2_()
+    weights = numbers.power_(_scores(scratch, q, k, batch, scale / numbers.nats, minus_lse))
     narrow_weights = scratch.narrow("weights", weights)
     grad_v = scratch.take("slab", b, batch.width, v.shape[2], dtype=numbers.narrow)
     torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v)
@@ -276,7 +291,7 @@ def rows_of_backward(
         minus_delta += grad_lse[piece]
     # A row that reads no key gets weights exp(score - inf) = 0 in every chunk that it shares with others.
     blind = lse_rows == -math.inf
-    rows["minus_lse"] = (lse_rows / -NATS).masked_fill_(blind, -math.inf)
+    rows["minus_lse"] = (lse_rows / -numbers.nats).masked_fill_(blind, -math.inf)
     rows["minus_delta"] = minus_delta.reshape(blind.shape).masked_fill_(blind, 0.0)
     if numbers.narrow != numbers.wide:
         rows["minus_delta"] = _terms(rows["minus_delta"], numbers.narrow)
