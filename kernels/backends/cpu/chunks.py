@@ -22,10 +22,10 @@ from longstride.kernels.plan import View, view
 # about as much as KEY_COST more queries, starting a set of equal chunks as much as BATCH_COST pairs of one head.
 KEY_COST = 24
 CHUNK_COST = 100
-BATCH_COST = 6_000
+BATCH_COST = 12_000
 MAX_PAIRS = 1 << 22  # scores of a chunk that may be in memory at once, where chunks of the smallest size allow it
 STEP = 16  # rows and columns of a chunk are multiples of it where they can: products of other widths are slower
-SIZES = tuple(size for power in range(4, 14) for size in (1 << power, 3 << (power - 1)))  # 16, 24, 32, 48, … 12288
+SIZES = (16, 32, 64, 128, *(size for power in range(6, 13) for size in (3 << power, 4 << power)))  # 192, 256, 384, …
 
 
 @dataclass(frozen=True)
