@@ -5,12 +5,11 @@ In 16 bits the chunks of ``attention`` are.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from longstride.kernels.backends import empty_like_rows
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import num_pairs
 
@@ -26,7 +25,7 @@ def serves(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) ->
     )
 
 
-@lru_cache(maxsize=256)
+@kept
 def _reads_all(pattern: Pattern, context: int) -> bool:
     """Whether each position reads all up to itself: patterns are causal, so the number of pairs tells."""
     return num_pairs(pattern, context) == context * (context + 1) // 2
