@@ -48,7 +48,7 @@ STEP = 16  # rows and columns of a chunk are multiples of it
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    numbers = _numbers(q.dtype)
+    numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v, heads=q.shape[1])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
     parts = _cut_parts(selection)
@@ -81,7 +81,7 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole selection and serve each of its parts."""
-    numbers = _numbers(q.dtype)
+    numbers = Numbers.of(q.dtype)
     grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
     parts = _cut_parts(selection)
 
@@ -97,11 +97,6 @@ def selected_backward(
 
     shared(work, (selection,) * q.shape[1], q, v)
     return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
-
-
-def _numbers(dtype: torch.dtype) -> Numbers:
-    """Exponents of 2 in all but fp64: torch's ``exp`` is slow at -inf, which half of a cluster's scores are."""
-    return Numbers.of(dtype)._replace(binary=dtype != torch.float64)
 
 
 def _heads(piece: Piece, shape: torch.Size) -> range:
@@ -336,7 +331,7 @@ def _part_backward(
         by_key = [slab.keys_of(scratch, name, rows[name]) for name in ("k", "v")]
         here = slice(done, done + by_row[0].shape[1])
         keys, values = (scratch.take(f"slab {x}", 1, slab.key_places.size, widths[x], dtype=wide) for x in "kv")
-        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), True, scale)
+        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), (False, False), scale)
         for total, several in ((grad_k.numpy(), keys), (grad_v.numpy(), values)):
             chunks = several.view(*slab.key_places.shape, -1).numpy()
             for place, one in zip(slab.first.tolist(), chunks, strict=True):
