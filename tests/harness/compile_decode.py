@@ -1,7 +1,8 @@
 """Compiles the kernels of one query for cards that need not be there, and prints what they use, as ``compile_triton``.
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_decode.py sm_90:decode:bfloat16:64:merged …``.
-The kernel is decode, split (several programs a head) or merge; the last field is how each part is read, in SHAPES.
+The kernel is decode, split (several programs a head) or merge; the next field is how each part is read, in SHAPES. With
+``stored`` at the end, the position is read on the device.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
+from benchmarks.attention.generated_code import read
 from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of, decode_kernel, merge_kernel
-from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, cubin_usage, target_of
+from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, target_of
 
 KERNELS = {"decode": decode_kernel, "split": decode_kernel, "merge": merge_kernel}
 POINTERS = {"q", "k", "v", "out"}
@@ -30,7 +32,7 @@ SHAPES = {  # (row of a position, positions of keys, intervals) of each part
 
 def compile_kernel(case: str) -> dict[str, Any]:
     """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width:shape``."""
-    architecture, name, dtype, width_text, shape = case.split(":")
+    architecture, name, dtype, width_text, shape, *stored = case.split(":")
     width = int(width_text)
     rows, columns, bounds = zip(*SHAPES[shape], strict=True)
     known = {
@@ -42,6 +44,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
         "ROWS": rows,
         "COLUMNS": columns,
         "BOUNDS": bounds,
+        "GROUP": 1,
+        "STORED": bool(stored),
         "ACCUMULATOR": tl.float32,
     }
     kernel = KERNELS[name]
@@ -49,6 +53,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        if stored and parameter.name == "position":
+            kind = "*i64"
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
@@ -56,8 +62,10 @@ def compile_kernel(case: str) -> dict[str, Any]:
     compiled = triton.compile(source, target=target_of(architecture), options={"num_warps": NUM_WARPS})
     specialised = [parameter.name for parameter in kernel.params if not parameter.do_not_specialize]
     found = {"case": case, "shared": compiled.metadata.shared, "by_position": "position" in specialised}
-    asm = compiled.asm
-    return found | (cubin_usage(asm["cubin"]) if "cubin" in asm else amdgcn_usage(asm["amdgcn"]))
+    if "amdgcn" in compiled.asm:
+        return found | amdgcn_usage(compiled.asm["amdgcn"])
+    code = read(compiled.asm["cubin"], compiled.metadata.shared, NUM_WARPS)
+    return found | {"registers": code.registers, "spilled_bytes": code.stack_bytes}
 
 
 def _type(parameter: str, dtype: str) -> str:

@@ -14,7 +14,7 @@ from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.patterns import Fixed, Pattern, Strided
 from longstride.kernels.selections import Selection, recent_members
-from tests.harness.backends import DEVICES, on
+from tests.harness.backends import DEVICES, on, use_tiles
 from tests.harness.oracles import Shape, make_inputs
 
 BACKENDS = [on(name, DEVICES[name]) for name in ("cpu", "triton")]
@@ -67,6 +67,28 @@ def test_results_lie_in_memory_as_the_inputs_do(backend: str, device: str, heads
         assert result.transpose(1, 2).is_contiguous() == heads_side_by_side
 
 
+@pytest.mark.parametrize("pattern", [Fixed(8, 2), pytest.param(Strided(8), marks=pytest.mark.campaign)], ids=str)
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_expanded_tensors_are_read_as_copies_of_them(
+    backend: str, device: str, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strides of 0: keys that heads share, queries that contexts share, and the gradient of a sum."""
+    if backend == "triton":
+        use_tiles(monkeypatch, (16, 16), closed=16, described=True)
+    *leaves, grad_out = leaves_of(Shape(2, 2, 24, 16, 16), device, heads_side_by_side=False)
+    leaves = [leaf.detach() for leaf in leaves]
+    q, k, v = leaves[0][:1].expand(2, -1, -1, -1), leaves[1][:, :1].expand(-1, 2, -1, -1), leaves[2]
+    for grad in (grad_out[:, :, :1].expand_as(v), grad_out.new_ones(()).expand_as(v)):
+        found, wanted = (
+            torch.autograd.grad(sparse_attention(*given, pattern, backend=backend), given, last)
+            for given, last in (
+                ([t.detach().requires_grad_() for t in (q, k, v)], grad),
+                ([t.detach().contiguous().requires_grad_() for t in (q, k, v)], grad.contiguous()),
+            )
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_is_what_it_tells_compilers_of_columns_apart(backend: str, device: str) -> None:
     leaves = [torch.randn(1, 16, 16, 2, device=device).permute(0, 3, 1, 2).requires_grad_() for _ in range(3)]
@@ -77,7 +99,8 @@ def test_the_op_is_what_it_tells_compilers_of_columns_apart(backend: str, device
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
-    *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if heads_side_by_side else 2)
+    *leaves, _ = leaves_of(shape, device, heads_side_by_side=heads_side_by_side)
     patterns = repr([{"type": "local", "window": 5}] * 2)
     torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend))
 
@@ -112,7 +135,8 @@ def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: st
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_of_selections_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
-    *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if heads_side_by_side else 2)
+    *leaves, _ = leaves_of(shape, device, heads_side_by_side=heads_side_by_side)
     parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]
     op = torch.ops.longstride.selected_attention.default
     torch.library.opcheck(op, (*leaves, parts, 7, False, 0.25, backend))

@@ -31,10 +31,18 @@ class Configuration(NamedTuple):
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
     described: bool = False  # the tensor memory accelerator copies tiles where their order allows it
+    maxnreg: int | None = (
+        None  # registers a thread at most, so that more programs share a multiprocessor; NVIDIA's alone
+    )
 
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
         """Rows and columns of a tile."""
         return (self.block_q, self.block_k) if rows == "queries" else (self.block_k, self.block_q)
+
+    def options(self) -> dict[str, int]:
+        """What Triton compiles a kernel with, besides its constants."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
 class Widest(NamedTuple):
@@ -157,7 +165,7 @@ class Choice(NamedTuple):
     aligned: bool  # tiles end where closed runs of rows end: see ``longstride.kernels.plan.edge_of``
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen(
     candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
 ) -> tuple[Choice, ...]:
@@ -185,7 +193,7 @@ def _priced(
     return pairs / candidate.rate, Choice(candidate, longest, pairs, aligned)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
     """The candidate for rows that read at most ``span`` columns each, as far as that tells.
 
@@ -205,7 +213,7 @@ def pipelined(one: Configuration) -> Configuration:
     return one._replace(num_stages=max(3, one.num_stages)) if one.num_stages > 1 else one
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """The candidate with the fewest computed pairs for its rate, among those whose tiles hold all heads' closed runs.
 
