@@ -9,17 +9,19 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
-from longstride.kernels import ConfigError, sparse_attention
+from longstride.kernels import ConfigError, selected_attention, sparse_attention
 from longstride.kernels.backends import triton as backend
 from longstride.kernels.backends.triton import call, configurations
 from longstride.kernels.backends.triton.call import boxes, describable
 from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
-from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
+from longstride.kernels.patterns import BigBird, Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import Side
+from longstride.kernels.selections import Selection, recent_members
 from tests.harness.backends import DEVICES, WITH_TRITON, repeats, use_tiles
-from tests.harness.oracles import Shape, check_against_reference, heads_to_see
+from tests.harness.oracles import Shape, allowed_by, check_against_reference, heads_to_see, make_inputs
 
 pytestmark = WITH_TRITON
 
@@ -74,6 +76,64 @@ def test_triton_reads_tiles_through_descriptors(
     # A width that is padded; the interpreter of triton 3.5 counts a stride's alignment in elements.
     shape = Shape(1, heads_to_see(pattern), context, 48, 16)
     check_against_reference("triton", pattern, torch.float16, shape, device=DEVICES["triton"])
+
+
+ROUNDS = Selection(
+    tuple(recent_members(torch.arange(75).mul(step).remainder(4).expand(1, 1, 75), window=9) for step in (1, 3)),
+    9,
+    disjoint=False,
+)
+
+
+@pytest.mark.parametrize(
+    "reads, context, described",
+    [
+        pytest.param(Local(11), 75, False, id="one pass"),
+        pytest.param(Local(11), 64, True, id="by descriptors"),
+        pytest.param(Fixed(16, 4), 64, True, id="two segments"),
+        pytest.param(Strided(8), 64, False, id="resumed"),
+        pytest.param(Summary(8, 2), 75, False, id="rows without keys"),
+        pytest.param(BigBird(4, 2, 1, 2), 75, False, id="stairs, resumed lists"),
+        pytest.param(ROUNDS, 75, False, id="overlapping parts"),
+    ],
+)
+def test_what_is_not_finite_reaches_no_row_that_does_not_read_it(
+    reads: Pattern | Selection, context: int, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of q, k or v of each batch entry but the first is poisoned; all others hold the same numbers."""
+    use_tiles(monkeypatch, (32, 16), closed=None, described=described)
+    poisons = [(name, value) for name in "qkv" for value in (float("nan"), float("inf"), float("-inf"))]
+    one = make_inputs(Shape(1, 1, context, 16, 16), torch.float16)
+    tensors = {name: x.repeat(1 + len(poisons), 1, 1, 1) for name, x in zip("qkv", one[:3], strict=True)}
+    row = context // 3
+    for entry, (name, value) in enumerate(poisons, 1):
+        tensors[name][entry, 0, row, 5] = value
+    on_card = (x.to(DEVICES["triton"]) for x in tensors.values())
+    if isinstance(reads, Selection):
+        parts = (part._replace(**_expanded(part._asdict(), 1 + len(poisons))) for part in reads.parts)
+        there = Selection(tuple(parts), reads.span, reads.disjoint)
+        out, lse = (x.cpu() for x in selected_attention(*on_card, there, backend="triton", return_lse=True))
+    else:
+        out, lse = (x.cpu() for x in sparse_attention(*on_card, reads, backend="triton", return_lse=True))
+    allowed = allowed_by(reads, 1, context).view(context, context)
+    assert out[0].isfinite().all()
+    for entry, (name, _) in enumerate(poisons, 1):
+        readers = torch.arange(context) == row if name == "q" else allowed[:, row]
+        assert torch.equal(out[entry, 0, ~readers], out[0, 0, ~readers]), (name, "crossed")
+        same_lse = ~readers if name != "v" else torch.ones_like(readers)
+        assert torch.equal(lse[entry, 0, same_lse], lse[0, 0, same_lse]), (name, "crossed into lse")
+        for reader in readers.nonzero().flatten().tolist():
+            keys = allowed[reader]
+            q, k, v = (x[entry, 0].double() for x in tensors.values())
+            wanted = torch.softmax(q[reader] @ k[keys].T / 4, 0) @ v[keys]
+            assert not (out[entry, 0, reader].isfinite() & ~wanted.isfinite()).any(), (name, reader)
+
+
+def _expanded(part: dict[str, Tensor | None], batch: int) -> dict[str, Tensor | None]:
+    """The orders and bounds of a part for so many contexts, where the kernels run."""
+    return {
+        name: x if x is None else x.to(DEVICES["triton"]).expand(batch, *x.shape[1:]) for name, x in part.items()
+    }
 
 
 def test_descriptors_serve_every_order_of_whole_blocks() -> None:
