@@ -7,7 +7,8 @@ the lowest finite number: a row without keys so far then gets weights 0, and not
 A pass after the first continues the softmax of the last one: its output with weight 1 at its logsumexp.
 
 A weight of 0 times a NaN or an inf is NaN, which reaches rows that do not read the value. Tiles in which that may have
-happened (``has_nan``) are computed again, slowly; all others pay for one look at their result.
+happened (``has_nan``) are computed again, slowly; all others pay for one look at their result. Where ``MARKED``,
+another kernel has computed all tiles, and left NaN as the logsumexp of rows that make their tile be computed again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from longstride.kernels.backends.triton.tile import (
     EARLIER_LIST,
     LN2,
     LOG2E,
+    LOWEST,
     NUM_FIELDS,
     has_nan,
     intervals,
@@ -36,8 +38,6 @@ from longstride.kernels.backends.triton.tile import (
     visited_tiles,
     without_earlier,
 )
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite in fp32
 
 
 @triton.jit
@@ -277,6 +277,7 @@ def forward_kernel(
     SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
+    MARKED: tl.constexpr,
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
@@ -295,17 +296,22 @@ def forward_kernel(
     out += batch * stride_ob + head * stride_oh
     lse += lead * context
     previous += lead * context * VALUE_WIDTH
-    acc, m, total, reads = _attend(
-        q, k, v, previous, lse, k_first, v_first, k_second, v_second, stride_qn, stride_kn, stride_vn,
-        batch_index, head_index, context, first_row, last_row, fields, data, SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q,
-        BLOCK_K, SEGMENTS, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPES, RESUME, ROUND_BF16, ACCUMULATOR, False,
-    )  # fmt: skip
-    if not has_nan(acc):
-        _store(
-            out, lse, acc, m, total, reads, first_row, last_row, fields, data, stride_on,
-            VALUE_WIDTH, WV, BLOCK_Q, ROWS, FINAL,
+    if MARKED:
+        _, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
+        repairs = has_nan(tl.load(lse + position, mask=inside, other=0.0)[:, None])
+    else:
+        acc, m, total, reads = _attend(
+            q, k, v, previous, lse, k_first, v_first, k_second, v_second, stride_qn, stride_kn, stride_vn,
+            batch_index, head_index, context, first_row, last_row, fields, data, SCALE, WIDTH, W, VALUE_WIDTH, WV,
+            BLOCK_Q, BLOCK_K, SEGMENTS, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPES, RESUME, ROUND_BF16, ACCUMULATOR, False,
         )  # fmt: skip
-    else:  # from the beginning, so that nothing is kept for it above
+        repairs = has_nan(acc)
+        if not repairs:
+            _store(
+                out, lse, acc, m, total, reads, first_row, last_row, fields, data, stride_on,
+                VALUE_WIDTH, WV, BLOCK_Q, ROWS, FINAL,
+            )  # fmt: skip
+    if repairs:  # from the beginning, so that nothing is kept for it above
         acc, m, total, reads = _attend(
             q, k, v, previous, lse, k_first, v_first, k_second, v_second, stride_qn, stride_kn, stride_vn,
             batch_index, head_index, context, first_row, last_row, fields, data, SCALE, WIDTH, W, VALUE_WIDTH, WV,

@@ -15,6 +15,7 @@ from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Fo
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number of fp32
 
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
