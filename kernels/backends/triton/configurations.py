@@ -47,7 +47,7 @@ class Configuration(NamedTuple):
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
     def ordinary(self) -> Configuration:
-        """The same tiles by warps that all do the same, twice as many: a specialized kernel makes two groups of them."""
+        """The same tiles by warps that all do the same, twice as many: a specialized kernel makes two groups."""
         return self._replace(specialized=False, num_warps=2 * self.num_warps) if self.specialized else self
 
     def repairing(self) -> Configuration:
@@ -175,7 +175,7 @@ class Choice(NamedTuple):
     aligned: bool  # tiles end where closed runs of rows end: see ``longstride.kernels.plan.edge_of``
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen(
     candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
 ) -> tuple[Choice, ...]:
@@ -207,7 +207,7 @@ def _priced(
     return pairs / candidate.rate, Choice(candidate, longest, pairs, aligned)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
     """The candidate for rows that read at most ``span`` columns each, as far as that tells.
 
@@ -229,7 +229,7 @@ def pipelined(one: Configuration) -> Configuration:
     return one._replace(num_stages=max(3, one.num_stages)) if one.num_stages > 1 else one
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """The candidate with the fewest computed pairs for its rate, among those whose tiles hold all heads' closed runs.
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    COUNTS,
     EARLIER_LIST,
     LN2,
     LOG2E,
@@ -232,7 +233,7 @@ def _store(
     tl.store(lse + position, log2_sum * LN2 if FINAL else log2_sum, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q,
     k,

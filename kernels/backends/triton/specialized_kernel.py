@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from longstride.kernels.backends.triton.tile import (
+    COUNTS,
     LN2,
     LOG2E,
     LOWEST,
@@ -25,7 +26,7 @@ from longstride.kernels.backends.triton.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def specialized_kernel(
     q,  # descriptors: see ``call.Flat``
     k,
