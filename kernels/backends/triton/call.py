@@ -193,7 +193,8 @@ class Call:
         padded = self.widths["WIDTH"] < self.widths["W"] or self.widths["VALUE_WIDTH"] < self.widths["WV"]
         if padded or None in flat or not describable(*tensors):
             return None
-        descriptors, begins = [], []
+        descriptors: list[Any] = []
+        begins: list[int] = []
         for tensor, view, rows in zip(tensors, flat, (one.block_q, one.block_k, one.block_k), strict=True):
             assert view is not None
             strides = [tensor.stride(2), 1]

@@ -52,7 +52,7 @@ class Configuration(NamedTuple):
 
     def repairing(self) -> Configuration:
         """The same tiles for a launch in which hardly a program does more than look: many at a time, however slow."""
-        return self._replace(described=False, specialized=False, num_warps=4, num_stages=1, maxnreg=128)
+        return self._replace(described=False, specialized=False, num_warps=8, num_stages=1, maxnreg=128)
 
 
 class Widest(NamedTuple):
@@ -129,7 +129,7 @@ SM_90: Table = {
 GFX942: Table = {
     Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
     Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
-    Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+    Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 # For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
