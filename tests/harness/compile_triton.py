@@ -37,7 +37,7 @@ KERNELS = {
 }
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
-WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
+WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
 PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
@@ -102,6 +102,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "EARLIER": earlier if by_key else (earlier,) * len(segments),
         "SHAPE": int("described" in further),
         "SHAPES": tuple(int("described" in further) for _ in segments),
+        "DOUBLINGS": chosen.pair_doublings(),
         "RESUME": "resume" in further,
         "SOURCES": "resume" in further,
         "SOURCE_FORM": 1,

@@ -36,6 +36,10 @@ class Configuration(NamedTuple):
         """Rows and columns of a tile."""
         return (self.block_q, self.block_k) if rows == "queries" else (self.block_k, self.block_q)
 
+    def pair_doublings(self) -> int:
+        """How often ``tile.load_pairs`` doubles its block of queries, until it has an element a thread."""
+        return max(0, (32 * self.num_warps // (2 * self.block_q)).bit_length() - 1)
+
 
 class Widest(NamedTuple):
     """The widest case that an entry of a table serves."""
