@@ -16,7 +16,7 @@ from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Fo
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-ISOLATED_ROWS = tl.constexpr(32)  # at a time, where a kernel computes anew what turned out to hold NaN
+ISOLATED_ROWS = tl.constexpr(16)  # at a time, where a kernel computes anew what turned out to hold NaN
 
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
