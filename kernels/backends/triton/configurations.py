@@ -31,6 +31,9 @@ class Configuration(NamedTuple):
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
     described: bool = False  # the tensor memory accelerator copies tiles where their order allows it
+    maxnreg: int | None = (
+        None  # registers a thread at most, so that more programs share a multiprocessor; NVIDIA's alone
+    )
 
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
         """Rows and columns of a tile."""
@@ -39,6 +42,11 @@ class Configuration(NamedTuple):
     def pair_doublings(self) -> int:
         """How often ``tile.load_pairs`` doubles its block of queries, until it has an element a thread."""
         return max(0, (32 * self.num_warps // (2 * self.block_q)).bit_length() - 1)
+
+    def options(self) -> dict[str, int]:
+        """What Triton compiles a kernel with, besides its constants."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
 class Widest(NamedTuple):
