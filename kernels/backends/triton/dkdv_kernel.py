@@ -153,10 +153,10 @@ def _add_to_dkdv(
         dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     ds = p * (dp - row_delta[None, :]) * SCALE
-    if ISOLATED:
-        dk = read_product(tl.where(allowed, ds, 0.0), allowed, q_tile, dk, ROUND_BF16)
-    else:
-        dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
+    if ISOLATED:  # where q is not finite, neither is dS, for the keys that the query reads
+        ds = tl.where(allowed, ds, 0.0)
+        q_tile = tl.where(tl.abs(q_tile) < float("inf"), q_tile, tl.zeros_like(q_tile))
+    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
     return dk, dv
 
 
