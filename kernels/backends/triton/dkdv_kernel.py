@@ -15,8 +15,8 @@ The last pass adds them up in a fixed order as it finishes each key. Where the l
 split itself, it writes to the workspace too and ``gather_kernel`` adds up.
 
 A NaN or inf of a query must not reach keys that it does not read. Where a mask has put 0, 0 times it is NaN in dS,
-and so in dK. A tile whose dK turned out so is computed again, *isolated*: by products that leave out what is not finite,
-and few rows at a time, so that what nobody may ever need takes no registers from the rest.
+and so in dK. A tile whose dK turned out so is computed again, *isolated*: by products that leave out what is not
+finite, and few rows at a time, so that what nobody may ever need takes no registers from the rest.
 """
 
 from __future__ import annotations

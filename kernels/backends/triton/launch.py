@@ -75,8 +75,7 @@ class BackwardInputs(NamedTuple):
     k: Tensor
     v: Tensor
     grad_out: Tensor
-    lse: Tensor  # (B, H, N)
-    delta: Tensor  # (B, H, N)
+    per_query: Tensor  # (B, H, N, 2), accumulator dtype: logsumexp in units of log2, and delta
 
 
 class Sums(NamedTuple):
@@ -144,7 +143,7 @@ def backward_of(
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if closed is None:
-        inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
+        inputs = BackwardInputs(q, k, v, grad_out, per_query_of(call, out, grad_out, lse, grad_lse))
         over_keys(call, inputs, "all", (dk, dv), scale)
         over_queries(call, inputs, "all", dq, scale)
     else:
@@ -153,14 +152,14 @@ def backward_of(
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
-def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """For each query the sum of out * grad_out, minus the gradient of lse: (B, H, N)."""
-    delta = torch.empty_like(lse)
+def per_query_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """For each query lse / ln 2, and delta, the sum of out * grad_out minus the gradient of lse: (B, H, N, 2)."""
+    per_query = lse.new_empty((*lse.shape, 2))
     blocks = triton.cdiv(call.context, BLOCK_ROWS)
     call.launch(
         delta_kernel,
         blocks,
-        (out, grad_out, lse, lse if grad_lse is None else grad_lse, delta),
+        (out, grad_out, lse, lse if grad_lse is None else grad_lse, per_query),
         (out, grad_out),
         (blocks,),
         None,
@@ -169,7 +168,7 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
         BLOCK=BLOCK_ROWS,
         GRAD_LSE=grad_lse is not None,
     )
-    return delta
+    return per_query
 
 
 def over_keys(
@@ -212,6 +211,7 @@ def over_keys(
             EARLIER=packed.earlier[0],
             SHAPE=shapes[0],
             SCALE=scale,
+            DOUBLINGS=choice.configuration.pair_doublings(),
             FINAL=number == through,
             SOURCES=sums.table.shape[-2] > 0,
             SOURCE_FORM=int(sums.form),
@@ -266,8 +266,8 @@ def over_closed_runs(
     previous, sums = lse, Sums(lse[..., None], *call.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse
     if resume:
-        delta = delta_of(call, out, grad_out, lse, grad_lse)
-        inputs = BackwardInputs(q, k, v, grad_out, lse, delta)
+        delta = per_query_of(call, out, grad_out, lse, grad_lse)
+        inputs = BackwardInputs(q, k, v, grad_out, delta)
         sums = over_keys(call, inputs, "open", None, scale)
         previous = over_queries(call, inputs, "open", None, scale)
     packed, tiles = call.packed("keys", "closed", 0, choice), choice.configuration
