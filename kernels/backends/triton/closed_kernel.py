@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.dkdv_kernel import add_sources
+from longstride.kernels.backends.triton.dkdv_kernel import store_sums
 from longstride.kernels.backends.triton.tile import (
     ISOLATED_ROWS,
     LOG2E,
@@ -71,7 +71,7 @@ def _load_run(
 
 
 @triton.jit
-def _isolated_rows(
+def _isolated_keys(
     begin,  # the first of these rows
     first_row,  # of the tile that they are in
     last_row,
@@ -92,68 +92,87 @@ def _isolated_rows(
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    """dQ, dK (BLOCK, W) and dV (BLOCK, WV) of a few rows of a tile, which of them exist, and their positions."""
-    q_tile, k_tile, v_tile, grad_tile, row_lse, row_delta, row, inside, position = _load_run(
+    """dK (BLOCK, W) and dV (BLOCK, WV) of a few rows of a tile, and those rows."""
+    _q, k_tile, v_tile, _grad, _lse, _delta, row, inside, position = _load_run(
         begin, last_row, tensors, fields, data, strides,
         WIDTH, W, VALUE_WIDTH, WV, BLOCK, ROWS, RESUME, GRAD_LSE, ACCUMULATOR,
     )  # fmt: skip
-    dq_tile, dk_tile = tl.zeros((BLOCK, W), ACCUMULATOR), tl.zeros((BLOCK, W), ACCUMULATOR)
-    dv_tile = tl.zeros((BLOCK, WV), ACCUMULATOR)
-    low, high = intervals(row, inside, fields, data, BOUNDS)  # the queries of each key
+    low, high = intervals(row, inside, fields, data, BOUNDS)
+    dk_tile, dv_tile = tl.zeros((BLOCK, W), ACCUMULATOR), tl.zeros((BLOCK, WV), ACCUMULATOR)
     for other in tl.range(first_row, last_row + 1, BLOCK, num_stages=1):
-        q_other, k_other, v_other, grad_other, lse_other, delta_other, far, exist, _position = _load_run(
+        q_tile, _k, _v, grad_tile, row_lse, row_delta, _row, exist, _position = _load_run(
             other, last_row, tensors, fields, data, strides,
             WIDTH, W, VALUE_WIDTH, WV, BLOCK, ROWS, RESUME, GRAD_LSE, ACCUMULATOR,
         )  # fmt: skip
-        # These keys and other queries.
         allowed = allowed_columns(other, low, high, BLOCK) & exist[None, :]
-        s = tl.dot(k_tile, tl.trans(q_other), input_precision="ieee")  # (BLOCK, BLOCK)
-        p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - lse_other[None, :]), 0.0)
-        dv_tile = read_product(p, allowed, grad_other, dv_tile, ROUND_BF16)
-        dp = tl.dot(v_tile, tl.trans(grad_other), input_precision="ieee")
-        ds = tl.where(allowed, p * (dp - delta_other[None, :]) * SCALE, 0.0)
-        dk_tile = read_product(ds, allowed, q_other, dk_tile, ROUND_BF16)
-        # These queries and other keys.
-        far_low, far_high = intervals(far, exist, fields, data, BOUNDS)
-        allowed = (row[:, None] >= far_low[None, :]) & (row[:, None] < far_high[None, :]) & exist[None, :]
-        s = tl.dot(q_tile, tl.trans(k_other), input_precision="ieee")
-        p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None]), 0.0)
-        dp = tl.dot(grad_tile, tl.trans(v_other), input_precision="ieee")
-        ds = tl.where(allowed, p * (dp - row_delta[:, None]) * SCALE, 0.0)
-        dq_tile = read_product(ds, allowed, k_other, dq_tile, ROUND_BF16)
-    return dq_tile, dk_tile, dv_tile, inside, position
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK, BLOCK)
+        p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - row_lse[None, :]), 0.0)
+        dv_tile = read_product(p, allowed, grad_tile, dv_tile, ROUND_BF16)
+        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")
+        ds = tl.where(allowed, p * (dp - row_delta[None, :]) * SCALE, 0.0)
+        dk_tile = read_product(ds, allowed, q_tile, dk_tile, ROUND_BF16)
+    return dk_tile, dv_tile, row, inside, position
 
 
 @triton.jit
-def _store_run(
-    dq_tile,  # (BLOCK, W)
-    dk_tile,
-    dv_tile,  # (BLOCK, WV)
-    inside,
-    position,
-    targets,  # dq, dk and dv of this batch entry and head
-    others,  # previous, workspace, fields and data of sources, and their number: of the other parts
-    strides,  # from a position to the next, of dq, dk and dv
+def _isolated_queries(
+    begin,  # the first of these rows
+    first_row,  # of the tile that they are in
+    last_row,
+    tensors,  # as for ``_load_run``
+    fields,
+    data,
+    strides,
+    SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     WV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BOUNDS: tl.constexpr,
     RESUME: tl.constexpr,
-    SOURCE_FORM: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    """dQ (BLOCK, W) of a few rows of a tile, which of them exist, and their positions."""
+    q_tile, _k, _v, grad_tile, row_lse, row_delta, row, inside, position = _load_run(
+        begin, last_row, tensors, fields, data, strides,
+        WIDTH, W, VALUE_WIDTH, WV, BLOCK, ROWS, RESUME, GRAD_LSE, ACCUMULATOR,
+    )  # fmt: skip
+    dq_tile = tl.zeros((BLOCK, W), ACCUMULATOR)
+    for other in tl.range(first_row, last_row + 1, BLOCK, num_stages=1):
+        _q, k_tile, v_tile, _grad, _lse, _delta, key, exist, _position = _load_run(
+            other, last_row, tensors, fields, data, strides,
+            WIDTH, W, VALUE_WIDTH, WV, BLOCK, ROWS, RESUME, GRAD_LSE, ACCUMULATOR,
+        )  # fmt: skip
+        low, high = intervals(key, exist, fields, data, BOUNDS)
+        allowed = (row[:, None] >= low[None, :]) & (row[:, None] < high[None, :]) & exist[None, :]
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, BLOCK)
+        p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None]), 0.0)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+        ds = tl.where(allowed, p * (dp - row_delta[:, None]) * SCALE, 0.0)
+        dq_tile = read_product(ds, allowed, k_tile, dq_tile, ROUND_BF16)
+    return dq_tile, inside, position
+
+
+@triton.jit
+def _store_dq(
+    dq_tile,  # (BLOCK, W)
+    inside,
+    position,
+    dq,  # of this batch entry and head, likewise previous
+    previous,
+    stride,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    RESUME: tl.constexpr,
 ):
     """With what the other parts gave."""
-    dq, dk, dv = targets
-    stride_dqn, stride_dkn, stride_dvn = strides
     if RESUME:
-        previous, workspace, fields, data, number = others
         dq_tile += load_rows(previous, position, WIDTH, inside, WIDTH, W, True)
-        dk_tile, dv_tile = add_sources(
-            dk_tile, dv_tile, position, inside, workspace, fields, data, number,
-            WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
-        )  # fmt: skip
-    store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)
-    store_rows(dk, position, stride_dkn, inside, dk_tile, WIDTH, W)
-    store_rows(dv, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
+    store_rows(dq, position, stride, inside, dq_tile, WIDTH, W)
 
 
 @triton.jit
@@ -240,8 +259,7 @@ def closed_kernel(
     own_sources = source_table + head * (num_sources * NUM_SOURCE_FIELDS)
     tensors = (q, k, v, out, grad_out, lse, delta)
     strides = (stride_qn, stride_kn, stride_vn, stride_on, stride_gn)
-    targets, to = (dq, dk, dv), (stride_dqn, stride_dkn, stride_dvn)
-    others = (previous, workspace, own_sources, source_data, num_sources)
+    sources, to = (own_sources, source_data, num_sources), (stride_dkn, stride_dvn)
 
     q_tile, k_tile, v_tile, grad_tile, row_lse, row_delta, row, inside, position = _load_run(
         first_row, last_row, tensors, fields, data, strides,
@@ -261,19 +279,26 @@ def closed_kernel(
     dk_tile = tl.dot(ds, q_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
     dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
 
-    if has_nan(dk_tile) | has_nan(dq_tile):
+    if has_nan(dk_tile + dq_tile):
         FEW: tl.constexpr = BLOCK if BLOCK < ISOLATED_ROWS else ISOLATED_ROWS
         for begin in tl.range(first_row, last_row + 1, FEW, num_stages=1):
-            dq_few, dk_few, dv_few, exist, at = _isolated_rows(
+            dk_few, dv_few, few, exist, at = _isolated_keys(
                 begin, first_row, last_row, tensors, fields, data, strides,
                 SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW, ROWS, BOUNDS, RESUME, GRAD_LSE, ROUND_BF16, ACCUMULATOR,
             )  # fmt: skip
-            _store_run(
-                dq_few, dk_few, dv_few, exist, at, targets, others, to,
-                WIDTH, W, VALUE_WIDTH, WV, RESUME, SOURCE_FORM,
+            store_sums(
+                dk_few, dv_few, few, exist, at, dk, dv, workspace, 0, sources, to,
+                WIDTH, W, VALUE_WIDTH, WV, True, RESUME, SOURCE_FORM,
             )  # fmt: skip
+        for begin in tl.range(first_row, last_row + 1, FEW, num_stages=1):
+            dq_few, exist, at = _isolated_queries(
+                begin, first_row, last_row, tensors, fields, data, strides,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW, ROWS, BOUNDS, RESUME, GRAD_LSE, ROUND_BF16, ACCUMULATOR,
+            )  # fmt: skip
+            _store_dq(dq_few, exist, at, dq, previous, stride_dqn, WIDTH, W, RESUME)
     else:
-        _store_run(
-            dq_tile, dk_tile, dv_tile, inside, position, targets, others, to,
-            WIDTH, W, VALUE_WIDTH, WV, RESUME, SOURCE_FORM,
+        _store_dq(dq_tile, inside, position, dq, previous, stride_dqn, WIDTH, W, RESUME)
+        store_sums(
+            dk_tile, dv_tile, row, inside, position, dk, dv, workspace, 0, sources, to,
+            WIDTH, W, VALUE_WIDTH, WV, True, RESUME, SOURCE_FORM,
         )  # fmt: skip

@@ -226,7 +226,7 @@ def _sums_of_keys(
 
 
 @triton.jit
-def _store_sums(
+def store_sums(
     dk_tile,  # (BLOCK_K, W)
     dv_tile,  # (BLOCK_K, WV)
     row,  # (BLOCK_K,)
@@ -379,12 +379,12 @@ def dkdv_kernel(
                 SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW_Q, FEW_K, ROWS, COLUMNS, BOUNDS, EARLIER, 0, 0, True,
                 ROUND_BF16, ACCUMULATOR,
             )  # fmt: skip
-            _store_sums(
+            store_sums(
                 dk_few, dv_few, few, exist, at, dk, dv, workspace, base, sources, to,
                 WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
             )  # fmt: skip
     else:
-        _store_sums(
+        store_sums(
             dk_tile, dv_tile, row, inside, position, dk, dv, workspace, base, sources, to,
             WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
         )  # fmt: skip
