@@ -252,7 +252,8 @@ def dq_kernel(
     if has_nan(dq_tile):
         FEW_Q: tl.constexpr = BLOCK_Q if BLOCK_Q < ISOLATED_ROWS else ISOLATED_ROWS
         FEW_K: tl.constexpr = BLOCK_K if BLOCK_K < ISOLATED_ROWS else ISOLATED_ROWS
-        for first in tl.range(first_row, last_row + 1, FEW_Q, num_stages=1):
+        for number in tl.range((last_row - first_row) // FEW_Q + 1, num_stages=1):
+            first = first_row + number * FEW_Q
             dq_few, exist, at = _sums_of_queries(
                 first, tl.minimum(first + FEW_Q - 1, last_row), tensors, described, batch_index, head_index,
                 fields, data, context, strides,
