@@ -15,6 +15,7 @@ import triton.language as tl
 
 from longstride.kernels.backends.triton.dkdv_kernel import store_sums
 from longstride.kernels.backends.triton.tile import (
+    COUNTS,
     ISOLATED_ROWS,
     LOG2E,
     NUM_FIELDS,
@@ -175,7 +176,7 @@ def _store_dq(
     store_rows(dq, position, stride, inside, dq_tile, WIDTH, W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def closed_kernel(
     q,
     k,

@@ -27,6 +27,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    COUNTS,
     EARLIER_LIST,
     ISOLATED_ROWS,
     LOG2E,
@@ -51,7 +52,7 @@ from longstride.kernels.backends.triton.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(
     out,
     grad_out,
@@ -263,7 +264,7 @@ def store_sums(
         store_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, inside, dv_tile, VALUE_WIDTH, WV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dkdv_kernel(
     q,
     k,
@@ -414,7 +415,7 @@ def add_sources(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def gather_kernel(
     workspace,  # (B, H, R, D + Dv) accumulator dtype
     dk,

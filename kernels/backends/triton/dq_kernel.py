@@ -13,6 +13,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    COUNTS,
     EARLIER_LIST,
     ISOLATED_ROWS,
     LOG2E,
@@ -174,7 +175,7 @@ def _sums_of_queries(
     return dq_tile, inside, position
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q,
     k,
