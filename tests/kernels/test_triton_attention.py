@@ -13,7 +13,7 @@ import torch
 from longstride.kernels import ConfigError, sparse_attention
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call, configurations
+from longstride.kernels.backends.triton import call, configurations, selected
 from longstride.kernels.backends.triton.call import boxes, describable
 from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
@@ -122,9 +122,8 @@ def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, 
 )
 @pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
-    monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
-    monkeypatch.setattr(call, "num_processors", lambda device: 64)
+    """In slices of few tiles of queries, or none, whose sums are added up in order: what few keys cost a large card."""
+    monkeypatch.setattr(call.Call, "num_slices", lambda *_: 4)
     for heads in (pattern, [pattern, Local(9)]):
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICES["triton"])
 
@@ -181,8 +180,8 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_readers_alone(
 
     heads, context, row = 4, 64, 19
     use_tiles(monkeypatch, (16, 32), closed, described)
-    monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
-    monkeypatch.setattr(call, "num_processors", lambda device: 16)
+    for kind in (call.Call, selected.SelectedCall):
+        monkeypatch.setattr(kind, "num_slices", lambda *_: 2)
     chosen = selections(1, heads, context)[reads] if isinstance(reads, str) else reads
     inputs = make_inputs(Shape(1, heads, context, 16, 32), torch.float32)
     wanted = exact(inputs, chosen)

@@ -221,7 +221,7 @@ def over_keys(
     """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
     choices = call.choices("dkdv", parts)
     passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
-    slices = [call.num_slices(packed, choice) for packed, choice in zip(passes, choices, strict=True)]
+    slices = [call.num_slices(parts, number, choice) for number, choice in enumerate(choices)]
     # Where the last pass holds every key of every head and is not split, it adds up as it finishes each key.
     in_place = results is not None and slices[-1] == 1 and call.ends_with_every_key(parts)
     through = len(passes) - in_place
