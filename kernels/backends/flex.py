@@ -29,6 +29,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale
         return allowed
 
     block_mask = create_block_mask(mask_mod, None, len(patterns), context, context, device=str(q.device))
-    out, aux = flex_attention(q, k, v, block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True))
+    out, aux = flex_attention(
+        q,
+        k,
+        v,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
     assert aux.lse is not None
     return out, aux.lse

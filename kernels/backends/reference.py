@@ -33,12 +33,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> t
     """Under a mask (H, N, N) or (B, H, N, N)."""
     wide = accumulator_dtype(q.dtype)
     blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
+    shared = (k.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2])  # rows that read the same head of k
     with _without_autocast(q.device.type):
-        scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
+        scores = q.to(wide).reshape(*shared, q.shape[3]) @ k.to(wide).transpose(-1, -2)
+        scores = scores.view(*q.shape[:3], k.shape[2]) * scale
         scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
         weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
         lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
-        return (weights @ v.to(wide)).to(q.dtype), lse
+        out = weights.view(*shared, k.shape[2]) @ v.to(wide)
+        return out.view(*q.shape[:3], v.shape[3]).to(q.dtype), lse
 
 
 def prepare(
@@ -56,6 +59,7 @@ def _attend_one(
     context = torch.arange(k.shape[2], device=q.device)
     allowed = torch.stack([pattern.mask(context[position], context) for pattern in patterns])  # (H, N)
     blind = ~allowed.any(-1, keepdim=True)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     k, v = (x.to(wide).masked_fill(~allowed[..., None], 0.0) for x in (k, v))  # rows that are not read may be NaN
     with _without_autocast(q.device.type):
         scores = (k @ q.to(wide)[..., None]).squeeze(-1) * scale

@@ -231,6 +231,7 @@ def closed_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
     RESUME: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     SOURCE_FORM: tl.constexpr,
@@ -245,8 +246,8 @@ def closed_kernel(
     if first_row > last_row:
         return
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
     out += batch * stride_ob + head * stride_oh
     grad_out += batch * stride_gb + head * stride_gh
     dq += batch * stride_dqb + head * stride_dqh

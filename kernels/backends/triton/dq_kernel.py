@@ -221,6 +221,7 @@ def dq_kernel(
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
+    GROUP: tl.constexpr,
     SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     ROUND_BF16: tl.constexpr,
@@ -234,14 +235,15 @@ def dq_kernel(
     if first_row > last_row:
         return
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    shared = head // GROUP  # the head of k and v
+    k += batch * stride_kb + shared * stride_kh
+    v += batch * stride_vb + shared * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
     dq += batch * stride_dqb + head * stride_dqh
     per_query += lead * context * 2
     if RESUME:
         previous += lead * context * WIDTH
-    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
+    batch_index, head_index = batch.to(tl.int32), shared.to(tl.int32)
     tensors = (q, k, v, grad_out, per_query, previous)
     described = (k_first, v_first, k_second, v_second)
     strides = (stride_qn, stride_kn, stride_vn, stride_gn)
