@@ -21,9 +21,10 @@ from triton.compiler import ASTSource
 from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 
 KERNELS = {
     "forward": forward_kernel,

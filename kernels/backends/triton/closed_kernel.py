@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longstride.kernels.backends.triton.dkdv_kernel import store_sums
+from longstride.kernels.backends.triton.sums_kernel import store_sums
 from longstride.kernels.backends.triton.tile import (
     COUNTS,
     ISOLATED_ROWS,

@@ -17,12 +17,13 @@ from torch import Tensor
 from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
 from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording, look
 from longstride.kernels.backends.triton.selected import SelectedCall
+from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
