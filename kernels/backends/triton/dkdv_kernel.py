@@ -164,7 +164,7 @@ def _add_to_dkdv(
 def _sums_of_keys(
     first_row,
     last_row,
-    tiles,  # which tiles of queries: see ``dkdv_kernel``
+    tiles,  # of queries: see ``_tiles_of_slice``
     tensors,  # k, v and per_query of this batch entry and head, and q and grad_out likewise or as descriptors
     batch,
     head,
@@ -223,6 +223,30 @@ def _sums_of_keys(
             BLOCK_Q, COLUMNS, SHAPE, True, EARLIER, DOUBLINGS, ISOLATED, ROUND_BF16,
         )  # fmt: skip
     return dk_tile, dv_tile, row, inside, position
+
+
+@triton.jit
+def _tiles_of_slice(
+    first_row,
+    last_row,
+    part,
+    num_slices,
+    fields,
+    data,
+    BLOCK_Q: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    EARLIER: tl.constexpr,
+):
+    """The tiles ``begin <= number < stop`` of queries that a slice visits; those without a mask; where columns end."""
+    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
+    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
+    begin = part * share + tl.minimum(part, rest)
+    stop = begin + share + (part < rest).to(tl.int32)
+    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
+        full_first, full_last = stop, stop
+    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
+    return origin, begin, full_first, full_last, stop, end
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -304,40 +328,35 @@ def dkdv_kernel(
     v += batch * stride_vb + head // GROUP * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
     per_query += lead * context * 2
+    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
+    if SHAPE == 0:
+        tensors = (k, v, per_query, q, grad_out)
+    else:
+        tensors = (k, v, per_query, q_described, grad_described)
+    strides, to = (stride_qn, stride_kn, stride_vn, stride_gn), (stride_dkn, stride_dvn)
+    tiles = _tiles_of_slice(first_row, last_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
+    dk_tile, dv_tile, _row, _inside, _position = _sums_of_keys(
+        first_row, last_row, tiles, tensors, batch_index, head_index, fields, data, context, strides,
+        SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPE, DOUBLINGS, False,
+        ROUND_BF16, ACCUMULATOR,
+    )  # fmt: skip
     dk += batch * stride_dkb + head * stride_dkh
     dv += batch * stride_dvb + head * stride_dvh
     workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
     own_sources = source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS)
     sources = (own_sources, source_data, num_sources)
-    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
-
-    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
-    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
-    begin = part * share + tl.minimum(part, rest)  # the tiles of this slice
-    stop = begin + share + (part < rest).to(tl.int32)
-    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
-        full_first, full_last = stop, stop
-    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
-    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
-    strides, to = (stride_qn, stride_kn, stride_vn, stride_gn), (stride_dkn, stride_dvn)
-    if SHAPE == 0:
-        tensors = (k, v, per_query, q, grad_out)
-    else:
-        tensors = (k, v, per_query, q_described, grad_described)
-    dk_tile, dv_tile, row, inside, position = _sums_of_keys(
-        first_row, last_row, (origin, begin, full_first, full_last, stop, end), tensors, batch_index, head_index,
-        fields, data, context, strides,
-        SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPE, DOUBLINGS, False,
-        ROUND_BF16, ACCUMULATOR,
-    )  # fmt: skip
     base = workspace_base + part * slice_rows
+    # What follows reads the table anew, so that registers hold none of it during the visits.
     if has_nan(dk_tile):  # where dOut is not finite, dP is not either, so there is no need to look at dV too
         FEW_Q: tl.constexpr = BLOCK_Q if BLOCK_Q < ISOLATED_ROWS else ISOLATED_ROWS
         FEW_K: tl.constexpr = BLOCK_K if BLOCK_K < ISOLATED_ROWS else ISOLATED_ROWS
-        again = (origin + begin * BLOCK_Q, 0, 0, 0, (stop - begin) * (BLOCK_Q // FEW_Q), end)
-        for first in tl.range(first_row, last_row + 1, FEW_K, num_stages=1):
+        begin_row, end_row = tile_bounds(tile, fields)
+        again = _tiles_of_slice(begin_row, end_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
+        origin, begin, _full_first, _full_last, stop, end = again
+        few_tiles = (origin + begin * BLOCK_Q, 0, 0, 0, (stop - begin) * (BLOCK_Q // FEW_Q), end)
+        for first in tl.range(begin_row, end_row + 1, FEW_K, num_stages=1):
             dk_few, dv_few, few, exist, at = _sums_of_keys(
-                first, last_row, again, (k, v, per_query, q, grad_out), batch_index, head_index,
+                first, end_row, few_tiles, (k, v, per_query, q, grad_out), batch_index, head_index,
                 fields, data, context, strides,
                 SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW_Q, FEW_K, ROWS, COLUMNS, BOUNDS, EARLIER, 0, 0, True,
                 ROUND_BF16, ACCUMULATOR,
@@ -347,6 +366,8 @@ def dkdv_kernel(
                 WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
             )  # fmt: skip
     else:
+        begin_row, end_row = tile_bounds(tile, fields)
+        row, inside, position = tile_rows(begin_row, end_row, fields, data, BLOCK_K, ROWS)
         store_sums(
             dk_tile, dv_tile, row, inside, position, dk, dv, workspace, base, sources, to,
             WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
