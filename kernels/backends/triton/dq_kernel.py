@@ -239,7 +239,6 @@ def dq_kernel(
     k += batch * stride_kb + shared * stride_kh
     v += batch * stride_vb + shared * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
-    dq += batch * stride_dqb + head * stride_dqh
     per_query += lead * context * 2
     if RESUME:
         previous += lead * context * WIDTH
@@ -247,22 +246,25 @@ def dq_kernel(
     tensors = (q, k, v, grad_out, per_query, previous)
     described = (k_first, v_first, k_second, v_second)
     strides = (stride_qn, stride_kn, stride_vn, stride_gn)
-    dq_tile, inside, position = _sums_of_queries(
+    dq_tile, _inside, _position = _sums_of_queries(
         first_row, last_row, tensors, described, batch_index, head_index, fields, data, context, strides,
         SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, SEGMENTS, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPES, RESUME,
         False, ROUND_BF16, ACCUMULATOR,
     )  # fmt: skip
+    dq += batch * stride_dqb + head * stride_dqh
+    begin_row, end_row = tile_bounds(tile, fields)  # anew, so that registers hold none of it during the visits
     if has_nan(dq_tile):
         FEW_Q: tl.constexpr = BLOCK_Q if BLOCK_Q < ISOLATED_ROWS else ISOLATED_ROWS
         FEW_K: tl.constexpr = BLOCK_K if BLOCK_K < ISOLATED_ROWS else ISOLATED_ROWS
-        for number in tl.range((last_row - first_row) // FEW_Q + 1, num_stages=1):
-            first = first_row + number * FEW_Q
+        for number in tl.range((end_row - begin_row) // FEW_Q + 1, num_stages=1):
+            first = begin_row + number * FEW_Q
             dq_few, exist, at = _sums_of_queries(
-                first, tl.minimum(first + FEW_Q - 1, last_row), tensors, described, batch_index, head_index,
+                first, tl.minimum(first + FEW_Q - 1, end_row), tensors, described, batch_index, head_index,
                 fields, data, context, strides,
                 SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW_Q, FEW_K, SEGMENTS, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPES,
                 RESUME, True, ROUND_BF16, ACCUMULATOR,
             )  # fmt: skip
             store_rows(dq, at, stride_dqn, exist, dq_few, WIDTH, W)
     else:
+        _row, inside, position = tile_rows(begin_row, end_row, fields, data, BLOCK_Q, ROWS)
         store_rows(dq, position, stride_dqn, inside, dq_tile, WIDTH, W)
