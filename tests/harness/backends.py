@@ -49,5 +49,5 @@ def use_tiles(
 
     tiles = (configurations.Configuration(*edges, 1, 1, described=described),)
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
-    entry = configurations.Candidates(tiles, tiles, tiles, runs)
+    entry = configurations.Candidates(tiles, tiles, tiles, runs, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})

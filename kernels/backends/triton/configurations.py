@@ -12,14 +12,14 @@ from collections import Counter
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
+from longstride.kernels.backends.triton.packing import UNREACHED, Parts, closed_part, groups, row_edge
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View, edge_of, tiles, view
 
 WAVES = 2  # programs that a card's multiprocessors should have each, at least
 SHORTEST_SLICE = 4  # tiles of queries: less would not pay for another program
 
-Kernel = Literal["forward", "dkdv", "dq", "closed"]
+Kernel = Literal["forward", "dkdv", "dq", "closed", "closed_forward"]
 
 
 class Configuration(NamedTuple):
@@ -51,6 +51,7 @@ class Candidates(NamedTuple):
     dkdv: tuple[Configuration, ...]
     dq: tuple[Configuration, ...]
     closed: tuple[Configuration, ...] = ()  # square tiles; where empty, the other kernels serve closed runs
+    closed_forward: tuple[Configuration, ...] = ()  # likewise
 
 
 Table = dict[Widest, Candidates]
@@ -58,11 +59,12 @@ Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
 Closed = tuple[Configuration, ...]
 
 
-def one_each(forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = ()) -> Candidates:
+def one_each(
+    forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = (), closed_forward: Closed = ()
+) -> Candidates:
     """One large configuration for each kernel, small ones for all of them, and those of closed runs."""
-    return Candidates(
-        (Configuration(*forward), *small), (Configuration(*dkdv), *small), (Configuration(*dq), *small), closed
-    )
+    by_kernel = ((Configuration(*one), *small) for one in (forward, dkdv, dq))
+    return Candidates(*by_kernel, closed, closed_forward)
 
 
 def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
@@ -130,7 +132,10 @@ OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
 OVERLAPPING_GFX942 = GFX942 | {Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))}
 INTERPRETER: Table = {
     Widest(8, 256): one_each(
-        (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1), Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0))
+        *((32, 32, 1, 1),) * 3,
+        Configuration(16, 16, 1, 1, 0.5),
+        closed=squares((32, 1, 1.0)),
+        closed_forward=squares((32, 1, 1.0)),
     )
 }
 ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}
@@ -155,19 +160,46 @@ class Choice(NamedTuple):
     longest: int  # column tiles of the row tile that visits most
     pairs: int  # computed by all heads, masked ones included
     aligned: bool  # tiles end where closed runs of rows end: see ``longstride.kernels.plan.edge_of``
+    closed: bool = False  # by the kernel of closed runs
 
 
 @lru_cache(maxsize=256)
 def chosen(
-    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
+    candidates: tuple[Configuration, ...],
+    patterns: tuple[Pattern, ...],
+    context: int,
+    rows: Side,
+    parts: Parts,
+    of_runs: tuple[Configuration, ...] = (),
 ) -> tuple[Choice, ...]:
-    """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals."""
+    """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals.
+
+    A pass that has nothing but closed runs in every head takes one of those ``of_runs``, where a run fits its tile.
+    """
     choices = []
     for group in groups(patterns, context, rows, parts):
+        whole = None if any(len(head) > 1 for head in group) else of_closed_runs(of_runs, [head[0] for head in group])
+        if whole is not None:
+            choices.append(whole)
+            continue
         heads = Counter(group)
         priced = (_priced(candidate, heads, rows, aligned) for candidate in candidates for aligned in (True, False))
         choices.append(min(priced, key=lambda pair: pair[0])[1])
     return tuple(choices)
+
+
+def of_closed_runs(candidates: tuple[Configuration, ...], heads: list[View]) -> Choice | None:
+    """The candidate with the fewest computed pairs for its rate, among those whose tiles hold the runs of all heads.
+
+    None where no candidate does, or a head has no closed runs.
+    """
+    periods = [head.closed_period() or UNREACHED for head in heads]
+    choices = []
+    for candidate in candidates:
+        if candidate.block_k >= max(periods):
+            num_tiles = sum(-(-head.num_rows // edge_of(head, candidate.block_k)) for head in heads)
+            choices.append(Choice(candidate, 1, num_tiles * candidate.block_k**2, aligned=True, closed=True))
+    return min(choices, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
 
 
 def _priced(
@@ -207,21 +239,10 @@ def pipelined(one: Configuration) -> Configuration:
 
 @lru_cache(maxsize=256)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
-    """The candidate with the fewest computed pairs for its rate, among those whose tiles hold all heads' closed runs.
-
-    None where no candidate does, or a head has no closed runs.
-    """
+    """The choice for the closed parts of all heads, seen from their keys; None where a head has none, or none fits."""
     parts = [closed_part(pattern, context) for pattern in patterns]
     views = [view(part, context, "keys") for part in parts if part is not None]
-    if len(views) < len(patterns):
-        return None
-    longest = max(v.closed_period() or 0 for v in views)
-    choices = []
-    for candidate in candidates:
-        if candidate.block_k >= longest:
-            num_tiles = sum(-(-context // edge_of(v, candidate.block_k)) for v in views)
-            choices.append(Choice(candidate, 1, num_tiles * candidate.block_k**2, True))
-    return min(choices, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
+    return of_closed_runs(candidates, views) if len(views) == len(patterns) else None
 
 
 def num_slices(num_programs: int, longest: int, num_processors: int) -> int:

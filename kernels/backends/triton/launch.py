@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.triton.call import Call, batch_stride, positive_scale
+from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Choice, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
@@ -50,6 +51,26 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
         target = out if final else between
+        if choice.closed:
+            call.launch(
+                closed_forward_kernel,
+                packed.num_row_tiles,
+                (q, k, v, between, target, lse, packed.table, packed.data),
+                (q, k, v, target),
+                (packed.num_row_tiles,),
+                None,
+                **call.widths,
+                BLOCK=choice.configuration.block_k,
+                ROWS=int(packed.rows),
+                BOUNDS=int(packed.bounds[0]),
+                SCALE=scale,
+                RESUME=number > 0,
+                FINAL=final,
+                ROUND_BF16=call.round_bf16,
+                num_warps=choice.configuration.num_warps,
+                num_stages=choice.configuration.num_stages,
+            )
+            continue
         descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
         call.launch(
             forward_kernel,
