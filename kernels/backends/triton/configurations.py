@@ -68,16 +68,20 @@ Closed = tuple[Configuration, ...]
 
 
 def one_each(
-    forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = (), closed_forward: Closed = ()
+    forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = (), runs: Closed = ()
 ) -> Candidates:
-    """One large configuration for each kernel, small ones for all of them, and those of closed runs."""
-    by_kernel = ((Configuration(*one), *small) for one in (forward, dkdv, dq))
-    return Candidates(*by_kernel, closed, closed_forward)
+    """One large configuration for each kernel, small ones for all, and those of closed runs, backward and forward."""
+    large = (Configuration(*forward), Configuration(*dkdv), Configuration(*dq))
+    return Candidates((large[0], *small), (large[1], *small), (large[2], *small), closed, runs)
 
 
-def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
+def squares(*edge_warps_rate: tuple[int, int, float], maxnreg: int | None = None) -> Closed:
     """Configurations of closed runs, as (edge, num_warps, rate)."""
-    return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_warps_rate)
+    return tuple(Configuration(edge, edge, warps, 1, rate, maxnreg=maxnreg) for edge, warps, rate in edge_warps_rate)
+
+
+RUNS = squares((128, 8, 1.0), (64, 8, 1.0), (32, 4, 0.6))  # forward, for cards without wgmma
+WIDE_RUNS = RUNS[1:]
 
 
 # For runs shorter than a large tile. The rates are estimates until a card has been measured.
@@ -90,16 +94,20 @@ FP32: Table = {
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): one_each((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0))),
-    Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+    Widest(2, 64): one_each(
+        (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0)), runs=RUNS
+    ),
+    Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), runs=WIDE_RUNS),
     Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
     **FP32,
 }
 SM_80: Table = {
     Widest(2, 64): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6)), runs=RUNS
     ),
-    Widest(2, 128): one_each((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0))),
+    Widest(2, 128): one_each(
+        (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0)), runs=WIDE_RUNS
+    ),
     Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
     **FP32,
 }
@@ -111,16 +119,27 @@ SM_90: Table = {
         MIDDLE,
         *SMALL,
         closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6), maxnreg=128),
     ),
     Widest(2, 128): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        (128, 64, 8, 3),
+        (64, 64, 8, 2),
+        (128, 64, 8, 2),
+        closed=squares((64, 8, 1.0), (32, 4, 0.6)),
+        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6)),
     ),
     Widest(2, 256): one_each((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
     **FP32,
 }
 GFX942: Table = {
-    Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
-    Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
+    Widest(2, 64): one_each(
+        (128, 64, 4, 1),
+        (64, 64, 4, 1),
+        (64, 64, 4, 1),
+        closed=squares((64, 4, 1.0)),
+        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+    ),
+    Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), runs=squares((64, 4, 1.0), (32, 4, 0.6))),
     Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
@@ -143,7 +162,7 @@ INTERPRETER: Table = {
         *((32, 32, 1, 1),) * 3,
         Configuration(16, 16, 1, 1, 0.5),
         closed=squares((32, 1, 1.0)),
-        closed_forward=squares((32, 1, 1.0)),
+        runs=squares((32, 1, 1.0)),
     )
 }
 ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}

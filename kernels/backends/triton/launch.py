@@ -67,8 +67,7 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
                 RESUME=number > 0,
                 FINAL=final,
                 ROUND_BF16=call.round_bf16,
-                num_warps=choice.configuration.num_warps,
-                num_stages=choice.configuration.num_stages,
+                **choice.configuration.options(),
             )
             continue
         descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
