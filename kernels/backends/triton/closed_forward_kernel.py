@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from longstride.kernels.backends.triton.tile import (
+    COUNTS,
     LN2,
     LOG2E,
     NUM_FIELDS,
@@ -62,7 +63,7 @@ def _attend_few(
     return read_product(p, allowed, v_tile, acc, ROUND_BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def closed_forward_kernel(
     q,
     k,

@@ -190,7 +190,7 @@ class Choice(NamedTuple):
     closed: bool = False  # by the kernel of closed runs
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen(
     candidates: tuple[Configuration, ...],
     patterns: tuple[Pattern, ...],
@@ -244,7 +244,7 @@ def _priced(
     return pairs / candidate.rate, Choice(candidate, longest, pairs, aligned)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
     """The candidate for rows that read at most ``span`` columns each, as far as that tells.
 
@@ -264,7 +264,7 @@ def pipelined(one: Configuration) -> Configuration:
     return one._replace(num_stages=max(3, one.num_stages)) if one.num_stages > 1 else one
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """The choice for the closed parts of all heads, seen from their keys; None where a head has none, or none fits."""
     parts = [closed_part(pattern, context) for pattern in patterns]
