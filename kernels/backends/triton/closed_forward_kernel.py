@@ -96,6 +96,7 @@ def closed_forward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
     ROUND_BF16: tl.constexpr,
@@ -110,8 +111,8 @@ def closed_forward_kernel(
         return
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK, ROWS)
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
     q_tile = load_rows(q, position, stride_qn, inside, WIDTH, W, True)
     k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
     v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)

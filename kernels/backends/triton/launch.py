@@ -103,6 +103,7 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
                 ROWS=int(packed.rows),
                 BOUNDS=int(packed.bounds[0]),
                 SCALE=scale,
+                GROUP=call.group,
                 RESUME=number > 0,
                 FINAL=final,
                 ROUND_BF16=call.round_bf16,
