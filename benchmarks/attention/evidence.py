@@ -34,6 +34,7 @@ SHAPES = {  # how the rows and columns of patterns lie, by kernel
     "dkdv": ("natural", "folded"),
     "dq": ("natural", "folded", "merged"),
     "closed": ("natural", "folded"),
+    "closed_forward": ("natural", "folded"),
 }
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages", "maxnreg")
 
@@ -118,7 +119,7 @@ def line_of(row: dict[str, Any]) -> str:
     tiles = "×".join(str(row[name]) for name in FIELDS[:4]) + (f" ≤{row['maxnreg']}" if row["maxnreg"] else "")
     instructions = "/".join(str(visit["instructions"]) for visit in row["visits"])
     return (
-        f"{row['kernel']:8} {row['dtype']:8} {row['width']:3} {row['shape']:8} {tiles:16} "
+        f"{row['kernel']:14} {row['dtype']:8} {row['width']:3} {row['shape']:8} {tiles:16} "
         f"products {row['products']:3} (fewest {row['fewest_products'] or '–'}) repeats {row['repeats']:.2f}  "
         f"instructions {instructions:24} registers {row['registers']:3} stack {row['stack_bytes']:3} "
         f"local in loops {row['local_in_loops']}  shared {row['shared_bytes']:6} programs {row['programs']}"

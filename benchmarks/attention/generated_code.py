@@ -86,7 +86,7 @@ class Code(NamedTuple):
 
     def visits(self, kernel: str) -> tuple[Stretch, ...]:
         """Where tiles are visited: hot loops with products; of a closed run, which is one visit, what is in no loop."""
-        if kernel == "closed":
+        if kernel.startswith("closed"):
             return (self.outside,)
         return tuple(loop for loop in self.hot if loop.products or loop.fused >= loop.instructions // 3)
 
@@ -109,7 +109,7 @@ def products_of(kernel: Kernel, one: Configuration, width: int, value_width: int
     """The matrix products of one visit, as (rows, columns, summed over); widths are padded."""
     q, k = one.block_q, one.block_k
     scores, from_values = (q, k, width), (q, k, value_width)
-    if kernel == "forward":
+    if kernel in ("forward", "closed_forward"):
         return [scores, (q, value_width, k)]
     if kernel == "dq":
         return [scores, from_values, (q, width, k)]

@@ -54,5 +54,5 @@ def use_tiles(
     tiles = (configurations.Configuration(*edges, 1, 1, described=described),)
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
     forward = tuple(one._replace(specialized=specialized) for one in tiles)
-    entry = configurations.Candidates(forward, tiles, tiles, runs)
+    entry = configurations.Candidates(forward, tiles, tiles, runs, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})

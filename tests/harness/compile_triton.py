@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
 from longstride.kernels.backends.triton.call import SPECIALIZES
+from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
@@ -35,6 +36,7 @@ KERNELS = {
     "dkdv": dkdv_kernel,
     "dq": dq_kernel,
     "closed": closed_kernel,
+    "closed_forward": closed_forward_kernel,
     "delta": delta_kernel,
     "gather": gather_kernel,
     "groups": groups_kernel,
@@ -44,7 +46,7 @@ TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
-PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
+PLANNED = ("forward", "dkdv", "dq", "closed", "closed_forward")  # kernels with configurations of their own
 # How queries and keys are read: (order of queries, order of keys, intervals) of each segment.
 SHAPES = {
     "natural": ((0, 0, 1),),  # local, block
@@ -130,7 +132,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
     """The kernel's compile-time parameters."""
     segments = SHAPES[next((field for field in further if field in SHAPES), "natural")]
     queries, keys, bounds = zip(*segments, strict=True)
-    by_key = name in ("dkdv", "closed")
+    by_key = name in ("dkdv", "closed", "closed_forward")
     earlier = next((int(field.removeprefix("overlap")) for field in further if field.startswith("overlap")), 0)
     return {
         "SEGMENTS": len(segments),
@@ -152,7 +154,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "W": width,
         "VALUE_WIDTH": width,
         "WV": width,
-        "BLOCK": chosen.block_k if name == "closed" else 64,
+        "BLOCK": chosen.block_k if name.startswith("closed") else 64,
         "SCALE": width**-0.5,
         "BLOCK_Q": chosen.block_q,
         "BLOCK_K": chosen.block_k,

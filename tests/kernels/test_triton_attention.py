@@ -220,6 +220,26 @@ def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, 
 
 
 @pytest.mark.parametrize(
+    "heads, served",
+    [
+        ((Block(12),), [True]),
+        ((Strided(6),), [False, True]),  # the column, after the window
+        ((Fixed(12, 2),), [False]),  # a block and summaries in one pass
+        ((Column(6), Block(12)), [True]),
+        ((Column(6), Local(3)), [False]),
+        ((Block(24),), [False]),
+    ],
+    ids=str,
+)
+def test_passes_with_nothing_but_closed_runs_take_their_own_forward_kernel(
+    heads: tuple[Pattern, ...], served: list[bool]
+) -> None:
+    large, squares = (configurations.Configuration(16, 16, 1, 1),), configurations.squares((16, 1, 1.0))
+    choices = configurations.chosen(large, heads, 72, "queries", "all", squares)
+    assert [choice.closed for choice in choices] == served
+
+
+@pytest.mark.parametrize(
     "pattern",
     [
         Fixed(8, 2),

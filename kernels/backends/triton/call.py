@@ -134,7 +134,8 @@ class Call:
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
         """The configuration of each pass of a kernel on this device."""
         rows: Side = "keys" if kernel == "dkdv" else "queries"
-        return chosen(self.candidates(kernel), self.patterns, self.context, rows, parts)
+        of_runs = self.candidates("closed_forward") if kernel == "forward" else ()
+        return chosen(self.candidates(kernel), self.patterns, self.context, rows, parts, of_runs)
 
     def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """A pass on this device."""

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
+from longstride.kernels.backends.triton.packing import UNREACHED, Parts, closed_part, groups, row_edge
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View, edge_of, tiles, view
 
@@ -27,7 +27,7 @@ PROGRAM_QUERIES = 256
 RESIDENT_WARPS = 8  # that a multiprocessor has registers for, as such programs use them
 LEAST_GAIN = 0.05  # of the time of a pass, for which it is split: another kernel may have to add up then
 
-Kernel = Literal["forward", "dkdv", "dq", "closed"]
+Kernel = Literal["forward", "dkdv", "dq", "closed", "closed_forward"]
 
 
 class Configuration(NamedTuple):
@@ -81,6 +81,7 @@ class Candidates(NamedTuple):
     dkdv: tuple[Configuration, ...]
     dq: tuple[Configuration, ...]
     closed: tuple[Configuration, ...] = ()  # square tiles; where empty, the other kernels serve closed runs
+    closed_forward: tuple[Configuration, ...] = ()  # likewise
 
 
 Table = dict[Widest, Candidates]
@@ -88,16 +89,21 @@ Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
 Closed = tuple[Configuration, ...]
 
 
-def one_each(forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = ()) -> Candidates:
-    """One large configuration for each kernel, small ones for all of them, and those of closed runs."""
-    return Candidates(
-        (Configuration(*forward), *small), (Configuration(*dkdv), *small), (Configuration(*dq), *small), closed
-    )
+def one_each(
+    forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = (), runs: Closed = ()
+) -> Candidates:
+    """One large configuration for each kernel, small ones for all, and those of closed runs, backward and forward."""
+    large = (Configuration(*forward), Configuration(*dkdv), Configuration(*dq))
+    return Candidates((large[0], *small), (large[1], *small), (large[2], *small), closed, runs)
 
 
-def squares(*edge_warps_rate: tuple[int, int, float]) -> Closed:
+def squares(*edge_warps_rate: tuple[int, int, float], maxnreg: int | None = None) -> Closed:
     """Configurations of closed runs, as (edge, num_warps, rate)."""
-    return tuple(Configuration(edge, edge, num_warps, 1, rate) for edge, num_warps, rate in edge_warps_rate)
+    return tuple(Configuration(edge, edge, warps, 1, rate, maxnreg=maxnreg) for edge, warps, rate in edge_warps_rate)
+
+
+RUNS = squares((128, 8, 1.0), (64, 8, 1.0), (32, 4, 0.6))  # forward, for cards without wgmma
+WIDE_RUNS = RUNS[1:]
 
 
 # For runs shorter than a large tile. The rates are estimates until a card has been measured.
@@ -110,16 +116,20 @@ FP32: Table = {
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): one_each((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0))),
-    Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
+    Widest(2, 64): one_each(
+        (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0)), runs=RUNS
+    ),
+    Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), runs=WIDE_RUNS),
     Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
     **FP32,
 }
 SM_80: Table = {
     Widest(2, 64): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6)), runs=RUNS
     ),
-    Widest(2, 128): one_each((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0))),
+    Widest(2, 128): one_each(
+        (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0)), runs=WIDE_RUNS
+    ),
     Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
     **FP32,
 }
@@ -131,16 +141,27 @@ SM_90: Table = {
         MIDDLE,
         *SMALL,
         closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6), maxnreg=128),
     ),
     Widest(2, 128): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        (128, 64, 8, 3),
+        (64, 64, 8, 2),
+        (128, 64, 8, 2),
+        closed=squares((64, 8, 1.0), (32, 4, 0.6)),
+        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6)),
     ),
     Widest(2, 256): one_each((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
     **FP32,
 }
 GFX942: Table = {
-    Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
-    Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
+    Widest(2, 64): one_each(
+        (128, 64, 4, 1),
+        (64, 64, 4, 1),
+        (64, 64, 4, 1),
+        closed=squares((64, 4, 1.0)),
+        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+    ),
+    Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), runs=squares((64, 4, 1.0), (32, 4, 0.6))),
     Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
@@ -160,7 +181,10 @@ OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
 OVERLAPPING_GFX942 = GFX942 | {Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))}
 INTERPRETER: Table = {
     Widest(8, 256): one_each(
-        (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1), Configuration(16, 16, 1, 1, 0.5), closed=squares((32, 1, 1.0))
+        *((32, 32, 1, 1),) * 3,
+        Configuration(16, 16, 1, 1, 0.5),
+        closed=squares((32, 1, 1.0)),
+        runs=squares((32, 1, 1.0)),
     )
 }
 ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gfx942": GFX942}
@@ -185,16 +209,29 @@ class Choice(NamedTuple):
     longest: int  # column tiles of the row tile that visits most
     pairs: int  # computed by all heads, masked ones included
     aligned: bool  # tiles end where closed runs of rows end: see ``longstride.kernels.plan.edge_of``
+    closed: bool = False  # by the kernel of closed runs
 
 
 @lru_cache(maxsize=4096)
 def chosen(
-    candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
+    candidates: tuple[Configuration, ...],
+    patterns: tuple[Pattern, ...],
+    context: int,
+    rows: Side,
+    parts: Parts,
+    of_runs: tuple[Configuration, ...] = (),
 ) -> tuple[Choice, ...]:
-    """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals."""
+    """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals.
+
+    A pass that has nothing but closed runs in every head takes one of those ``of_runs``, where a run fits its tile.
+    """
     choices = []
     passes = groups(patterns, context, rows, parts)
     for group in passes:
+        at_once = None if any(len(head) > 1 for head in group) else of_closed_runs(of_runs, [head[0] for head in group])
+        if at_once is not None:
+            choices.append(at_once)
+            continue
         heads = Counter(group)
         whole = len(group[0]) == 1 and len(passes) == 1
         natural = whole and all(one.row_order is one.column_order is None for (one,) in heads)
@@ -202,6 +239,20 @@ def chosen(
         priced = (_priced(candidate, heads, rows, aligned) for candidate in serving for aligned in (True, False))
         choices.append(min(priced, key=lambda pair: pair[0])[1])
     return tuple(choices)
+
+
+def of_closed_runs(candidates: tuple[Configuration, ...], heads: list[View]) -> Choice | None:
+    """The candidate with the fewest computed pairs for its rate, among those whose tiles hold the runs of all heads.
+
+    None where no candidate does, or a head has no closed runs.
+    """
+    periods = [head.closed_period() or UNREACHED for head in heads]
+    choices = []
+    for candidate in candidates:
+        if candidate.block_k >= max(periods):
+            num_tiles = sum(-(-head.num_rows // edge_of(head, candidate.block_k)) for head in heads)
+            choices.append(Choice(candidate, 1, num_tiles * candidate.block_k**2, aligned=True, closed=True))
+    return min(choices, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
 
 
 def _priced(
@@ -243,21 +294,10 @@ def pipelined(one: Configuration) -> Configuration:
 
 @lru_cache(maxsize=4096)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
-    """The candidate with the fewest computed pairs for its rate, among those whose tiles hold all heads' closed runs.
-
-    None where no candidate does, or a head has no closed runs.
-    """
+    """The choice for the closed parts of all heads, seen from their keys; None where a head has none, or none fits."""
     parts = [closed_part(pattern, context) for pattern in patterns]
     views = [view(part, context, "keys") for part in parts if part is not None]
-    if len(views) < len(patterns):
-        return None
-    longest = max(v.closed_period() or 0 for v in views)
-    choices = []
-    for candidate in candidates:
-        if candidate.block_k >= longest:
-            num_tiles = sum(-(-context // edge_of(v, candidate.block_k)) for v in views)
-            choices.append(Choice(candidate, 1, num_tiles * candidate.block_k**2, True))
-    return min(choices, key=lambda choice: choice.pairs / choice.configuration.rate, default=None)
+    return of_closed_runs(candidates, views) if len(views) == len(patterns) else None
 
 
 def num_slices(num_programs: int, longest: int, num_processors: int) -> int:

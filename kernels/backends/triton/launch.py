@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from longstride.kernels.backends.triton.call import SPECIALIZES, Call, again, batch_stride, positive_scale
+from longstride.kernels.backends.triton.closed_forward_kernel import closed_forward_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, Configuration, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
@@ -91,6 +92,26 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
         target = out if final else between
+        if choice.closed:
+            call.launch(
+                closed_forward_kernel,
+                packed.num_row_tiles,
+                (q, k, v, between, target, lse, packed.table, packed.data),
+                (q, k, v, target),
+                (packed.num_row_tiles,),
+                None,
+                **call.widths,
+                BLOCK=choice.configuration.block_k,
+                ROWS=int(packed.rows),
+                BOUNDS=int(packed.bounds[0]),
+                SCALE=scale,
+                GROUP=call.group,
+                RESUME=number > 0,
+                FINAL=final,
+                ROUND_BF16=call.round_bf16,
+                **choice.configuration.options(),
+            )
+            continue
         sizes = (packed.num_row_tiles, batch_stride(packed.table))
         configuration = choice.configuration.ordinary()
         marked = choice.configuration.specialized and specialized_forward(

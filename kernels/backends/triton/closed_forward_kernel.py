@@ -1,0 +1,158 @@
+"""Forward of independent runs: the softmax of a whole block, or of a whole column, by one program.
+
+Letters: BLOCK rows of a run or of several, queries and keys alike, W padded width of q and k, WV padded width of v,
+N positions, H heads.
+A part is *closed* where each run of rows reads exactly its own positions (``forms.Bounds``). Then no row has a second
+tile of keys: q, k and v are asked for together, before anything waits for them, and nothing is kept between tiles.
+``forward_kernel`` has the units, and says what a pass after the first does with the one before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longstride.kernels.backends.triton.tile import (
+    COUNTS,
+    LN2,
+    LOG2E,
+    NUM_FIELDS,
+    has_nan,
+    intervals,
+    load_rows,
+    narrow,
+    read_product,
+    store_rows,
+    tile_bounds,
+    tile_rows,
+)
+
+FEW = tl.constexpr(32)  # keys of a step of the repair
+
+
+@triton.jit
+def _attend_few(
+    acc,  # (BLOCK, WV)
+    q_tile,  # (BLOCK, W)
+    safe_m,  # (BLOCK,)
+    low,
+    num_keys,
+    k,
+    v,
+    stride_k,
+    stride_v,
+    first,
+    last_row,
+    fields,
+    data,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+):
+    """Add the FEW keys from row ``first`` on, where what is not finite may reach the queries that read it alone."""
+    row, inside, position = tile_rows(first, tl.minimum(first + FEW - 1, last_row), fields, data, FEW, ROWS)
+    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, True)
+    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, True)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, FEW)
+    allowed = (row[None, :] - low[:, None]).to(tl.uint32) < num_keys[:, None].to(tl.uint32)
+    p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - safe_m[:, None]), 0.0)
+    return read_product(p, allowed, v_tile, acc, ROUND_BF16)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def closed_forward_kernel(
+    q,
+    k,
+    v,
+    previous,  # (B, H, N, Dv) contiguous, accumulator dtype: the last pass's output, where RESUME
+    out,
+    lse,  # (B, H, N): in log2 between passes, natural where FINAL
+    table,
+    data,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_on,
+    num_heads,
+    context,
+    num_tiles,
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RESUME: tl.constexpr,
+    FINAL: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    tile = tl.program_id(0) % num_tiles
+    lead = (tl.program_id(0) // num_tiles).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    fields = table + head * NUM_FIELDS
+    first_row, last_row = tile_bounds(tile, fields)
+    if first_row > last_row:
+        return
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK, ROWS)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
+    q_tile = load_rows(q, position, stride_qn, inside, WIDTH, W, True)
+    k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
+    v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
+    lse += lead * context
+    previous += lead * context * VALUE_WIDTH
+    if RESUME:
+        acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
+        m = tl.load(lse + position, mask=inside, other=float("-inf"))
+    low, high = intervals(row, inside, fields, data, BOUNDS)  # the keys of each query, rows of this tile
+    num_keys = tl.minimum(high, last_row + 1) - low
+
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, BLOCK)
+    # One comparison for both bounds: what is below the lower one wraps around.
+    allowed = (row[None, :] - low[:, None]).to(tl.uint32) < num_keys[:, None].to(tl.uint32)
+    s = tl.where(allowed, s, float("-inf"))
+    new_m = tl.max(s, 1) * (SCALE * LOG2E)
+    if RESUME:
+        new_m = tl.maximum(m, new_m)
+    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # of a row without keys, all of whose weights are 0
+    p = tl.exp2(s * (SCALE * LOG2E) - safe_m[:, None])
+    total = tl.sum(p, 1)
+    if RESUME:
+        fade = tl.exp2(m - safe_m)  # 0 for a row that had no key before
+        total += fade
+        acc = acc * fade[:, None]
+    else:
+        acc = tl.zeros((BLOCK, WV), ACCUMULATOR)
+    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=ACCUMULATOR)
+    if has_nan(acc):  # the same once more, a few keys at a time, from memory: so nothing is kept for it
+        acc = tl.zeros((BLOCK, WV), ACCUMULATOR)
+        if RESUME:
+            acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True) * fade[:, None]
+        for first in range(first_row, last_row + 1, FEW):
+            acc = _attend_few(
+                acc, q_tile, safe_m, low, num_keys, k, v, stride_kn, stride_vn, first, last_row, fields, data,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, ROWS, ROUND_BF16,
+            )  # fmt: skip
+
+    total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp
+    out += batch * stride_ob + head * stride_oh
+    store_rows(out, position, stride_on, inside, acc * (1.0 / total)[:, None], VALUE_WIDTH, WV)
+    log2_sum = new_m + tl.log2(total)
+    tl.store(lse + position, log2_sum * LN2 if FINAL else log2_sum, mask=inside)
