@@ -275,6 +275,7 @@ def forward_kernel(
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
+    GROUP: tl.constexpr,
     SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     FINAL: tl.constexpr,
@@ -289,9 +290,10 @@ def forward_kernel(
     first_row, last_row = tile_bounds(tile, fields)
     if first_row > last_row:
         return
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
+    shared = head // GROUP  # the head of k and v
+    k += batch * stride_kb + shared * stride_kh
+    v += batch * stride_vb + shared * stride_vh
+    batch_index, head_index = batch.to(tl.int32), shared.to(tl.int32)
 
     q += batch * stride_qb + head * stride_qh
     out += batch * stride_ob + head * stride_oh

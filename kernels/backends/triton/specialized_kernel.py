@@ -54,6 +54,7 @@ def specialized_kernel(
     SCALE: tl.constexpr,
     W: tl.constexpr,
     WV: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of q that read the same head of k and v
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BOUNDS: tl.constexpr,
@@ -72,13 +73,14 @@ def specialized_kernel(
     origin, _end, count, _first, _last = visited_tiles(first_row, last_row, fields, data, BLOCK_K, BOUNDS)
 
     q_tile = q.load([batch * q_row_b + head * q_row_h + first_row, head * q_column_h])
-    k_row = batch * k_row_b + head * k_row_h + origin
-    v_row = batch * v_row_b + head * v_row_h + origin
+    shared = head // GROUP
+    k_row = batch * k_row_b + shared * k_row_h + origin
+    v_row = batch * v_row_b + shared * v_row_h + origin
     acc = tl.zeros((BLOCK_Q, WV), ACCUMULATOR)
     m = tl.full((BLOCK_Q,), LOWEST, ACCUMULATOR)
     total = tl.zeros((BLOCK_Q,), ACCUMULATOR)
     for number in tl.range(count, warp_specialize=SPECIALIZE):
-        k_tile = k.load([k_row + number * BLOCK_K, head * k_column_h])
+        k_tile = k.load([k_row + number * BLOCK_K, shared * k_column_h])
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
         column = origin + number * BLOCK_K + tl.arange(0, BLOCK_K)
         allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
@@ -88,7 +90,7 @@ def specialized_kernel(
         fade = tl.exp2(m - new_m)
         total = total * fade + tl.sum(p, 1)
         m = new_m
-        v_tile = v.load([v_row + number * BLOCK_K, head * v_column_h])
+        v_tile = v.load([v_row + number * BLOCK_K, shared * v_column_h])
         acc = acc * fade[:, None]
         acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
 
