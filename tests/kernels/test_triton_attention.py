@@ -107,12 +107,11 @@ def test_warps_that_specialise_compute_the_same(
     use_tiles(monkeypatch, (32, 16), closed=None, specialized=True)
     given, asked = launch.specialized_forward, []
     monkeypatch.setattr(launch, "specialized_forward", lambda *args: asked.append(given(*args)) or asked[-1])
-    inputs = make_inputs(Shape(2, 2, context, 32, 16), torch.float16)
+    shape = Shape(2, 2, context, 32, 16, key_heads=1 if side_by_side else None)
+    inputs = make_inputs(shape, torch.float16)
     if side_by_side:
         inputs = Inputs(*(x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-    check_against_reference(
-        "triton", pattern, torch.float16, Shape(2, 2, context, 32, 16), inputs=inputs, device=DEVICES["triton"]
-    )
+    check_against_reference("triton", pattern, torch.float16, shape, inputs=inputs, device=DEVICES["triton"])
     assert asked == [served]
 
 

@@ -2,8 +2,8 @@
 
 ``packing`` turns the plans of all heads into a table of integers, ``selected`` does so with selections,
 ``configurations`` picks tiles, and ``tile`` has what all kernels do to one. The kernels are ``forward_kernel``,
-``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel``; ``launch`` and ``call`` launch them. ``decode`` serves one query
-at a time. Only a call that can run imports triton.
+``specialized_kernel``, ``dkdv_kernel``, ``dq_kernel`` and ``closed_kernel``; ``launch`` and ``call`` launch them.
+``decode`` serves one query at a time. Only a call that can run imports triton.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ def specialized_kernel(
     SCALE: tl.constexpr,
     W: tl.constexpr,
     WV: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of q that read the same head of k and v
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BOUNDS: tl.constexpr,
-    GROUP: tl.constexpr,
     SPECIALIZE: tl.constexpr,
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
