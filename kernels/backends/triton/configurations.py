@@ -163,7 +163,7 @@ GFX942: Table = {
     ),
     Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), runs=squares((64, 4, 1.0), (32, 4, 0.6))),
     Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
-    Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 32, 4, 1)),
 }
 # For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
 OVERLAPPING: Table = {
@@ -178,7 +178,10 @@ OVERLAPPING_SM_90: Table = {  # whose products of 16 bits take 64 rows at a time
     Widest(2, 256): one_each((64, 32, 8, 3), (32, 32, 8, 3), (64, 32, 8, 3)),
     **FP32,
 }
-OVERLAPPING_GFX942 = GFX942 | {Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1))}
+OVERLAPPING_GFX942 = GFX942 | {
+    Widest(2, 64): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
+    Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+}
 INTERPRETER: Table = {
     Widest(8, 256): one_each(
         *((32, 32, 1, 1),) * 3,
