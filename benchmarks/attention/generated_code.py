@@ -88,7 +88,7 @@ class Code(NamedTuple):
         """Where tiles are visited: hot loops with products; of a closed run, which is one visit, what is in no loop."""
         if kernel == "closed":
             return (self.outside,)
-        return tuple(loop for loop in self.hot if loop.products or loop.fused >= loop.instructions // 3)
+        return tuple(loop for loop in self.hot if loop.products or loop.fused > loop.instructions // 3)
 
     def programs(self, architecture: str) -> int:
         """How many programs one multiprocessor holds at a time."""

@@ -99,13 +99,12 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
         "spilled_bytes": code.stack_bytes,
         "wgmma": any(one.by_groups for one in (*code.loops, code.outside)),
         "programs": code.programs(architecture) if architecture in CARDS else None,
-        "local_in_loops": sum(loop.local for loop in code.hot),
-        "local_outside": code.outside.local,
         "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
     }
     if name not in PLANNED:
         return found | {"visits": []}
     visits = code.visits(name)
+    found["local_elsewhere"] = sum(one.local for one in (*code.hot, code.outside) if one not in visits)
     said = [one._asdict() | {"repeats": round(repeats(one, name, chosen, width, width), 3)} for one in visits]
     by_groups = any(one.by_groups for one in visits)
     return found | {

@@ -123,16 +123,17 @@ def closed_kernel(
     )  # (BLOCK, WV)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK, BLOCK)
     ds = narrow(p * (dp - row_delta[None, :]) * SCALE, q_tile.dtype, ROUND_BF16)
-    dk_tile = tl.dot(ds, q_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
+    # dQ leaves before dK is computed and other parts' sums are added: all three at once do not fit the registers.
     dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
-
     if RESUME:
         dq_tile += load_rows(previous + first * WIDTH, position, WIDTH, inside, WIDTH, W, True)
+    store_rows(dq + batch * stride_dqb + head * stride_dqh, position, stride_dqn, inside, dq_tile, WIDTH, W)
+    dk_tile = tl.dot(ds, q_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
+    if RESUME:
         dk_tile, dv_tile = add_sources(
             dk_tile, dv_tile, position, inside, workspace + lead * workspace_rows * (WIDTH + VALUE_WIDTH),
             source_table + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
             WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
         )  # fmt: skip
-    store_rows(dq + batch * stride_dqb + head * stride_dqh, position, stride_dqn, inside, dq_tile, WIDTH, W)
     store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
     store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)

@@ -12,6 +12,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from torch import Tensor
+
 from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View, edge_of, tiles, view
@@ -88,32 +90,30 @@ FP32: Table = {
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
-    Widest(2, 64): one_each((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0))),
+    Widest(2, 64): one_each((64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 4, 1.0))),
     Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2)),
-    Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
+    Widest(2, 256): one_each((32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     **FP32,
 }
 SM_80: Table = {
     Widest(2, 64): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        (128, 64, 8, 3), (32, 64, 4, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 4, 1.0), (32, 4, 0.6))
     ),
     Widest(2, 128): one_each((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0))),
-    Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    Widest(2, 256): one_each((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2)),
     **FP32,
 }
-SM_90: Table = {
-    Widest(2, 64): one_each(
-        (128, 64, 8, 3),
-        (64, 128, 8, 2),
-        (128, 64, 8, 2),
-        MIDDLE,
-        *SMALL,
-        closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and groups would repeat each other's scores
+    Widest(2, 64): Candidates(
+        (Configuration(128, 64, 8, 3), MIDDLE._replace(maxnreg=128), *SMALL),
+        (Configuration(64, 128, 8, 2), MIDDLE, *SMALL),
+        (Configuration(128, 64, 8, 2, maxnreg=128), MIDDLE._replace(maxnreg=128), *SMALL),
+        squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
     ),
     Widest(2, 128): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), closed=squares((64, 8, 1.0), (32, 4, 0.6))
+        (128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 2), closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6))
     ),
-    Widest(2, 256): one_each((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    Widest(2, 256): one_each((128, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2)),
     **FP32,
 }
 GFX942: Table = {
@@ -174,7 +174,10 @@ def chosen(
     for group in groups(patterns, context, rows, parts):
         heads = Counter(group)
         priced = (_priced(candidate, heads, rows, aligned) for candidate in candidates for aligned in (True, False))
-        choices.append(min(priced, key=lambda pair: pair[0])[1])
+        choice = min(priced, key=lambda pair: pair[0])[1]
+        if any(isinstance(segment.column_order, Tensor) for segments in heads for segment in segments):
+            choice = choice._replace(configuration=pipelined(choice.configuration))
+        choices.append(choice)
     return tuple(choices)
 
 
