@@ -151,7 +151,7 @@ def read(cubin: bytes, shared_bytes: int, num_warps: int) -> Code:
         file.write(cubin)
         file.flush()
         usage = _told_by("cuobjdump", "-res-usage", file.name)
-        text = _told_by("nvdisasm", "-c", "-gi", file.name)
+        text = _told_by("nvdisasm", "-c", "-g", "-ndf", file.name)  # without its own analysis, which takes long
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     blocks = _blocks(text)
     bodies = _loops(blocks, _reached(blocks, 0) | {0})

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
@@ -49,8 +51,8 @@ SHAPES = {
 }
 
 
-def compile_kernel(case: str) -> dict[str, Any]:
-    """What ``architecture:kernel:dtype:width[:…]`` uses: registers, stack, shared memory, and what its visits do."""
+def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
+    """Compiles ``architecture:kernel:dtype:width[:…]``; the function reads what it uses, and what its visits do."""
     architecture, name, dtype, width_text, *further = case.split(":")
     width, tiles = int(width_text), [field for field in further if "," in field]
     chosen = (
@@ -81,8 +83,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
     compiled = triton.compile(source, target=target_of(architecture), options=chosen.options())
     found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
     if "amdgcn" in compiled.asm:
-        return found | amdgcn_usage(compiled.asm["amdgcn"])
-    return found | evidence(compiled, architecture, name, chosen, width)
+        return lambda: found | amdgcn_usage(compiled.asm["amdgcn"])
+    return lambda: found | evidence(compiled, architecture, name, chosen, width)
 
 
 def configuration_of(text: str) -> Configuration:
@@ -171,5 +173,6 @@ def amdgcn_usage(assembly: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:]:
-        print(json.dumps(compile_kernel(case)), flush=True)
+    with ThreadPoolExecutor(1) as reader:  # one kernel is read while the next one is compiled
+        for found in reader.map(lambda read_code: read_code(), map(compiled_kernel, sys.argv[1:])):
+            print(json.dumps(found), flush=True)
