@@ -107,7 +107,7 @@ SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and gr
     Widest(2, 64): Candidates(
         (Configuration(128, 64, 8, 3), MIDDLE._replace(maxnreg=128), *SMALL),
         (Configuration(64, 128, 8, 2), MIDDLE, *SMALL),
-        (Configuration(128, 64, 8, 2, maxnreg=128), MIDDLE._replace(maxnreg=128), *SMALL),
+        (Configuration(128, 64, 8, 2), MIDDLE._replace(maxnreg=128), *SMALL),
         squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
     ),
     Widest(2, 128): one_each(
