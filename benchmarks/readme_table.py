@@ -1,7 +1,7 @@
-"""The tables of attention's speed in README.md and docs/kernels.md, made from the files in benchmarks/results/.
+"""The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
-first head width. docs/kernels.md has all, and those of selections.
+first head width. docs/kernels.md has all, those of selections, and what the compiler made of the kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README, DETAILS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
+EVIDENCE = "<!-- made by benchmarks/readme_table.py from evidence-*.json: begin -->"
 SHOWN_CONTEXT = 12_288
 PHASES = ("forward", "backward", "both")
 GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal forward", "of ideal backward")
@@ -32,13 +34,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def with_tables(page: Path) -> str:
     """A page's text with its tables as the result files have them."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
     files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("attention-*.json"))]
     tables = [table for result in files for table in tables_of(result)[: 1 if page == README else None]]
     if page == DETAILS:
         tables += [selections_table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("selections-*.json"))]
-    return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
+    text = replaced(page.read_text(), BEGIN, "\n".join(tables))
+    if page == DETAILS:
+        (evidence,) = (json.loads(path.read_text()) for path in RESULTS.glob("evidence-*.json"))
+        text = replaced(text, EVIDENCE, evidence_table(evidence))
+    return text
+
+
+def replaced(text: str, begin: str, table: str) -> str:
+    """A page's text with what stands between a mark and the next end."""
+    before, rest = text.split(begin)
+    _, after = rest.split(END, 1)
+    return f"{before}{begin}\n{table}{END}{after}"
 
 
 def tables_of(result: dict[str, Any]) -> list[str]:
@@ -101,6 +112,48 @@ def selections_table(result: dict[str, Any]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def evidence_table(result: dict[str, Any]) -> str:
+    """What the compiler made of each configuration of 16 bits: under each version of Triton, the most of all shapes."""
+    names = ("kernel", "width", "block_q", "block_k", "num_warps", "num_stages", "maxnreg")
+    of_version: list[dict[tuple[Any, ...], list[dict[str, Any]]]] = []
+    for entry in result["tritons"].values():
+        of_version.append({})
+        for row in entry["kernels"]:
+            if row["dtype"] != "float32":
+                of_version[-1].setdefault(tuple(row[name] for name in names), []).append(row)
+    versions = [f"Triton {version} ({entry['date']})" for version, entry in result["tritons"].items()]
+    lines = [
+        f"{result['architecture']}, {', '.join(versions)}; a slash where they differ.",
+        "",
+        "| kernel | width | tile, queries × keys | warps, stages | products a visit | least | instructions a visit, "
+        "unmasked | registers | spilled in a visit | programs |",
+        "|---" * 10 + "|",
+    ]
+    for key in of_version[0]:
+        kernel, width, block_q, block_k, warps, stages, most = key
+        shapes = [rows[key] for rows in of_version]
+        first = [row["visits"][0]["instructions"] for rows in shapes for row in rows[:1]]
+        cells = [
+            kernel,
+            str(width),
+            f"{block_q} × {block_k}",
+            f"{warps}, {stages}",
+            both(max(row["products"] for row in rows) for rows in shapes),
+            str(shapes[0][0]["fewest_products"] or "mma"),
+            both(first),
+            both(max(row["registers"] for row in rows) for rows in shapes) + (" (bound)" if most else ""),
+            both(max(row["local"] for row in rows) for rows in shapes),
+            both(min(row["programs"] for row in rows) for rows in shapes),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def both(figures: Iterable[int]) -> str:
+    """Figures of several versions, once where they are alike."""
+    return " / ".join(dict.fromkeys(map(str, figures)))
 
 
 def on_gpu(result: dict[str, Any]) -> bool:

@@ -104,8 +104,8 @@ def row_of(found: dict[str, Any]) -> dict[str, Any]:
         "stack_bytes": found["spilled_bytes"],
         "shared_bytes": found["shared"],
         "programs": found["programs"],
-        "local_in_loops": found["local_in_loops"],
-        "local_outside": found["local_outside"],
+        "local": sum(visit["local"] for visit in found["visits"]),
+        "local_elsewhere": found["local_elsewhere"],
         "repeats": max(visit["repeats"] for visit in found["visits"]),
         "products": max(sum(visit["products"].values()) for visit in found["visits"]),
         "fewest_products": found["fewest_products"],
@@ -122,7 +122,7 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['kernel']:14} {row['dtype']:8} {row['width']:3} {row['shape']:8} {tiles:16} "
         f"products {row['products']:3} (fewest {row['fewest_products'] or '–'}) repeats {row['repeats']:.2f}  "
         f"instructions {instructions:24} registers {row['registers']:3} stack {row['stack_bytes']:3} "
-        f"local in loops {row['local_in_loops']}  shared {row['shared_bytes']:6} programs {row['programs']}"
+        f"local a visit {row['local']}  shared {row['shared_bytes']:6} programs {row['programs']}"
     )
 
 

@@ -88,7 +88,7 @@ class Code(NamedTuple):
         """Where tiles are visited: hot loops with products; of a closed run, which is one visit, what is in no loop."""
         if kernel.startswith("closed"):
             return (self.outside,)
-        return tuple(loop for loop in self.hot if loop.products or loop.fused >= loop.instructions // 3)
+        return tuple(loop for loop in self.hot if loop.products or loop.fused > loop.instructions // 3)
 
     def programs(self, architecture: str) -> int:
         """How many programs one multiprocessor holds at a time."""
@@ -151,7 +151,7 @@ def read(cubin: bytes, shared_bytes: int, num_warps: int) -> Code:
         file.write(cubin)
         file.flush()
         usage = _told_by("cuobjdump", "-res-usage", file.name)
-        text = _told_by("nvdisasm", "-c", "-gi", file.name)
+        text = _told_by("nvdisasm", "-c", "-g", "-ndf", file.name)  # without its own analysis, which takes long
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     blocks = _blocks(text)
     bodies = _loops(blocks, _reached(blocks, 0) | {0})

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
@@ -57,8 +59,8 @@ SHAPES = {
 }
 
 
-def compile_kernel(case: str) -> dict[str, Any]:
-    """What ``architecture:kernel:dtype:width[:…]`` uses: registers, stack, shared memory, and what its visits do."""
+def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
+    """Compiles ``architecture:kernel:dtype:width[:…]``; the function reads what it uses, and what its visits do."""
     architecture, name, dtype, width_text, *further = case.split(":")
     width, tiles = int(width_text), [field for field in further if "," in field]
     chosen = (
@@ -94,8 +96,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
     compiled = triton.compile(source, target=target_of(architecture), options=chosen.options())
     found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
     if "amdgcn" in compiled.asm:
-        return found | amdgcn_usage(compiled.asm["amdgcn"])
-    return found | evidence(compiled, architecture, name, chosen, width)
+        return lambda: found | amdgcn_usage(compiled.asm["amdgcn"])
+    return lambda: found | evidence(compiled, architecture, name, chosen, width)
 
 
 def configuration_of(text: str) -> Configuration:
@@ -112,14 +114,13 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
         "spilled_bytes": code.stack_bytes,
         "wgmma": any(one.by_groups for one in (*code.loops, code.outside)),
         "programs": code.programs(architecture) if architecture in CARDS else None,
-        "local_in_loops": sum(loop.local for loop in code.hot),
-        "local_outside": code.outside.local,
         "specializes": "setmaxnreg" in compiled.asm["ptx"],
         "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
     }
     if name not in PLANNED:
         return found | {"visits": []}
     visits = code.visits(name)
+    found["local_elsewhere"] = sum(one.local for one in (*code.hot, code.outside) if one not in visits)
     said = [one._asdict() | {"repeats": round(repeats(one, name, chosen, width, width), 3)} for one in visits]
     by_groups = any(one.by_groups for one in visits)
     return found | {
@@ -190,5 +191,6 @@ def amdgcn_usage(assembly: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:]:
-        print(json.dumps(compile_kernel(case)), flush=True)
+    with ThreadPoolExecutor(1) as reader:  # one kernel is read while the next one is compiled
+        for found in reader.map(lambda read_code: read_code(), map(compiled_kernel, sys.argv[1:])):
+            print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for every card in the tables, without that card, and fit its shared memory."""
+"""The Triton kernels compile for every card in the tables, without that card, and their machine code is sound."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -75,12 +76,10 @@ def test_every_architecture_has_a_limit() -> None:
 
 
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
-def test_default_and_shipped_kernels_compile_without_spilling(architecture: str) -> None:
+def test_default_and_shipped_kernels_waste_nothing_a_visit(architecture: str) -> None:
     defaults = [*DEFAULTS, *(DESCRIBED if architecture == "sm_90" else ())] if architecture in ARCHITECTURES else []
     for found in _compiled(architecture, [*defaults, *shipped(architecture)]):
-        print(found)
-        assert found["shared"] <= SHARED_BYTES[architecture], found
-        assert unspilled(found), found
+        _check(found, architecture)
         case = found["case"].removeprefix(f"{architecture}:")
         if architecture == "sm_90" and case in defaults and not case.startswith(("delta", "gather", "groups")):
             assert found["wgmma"], found
@@ -104,21 +103,18 @@ def test_warps_specialise_where_the_compiler_can() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_second_passes_in_16_bits_keep_next_to_nothing_on_the_stack(architecture: str) -> None:
+def test_second_passes_in_16_bits_waste_nothing_a_visit(architecture: str) -> None:
     cases = [case.replace("folded", "merged:resume") for case in shipped(architecture) if not case.startswith("closed")]
     cases = [case.replace("merged", "folded") if case.startswith("dkdv") else case for case in cases]
     for found in _compiled(architecture, [case for case in cases if "bfloat16" in case]):
-        print(found)
-        assert unspilled(found), found
+        _check(found, architecture)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
-def test_passes_over_selections_compile_without_spilling(architecture: str) -> None:
+def test_passes_over_selections_waste_nothing_a_visit(architecture: str) -> None:
     for found in _compiled(architecture, selected(architecture)):
-        print(found)
-        assert found["shared"] <= SHARED_BYTES[architecture], found
-        assert unspilled(found), found
+        _check(found, architecture)
 
 
 @pytest.mark.campaign
@@ -129,15 +125,22 @@ def test_all_kernels_compile_and_fit(architecture: str) -> None:
         assert found["shared"] <= SHARED_BYTES[architecture], found
 
 
-def unspilled(found: dict) -> bool:
-    """Whether no visit of a tile moves what was spilled; a closed run, the only visit of its program, next to nothing."""
-    if "visits" not in found:  # AMD's code says of the whole kernel alone what was spilled
-        return found["spilled_bytes"] == 0
-    closed = found["case"].split(":")[1] == "closed"
-    return all(visit["local"] <= (visit["instructions"] // 20 if closed else 0) for visit in found["visits"])
+def _check(found: dict[str, Any], architecture: str) -> None:
+    """It fits; a visit moves nothing that was spilled, and no warps repeat what others compute."""
+    print(found)
+    assert found["shared"] <= SHARED_BYTES[architecture], found
+    if architecture.startswith("gfx"):  # whose code says of the whole kernel alone what was spilled
+        assert found["spilled_bytes"] == 0, found
+        return
+    closed = found["case"].split(":")[1] == "closed"  # a program's only visit: what is spilled is moved once
+    for visit in found["visits"]:
+        assert visit["local"] <= (visit["instructions"] // 20 if closed else 0), found
+        assert visit["repeats"] < 1.02, found  # in fp32 the softmax multiplies too
+        if found["fewest_products"] is not None:
+            assert sum(visit["products"].values()) == found["fewest_products"], found
 
 
-def _compiled(architecture: str, cases: list[str]) -> list[dict]:
+def _compiled(architecture: str, cases: list[str]) -> list[dict[str, Any]]:
     """What the compiler says, from a process in which triton compiles instead of interpreting."""
     from triton.backends import backends
 
@@ -145,11 +148,12 @@ def _compiled(architecture: str, cases: list[str]) -> list[dict]:
         pytest.skip("this triton has no AMD backend")
     names = [f"{architecture}:{case}" for case in cases]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))  # another Triton may be on it
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/harness/compile_triton.py"), *names],
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from longstride.kernels.backends.triton.packing import UNREACHED, Parts, closed_part, groups, row_edge
 from longstride.kernels.patterns import Pattern
@@ -117,40 +118,38 @@ FP32: Table = {
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
     Widest(2, 64): one_each(
-        (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 8, 1.0)), runs=RUNS
+        (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2), *SMALL, closed=squares((64, 4, 1.0)), runs=RUNS
     ),
     Widest(2, 128): one_each((64, 32, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), runs=WIDE_RUNS),
-    Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1)),
+    Widest(2, 256): one_each((32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     **FP32,
 }
 SM_80: Table = {
     Widest(2, 64): one_each(
-        (128, 64, 8, 3), (64, 64, 8, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 8, 1.0), (32, 4, 0.6)), runs=RUNS
+        (128, 64, 8, 3), (32, 64, 4, 2), (128, 64, 8, 2), *SMALL, closed=squares((64, 4, 1.0), (32, 4, 0.6)), runs=RUNS
     ),
     Widest(2, 128): one_each(
         (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), closed=squares((32, 4, 1.0)), runs=WIDE_RUNS
     ),
-    Widest(2, 256): one_each((64, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    Widest(2, 256): one_each((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2)),
     **FP32,
 }
-SM_90: Table = {
-    Widest(2, 64): one_each(
-        (128, 64, 8, 3),
-        (64, 128, 8, 2),
-        (128, 64, 8, 2),
-        MIDDLE,
-        *SMALL,
-        closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
-        runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6), maxnreg=128),
+SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and groups would repeat each other's scores
+    Widest(2, 64): Candidates(
+        (Configuration(128, 64, 8, 3), MIDDLE._replace(maxnreg=128), *SMALL),
+        (Configuration(64, 128, 8, 2), MIDDLE, *SMALL),
+        (Configuration(128, 64, 8, 2), MIDDLE._replace(maxnreg=128), *SMALL),
+        squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
+        squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6), maxnreg=128),
     ),
     Widest(2, 128): one_each(
         (128, 64, 8, 3),
-        (64, 64, 8, 2),
+        (64, 128, 8, 2),
         (128, 64, 8, 2),
-        closed=squares((64, 8, 1.0), (32, 4, 0.6)),
+        closed=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6)),
         runs=squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6)),
     ),
-    Widest(2, 256): one_each((64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    Widest(2, 256): one_each((128, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2)),
     **FP32,
 }
 GFX942: Table = {
@@ -240,7 +239,10 @@ def chosen(
         natural = whole and all(one.row_order is one.column_order is None for (one,) in heads)
         serving = [one for one in candidates if natural or not one.specialized] or candidates
         priced = (_priced(candidate, heads, rows, aligned) for candidate in serving for aligned in (True, False))
-        choices.append(min(priced, key=lambda pair: pair[0])[1])
+        choice = min(priced, key=lambda pair: pair[0])[1]
+        if any(isinstance(segment.column_order, Tensor) for segments in heads for segment in segments):
+            choice = choice._replace(configuration=pipelined(choice.configuration))
+        choices.append(choice)
     return tuple(choices)
 
 
