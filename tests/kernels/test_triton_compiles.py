@@ -97,7 +97,7 @@ def test_warps_specialise_where_the_compiler_can() -> None:
     for found in _compiled("sm_90", cases):
         print(found)
         assert found["shared"] <= SHARED_BYTES["sm_90"], found
-        assert found["wgmma"] and found["local_in_loops"] == 0, found
+        assert found["wgmma"] and not any(visit["local"] for visit in found["visits"]), found
         assert found["specializes"] == (SPECIALIZES and "specialized" in found["case"]), found
 
 
@@ -132,7 +132,7 @@ def _check(found: dict[str, Any], architecture: str) -> None:
     if architecture.startswith("gfx"):  # whose code says of the whole kernel alone what was spilled
         assert found["spilled_bytes"] == 0, found
         return
-    closed = found["case"].split(":")[1] == "closed"  # a program's only visit: what is spilled is moved once
+    closed = found["case"].split(":")[1].startswith("closed")  # a program's only visit: what is spilled is moved once
     for visit in found["visits"]:
         assert visit["local"] <= (visit["instructions"] // 20 if closed else 0), found
         assert visit["repeats"] < 1.02, found  # in fp32 the softmax multiplies too

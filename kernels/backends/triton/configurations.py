@@ -103,7 +103,7 @@ def squares(*edge_warps_rate: tuple[int, int, float], maxnreg: int | None = None
     return tuple(Configuration(edge, edge, warps, 1, rate, maxnreg=maxnreg) for edge, warps, rate in edge_warps_rate)
 
 
-RUNS = squares((128, 8, 1.0), (64, 8, 1.0), (32, 4, 0.6))  # forward, for cards without wgmma
+RUNS = squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6))  # forward, for cards without wgmma
 WIDE_RUNS = RUNS[1:]
 
 
