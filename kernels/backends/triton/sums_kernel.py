@@ -122,7 +122,7 @@ def gather_kernel(
     store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def groups_kernel(
     dk_by_head,  # (B, H, N, D) contiguous, accumulator dtype: what each head of q gives
     dv_by_head,  # (B, H, N, Dv) likewise
