@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longstride.kernels.backends.nonfinite import forward_apart
+from longstride.kernels.nonfinite import forward_apart
 from longstride.kernels.patterns import Pattern
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from longstride.kernels.backends.cpu import attention, selected
 from longstride.kernels.backends.cpu.attention import why_not
 from longstride.kernels.backends.cpu.decode import PreparedCache
-from longstride.kernels.backends.nonfinite import backward_apart, forward_apart
+from longstride.kernels.nonfinite import backward_apart, forward_apart
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
 

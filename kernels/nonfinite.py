@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Part, Selection, pattern_parts
 
@@ -95,7 +94,9 @@ def _is_finite(x: Tensor) -> bool:
 
 def _bad(x: Tensor) -> Tensor:
     """Where something is not finite, or so large that products of two of them may not be."""
-    return (x.abs() <= min(torch.finfo(accumulator_dtype(x.dtype)).max ** 0.4, torch.finfo(x.dtype).max)).logical_not_()
+    return (
+        x.abs() <= min(torch.finfo(torch.promote_types(x.dtype, torch.float32)).max ** 0.4, torch.finfo(x.dtype).max)
+    ).logical_not_()
 
 
 def _any(x: Tensor) -> Tensor:
