@@ -73,7 +73,9 @@ def spoilt(inputs: Inputs, places: dict[str, Sequence[int]], value: float) -> In
 
 def lost(inputs: Inputs, allowed: Tensor) -> dict[str, Tensor]:
     """Where the results of (B, H, N, N) pairs hold no number, by the rule."""
-    q, k, v, grad_out = (~x.isfinite() for x in inputs[:4])
+    group = inputs.q.shape[1] // inputs.k.shape[1]  # of query heads that share keys
+    q, grad_out = ~inputs.q.isfinite(), ~inputs.grad_out.isfinite()
+    k, v = (~x.isfinite().repeat_interleave(group, 1) for x in (inputs.k, inputs.v))
     assert inputs.grad_lse is not None
     pairs, some = allowed.float(), allowed.any(-1, keepdim=True)
 
@@ -81,7 +83,7 @@ def lost(inputs: Inputs, allowed: Tensor) -> dict[str, Tensor]:
         return pairs @ keys.float() > 0
 
     def of_queries(queries: Tensor) -> Tensor:
-        return pairs.mT @ queries.float() > 0
+        return (pairs.mT @ queries.float() > 0).unflatten(1, (-1, group)).any(2)
 
     scores = some & q.any(-1, keepdim=True) | of_keys(k.any(-1, keepdim=True))
     given = grad_out.any(-1, keepdim=True) | ~inputs.grad_lse.isfinite()[..., None]
@@ -90,7 +92,7 @@ def lost(inputs: Inputs, allowed: Tensor) -> dict[str, Tensor]:
         "out": scores | of_keys(v),
         "lse": scores[..., 0],
         "dq": gradients.expand_as(q),
-        "dk": of_queries(gradients).expand_as(k),
+        "dk": of_queries(gradients).expand_as(inputs.k),
         "dv": of_queries(scores | grad_out),
     }
 
@@ -162,6 +164,11 @@ def test_nan_reaches_its_readers_alone(
     backend: str, pattern: Pattern | list[Pattern], dtype: torch.dtype, places: dict[str, Any]
 ) -> None:
     check(backend, pattern, dtype, shape_of(backend, pattern), places, math.nan)
+
+
+@pytest.mark.parametrize("backend", [on(name) for name in (*QUICK, "triton")])
+def test_heads_that_share_keys_read_them_all(backend: str) -> None:
+    check(backend, Fixed(8, 2), SINGLE, Shape(1, 4, 50, 16, 16, key_heads=2), TOGETHER, math.nan)
 
 
 @pytest.mark.parametrize(
