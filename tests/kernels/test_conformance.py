@@ -292,26 +292,6 @@ def test_later_positions_change_nothing_earlier(pattern: Pattern, backend: str, 
         assert not torch.equal(old[:, :, changed:], new[:, :, changed:])
 
 
-@pytest.mark.parametrize(
-    "backend, which, value",
-    [
-        on(backend, which, value, marks=repeats(i + which) if backend == "triton" else ())
-        for backend in FAST
-        for which in range(4)
-        for i, value in enumerate((math.nan, math.inf, -math.inf))
-    ],
-)
-def test_what_is_not_finite_is_passed_on(backend: str, which: int, value: float) -> None:
-    inputs = make_inputs(Shape(1, 1, 40, 16, 16), HALF)
-    inputs[which][0, 0, 9] = value
-    found = results(backend, inputs, Strided(8))
-    assert any(not found[name].isfinite().all() for name in ("dq", "dk", "dv"))
-    if which < 3:
-        assert not found["out"][0, 0, 9].isfinite().all()
-    if which == 0 or (which == 1 and backend == "triton"):  # 0 x inf in a tile of values is not masked
-        assert found["out"][0, 0, :8].isfinite().all()
-
-
 # The same bits
 
 
