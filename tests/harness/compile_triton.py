@@ -23,10 +23,11 @@ from benchmarks.attention.generated_code import CARDS, fewest_products, read, re
 from longstride.kernels.backends.triton.call import SPECIALIZES
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.specialized_kernel import specialized_kernel
+from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 
 KERNELS = {
     "forward": forward_kernel,
@@ -40,7 +41,7 @@ KERNELS = {
 }
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
-WIDE = {"lse", "delta", "grad_lse", "previous", "workspace", "dk_by_head", "dv_by_head"}
+WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
 PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
@@ -139,6 +140,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "EARLIER": earlier if by_key else (earlier,) * len(segments),
         "SHAPE": int("described" in further),
         "SHAPES": tuple(int("described" in further) for _ in segments),
+        "DOUBLINGS": chosen.pair_doublings(),
         "RESUME": "resume" in further,
         "SOURCES": "resume" in further,
         "SOURCE_FORM": 1,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import ConfigError, selected_attention, sparse_attention
+from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call, configurations, launch
+from longstride.kernels.backends.triton import call, configurations, launch, selected
 from longstride.kernels.backends.triton.call import boxes, describable
 from longstride.kernels.backends.triton.packing import Shape as Shape_
 from longstride.kernels.backends.triton.packing import groups
@@ -21,7 +22,17 @@ from longstride.kernels.patterns import BigBird, Block, Column, Dense, Fixed, Lo
 from longstride.kernels.plan import Side
 from longstride.kernels.selections import Selection, recent_members
 from tests.harness.backends import DEVICES, WITH_TRITON, repeats, use_tiles
-from tests.harness.oracles import Inputs, Shape, allowed_by, check_against_reference, heads_to_see, make_inputs
+from tests.harness.oracles import (
+    Inputs,
+    Shape,
+    allowed_by,
+    check_against_reference,
+    exact,
+    heads_to_see,
+    make_inputs,
+)
+from tests.kernels.test_selections import selections
+from tests.kernels.test_triton_selections import on_device
 
 pytestmark = WITH_TRITON
 
@@ -218,9 +229,8 @@ def test_closed_runs_are_served_at_once_where_they_fit(context: int, edge: int, 
 )
 @pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 75])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In slices of one tile of queries, whose sums are added up in order: what few keys cost a large card."""
-    monkeypatch.setattr(configurations, "SHORTEST_SLICE", 1)
-    monkeypatch.setattr(call, "num_processors", lambda device: 64)
+    """In slices of few tiles of queries, or none, whose sums are added up in order: what few keys cost a large card."""
+    monkeypatch.setattr(call.Call, "num_slices", lambda *_: 4)
     for heads in (pattern, [pattern, Local(9)]):
         check_against_reference("triton", heads, torch.bfloat16, Shape(1, 2, context, 16, 24), device=DEVICES["triton"])
 
@@ -242,6 +252,70 @@ def test_triton_tiles_may_have_any_edges(
     check_against_reference(
         "triton", pattern, torch.float16, Shape(1, 2, 72, 16, 16), grad_lse=True, device=DEVICES["triton"]
     )
+
+
+# Each way once: closed runs with other parts and alone, segments, sources, slices, descriptors, lists, overlaps.
+POISONED = [
+    ([Column(6), Strided(8)] * 2, 32, False),
+    ([Block(8), Column(8)] * 2, 16, False),
+    (Fixed(8, 3), None, False),
+    ([Local(11), Summary(8, 2)] * 2, None, True),
+    ([Column(4), Fixed(16, 4)] * 2, None, True),
+    ("any orders", None, False),
+    ("rounds", None, False),
+]
+
+
+@pytest.mark.parametrize(
+    "reads, closed, described, value",
+    [
+        pytest.param(*case, value, marks=repeats(i + j))
+        for i, case in enumerate(POISONED)
+        for j, value in enumerate((float("nan"), float("inf")))
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_reaches_the_gradients_of_its_readers_alone(
+    reads: Pattern | list[Pattern] | str,
+    closed: int | None,
+    described: bool,
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One row of q in the first head, of k in the second, of v in the third, of the output's gradient in the last."""
+    from longstride.kernels.backends.triton.launch import backward, selected_backward
+
+    heads, context, row = 4, 64, 19
+    use_tiles(monkeypatch, (16, 32), closed, described)
+    for kind in (call.Call, selected.SelectedCall):
+        monkeypatch.setattr(kind, "num_slices", lambda *_: 2)
+    chosen = selections(1, heads, context)[reads] if isinstance(reads, str) else reads
+    inputs = make_inputs(Shape(1, heads, context, 16, 32), torch.float32)
+    wanted = exact(inputs, chosen)
+    allowed = allowed_by(chosen, heads, context).expand(1, heads, context, context)[0]
+
+    q, k, v, grad_out = (t.clone() for t in inputs[:4])
+    out, lse = wanted["out"].float(), wanted["lse"].float()
+    for head, tensor in enumerate((q, k, v, grad_out)):
+        tensor[0, head, row] = value
+    readers = [allowed[head, :, row] if head in (1, 2) else torch.arange(context) == row for head in range(heads)]
+    for head in range(3):  # what a forward pass would have made of them
+        out[0, head, readers[head]] = float("nan")
+        if head < 2:
+            lse[0, head, readers[head]] = float("nan")
+    queries = torch.stack([own & allowed[head].any(-1) for head, own in enumerate(readers)])
+    keys = (allowed & queries[..., None]).any(-2)
+    values = keys & (torch.arange(heads) != 2)[:, None]  # weights do not depend on values
+
+    tensors = [t.to(DEVICES["triton"]) for t in (q, k, v, out, lse)]
+    if isinstance(chosen, Selection):
+        found = selected_backward(grad_out.to(DEVICES["triton"]), None, *tensors, on_device(chosen), 16**-0.5)
+    else:
+        found = backward(grad_out.to(DEVICES["triton"]), None, *tensors, head_patterns(chosen, heads), 16**-0.5)
+    for name, gradient, touched in zip(("dq", "dk", "dv"), found, (queries, keys, values), strict=True):
+        gradient = gradient[0].cpu()
+        assert torch.equal(~gradient.isfinite().all(-1), touched), name
+        torch.testing.assert_close(gradient[~touched], wanted[name][0][~touched].float())
 
 
 def test_triton_says_why_it_cannot_run() -> None:

@@ -34,7 +34,7 @@ from longstride.kernels.backends.triton.configurations import (
     Kernel,
     candidates,
     chosen,
-    num_slices,
+    slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, Shape, groups, packed, row_edge, sources
@@ -204,10 +204,13 @@ class Call:
             begins += view[2:]
         return descriptors, begins
 
-    def num_slices(self, one: Pass, choice: Choice) -> int:
+    def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
         """Into how many slices of queries to split a pass over keys."""
-        programs = one.num_row_tiles * self.batch * self.heads
-        return num_slices(programs, choice.longest, num_processors(self.device))
+        return slices_of(choice, self.patterns, self.context, parts, number, self.batch, self.processors())
+
+    def processors(self) -> int:
+        """Multiprocessors of the device."""
+        return num_processors(self.device)
 
     def launch(
         self,

@@ -73,7 +73,7 @@ def specialized_kernel(
     origin, _end, count, _first, _last = visited_tiles(first_row, last_row, fields, data, BLOCK_K, BOUNDS)
 
     q_tile = q.load([batch * q_row_b + head * q_row_h + first_row, head * q_column_h])
-    shared = head // GROUP
+    shared = head // GROUP  # the head of k and v
     k_row = batch * k_row_b + shared * k_row_h + origin
     v_row = batch * v_row_b + shared * v_row_h + origin
     acc = tl.zeros((BLOCK_Q, WV), ACCUMULATOR)

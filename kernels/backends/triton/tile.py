@@ -17,6 +17,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number of fp32
 
+ISOLATED_ROWS = tl.constexpr(16)  # at a time, where a kernel computes anew what turned out to hold NaN
+
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
 LISTED = tl.constexpr(int(Form.LISTED))
@@ -150,6 +152,16 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
 
 
 @triton.jit
+def allowed_columns(first, low, high, BLOCK: tl.constexpr):
+    """(BLOCK_R, BLOCK): whether low <= first + i < high, for bounds of (BLOCK_R,).
+
+    One unsigned comparison, as what is below ``low`` wraps around: half the instructions of two.
+    """
+    beyond_low = tl.arange(0, BLOCK)[None, :] - (low - first)[:, None]
+    return beyond_low.to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)[:, None]
+
+
+@triton.jit
 def without_earlier(allowed, query, query_inside, key, key_inside, lists, context, EARLIER: tl.constexpr):
     """The pairs of ``allowed`` that none of the ``EARLIER`` parts before this one has.
 
@@ -179,6 +191,28 @@ def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constex
     else:
         tile = tl.load(address, mask=(column < WIDTH)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def load_pairs(base, position, inside, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, CHECKED: tl.constexpr):
+    """Both numbers of each row of (N, 2), as two of (BLOCK,).
+
+    With ``DOUBLINGS`` the block is so many times as large again, and none of that is read. Triton 3.6 takes a block of
+    fewer elements than threads for so cheap that every thread loads by itself whatever its part of a product needs:
+    32 loads where one does.
+    """
+    copy = tl.arange(0, 1 << DOUBLINGS)[:, None, None]
+    address = base + (position * 2)[None, :, None] + tl.arange(0, 2)[None, None, :] + copy * 0
+    if CHECKED:
+        pairs = tl.load(address, mask=inside[None, :, None] & (copy == 0), other=0.0)
+    elif DOUBLINGS > 0:
+        pairs = tl.load(address, mask=copy == 0, other=0.0)
+    else:
+        pairs = tl.load(address)
+    for doubling in tl.static_range(DOUBLINGS):
+        pairs = pairs.reshape(2, 1 << (DOUBLINGS - 1 - doubling), BLOCK, 2)
+        pairs, _copies = tl.split(tl.permute(pairs, 1, 2, 3, 0))
+    return tl.split(pairs.reshape(BLOCK, 2))
 
 
 @triton.jit
