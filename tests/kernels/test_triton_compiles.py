@@ -114,7 +114,7 @@ def test_all_kernels_compile_and_fit(architecture: str) -> None:
 
 
 def unspilled(found: dict) -> bool:
-    """Whether no visit of a tile moves what was spilled; a closed run, the only visit of its program, next to nothing."""
+    """Whether no visit of a tile moves what was spilled; a closed run, its program's only visit, next to nothing."""
     if "visits" not in found:  # AMD's code says of the whole kernel alone what was spilled
         return found["spilled_bytes"] == 0
     closed = found["case"].split(":")[1] == "closed"
