@@ -43,6 +43,8 @@ class Configuration(NamedTuple):
         None  # registers a thread at most, so that more programs share a multiprocessor; NVIDIA's alone
     )
 
+    specialized: bool = False  # of the forward kernel: warps that copy, and warps that multiply, where it can serve
+
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
         """Rows and columns of a tile."""
         return (self.block_q, self.block_k) if rows == "queries" else (self.block_k, self.block_q)
@@ -55,6 +57,14 @@ class Configuration(NamedTuple):
         """What Triton compiles a kernel with, besides its constants."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    def ordinary(self) -> Configuration:
+        """The same tiles by warps that all do the same, twice as many: a specialized kernel makes two groups."""
+        return self._replace(specialized=False, num_warps=2 * self.num_warps) if self.specialized else self
+
+    def repairing(self) -> Configuration:
+        """The same tiles for a launch in which hardly a program does more than look: many at a time, however slow."""
+        return self._replace(described=False, specialized=False, num_warps=8, num_stages=1, maxnreg=128)
 
 
 class Widest(NamedTuple):
@@ -131,7 +141,7 @@ SM_90: Table = {
 GFX942: Table = {
     Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
     Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
-    Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+    Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 32, 4, 1)),
 }
 # For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
@@ -186,9 +196,13 @@ def chosen(
 ) -> tuple[Choice, ...]:
     """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals."""
     choices = []
-    for group in groups(patterns, context, rows, parts):
+    passes = groups(patterns, context, rows, parts)
+    for group in passes:
         heads = Counter(group)
-        priced = (_priced(candidate, heads, rows, aligned) for candidate in candidates for aligned in (True, False))
+        whole = len(group[0]) == 1 and len(passes) == 1
+        natural = whole and all(one.row_order is one.column_order is None for (one,) in heads)
+        serving = [one for one in candidates if natural or not one.specialized] or candidates
+        priced = (_priced(candidate, heads, rows, aligned) for candidate in serving for aligned in (True, False))
         choices.append(min(priced, key=lambda pair: pair[0])[1])
     return tuple(choices)
 
@@ -217,6 +231,8 @@ def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: in
     """
     choices = []
     for candidate in candidates:
+        if candidate.specialized:
+            continue
         tile_rows, tile_columns = candidate.tile_sizes(rows)
         visited = min(span + tile_rows, context) + tile_columns // 2
         choices.append(Choice(candidate, -(-visited // tile_columns), context * visited, False))

@@ -14,15 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
+from longstride.kernels.backends.triton.call import SPECIALIZES, Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
+from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, Configuration, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, groups
+from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups
 from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording, look
 from longstride.kernels.backends.triton.selected import SelectedCall
+from longstride.kernels.backends.triton.specialized_kernel import specialized_kernel
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
@@ -90,22 +91,65 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
         target = out if final else between
-        descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
+        sizes = (packed.num_row_tiles, batch_stride(packed.table))
+        configuration = choice.configuration.ordinary()
+        marked = choice.configuration.specialized and specialized_forward(
+            call, choice.configuration, packed, (q, k, v), target, lse, sizes, scale
+        )
+        if marked:
+            configuration = configuration.repairing()
+        descriptors, shapes = call.descriptors(
+            choice._replace(configuration=configuration), "queries", "all", number, k, v
+        )
         call.launch(
             forward_kernel,
             packed.num_row_tiles,
             (q, k, v, between, target, lse, packed.table, packed.data, *descriptors),
             (q, k, v, target),
-            (packed.num_row_tiles, batch_stride(packed.table)),
-            choice.configuration,
+            sizes,
+            configuration,
             **call.widths,
             **call.forms(packed),
             SHAPES=shapes,
             SCALE=scale,
             RESUME=number > 0,
             FINAL=final,
+            MARKED=marked,
         )
     return out.to(call.dtype), lse
+
+
+def specialized_forward(
+    call: Call,
+    configuration: Configuration,
+    packed: Pass,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    sizes: tuple[int, int],
+    scale: float,
+) -> bool:
+    """A pass by ``specialized_kernel``, where it can serve: whether it did."""
+    natural = packed.rows == Form.NATURAL and packed.columns == (Form.NATURAL,)
+    found = call.flat_descriptors(configuration, *tensors) if natural else None
+    if found is None:
+        return False
+    descriptors, begins = found
+    call.launch(
+        specialized_kernel,
+        packed.num_row_tiles,
+        (*descriptors, out, lse, packed.table, packed.data),
+        (out,),
+        (*sizes, *begins),
+        configuration if SPECIALIZES else configuration.ordinary(),
+        W=call.widths["W"],
+        WV=call.widths["WV"],
+        BOUNDS=int(packed.bounds[0]),
+        GROUP=call.group,
+        SCALE=scale,
+        SPECIALIZE=SPECIALIZES,
+    )
+    return True
 
 
 class BackwardInputs(NamedTuple):
