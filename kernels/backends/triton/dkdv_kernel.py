@@ -42,6 +42,7 @@ from longstride.kernels.backends.triton.tile import (
     load_rows,
     load_tile,
     narrow,
+    nth_tile,
     original_positions,
     read_product,
     tile_bounds,
@@ -213,9 +214,12 @@ def _sums_of_keys(
                 SCALE, WIDTH, W, VALUE_WIDTH, WV,
                 BLOCK_Q, COLUMNS, SHAPE, False, 0, DOUBLINGS, False, ROUND_BF16,
             )  # fmt: skip
-    before = full_first - begin
-    for partial in tl.range(before + stop - full_last, num_stages=1 if ISOLATED else None):
-        number = tl.where(partial < before, begin + partial, full_last + partial - before)
+    if ISOLATED:
+        skipped = 0
+    else:
+        skipped = full_last - full_first
+    for partial in tl.range(skipped, stop - begin, num_stages=1 if ISOLATED else None):
+        number = nth_tile(partial, begin, full_first, full_last)
         dk_tile, dv_tile = _add_to_dkdv(
             dk_tile, dv_tile, k_tile, v_tile, queries, grads, per_query, batch, head, stride_qn, stride_gn,
             origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
@@ -352,8 +356,9 @@ def dkdv_kernel(
         FEW_K: tl.constexpr = BLOCK_K if BLOCK_K < ISOLATED_ROWS else ISOLATED_ROWS
         begin_row, end_row = tile_bounds(tile, fields)
         again = _tiles_of_slice(begin_row, end_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
-        origin, begin, _full_first, _full_last, stop, end = again
-        few_tiles = (origin + begin * BLOCK_Q, 0, 0, 0, (stop - begin) * (BLOCK_Q // FEW_Q), end)
+        origin, begin, full_first, full_last, stop, end = again
+        TIMES: tl.constexpr = BLOCK_Q // FEW_Q
+        few_tiles = (origin, begin * TIMES, full_first * TIMES, full_last * TIMES, stop * TIMES, end)
         for first in tl.range(begin_row, end_row + 1, FEW_K, num_stages=1):
             dk_few, dv_few, few, exist, at = _sums_of_keys(
                 first, end_row, few_tiles, (k, v, per_query, q, grad_out), batch_index, head_index,

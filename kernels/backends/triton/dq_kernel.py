@@ -26,6 +26,7 @@ from longstride.kernels.backends.triton.tile import (
     load_rows,
     load_tile,
     narrow,
+    nth_tile,
     original_positions,
     read_product,
     store_rows,
@@ -153,9 +154,9 @@ def _sums_of_queries(
             earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
         else:
             earlier = (position, inside, data, context)
-        if EARLIER[segment] > 0 or ISOLATED:  # any tile may hold pairs that an earlier part has
+        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
             full_first, full_last = count, count
-        else:
+        elif not ISOLATED:
             for number in range(full_first, full_last):
                 dq_tile = _add_to_dq(
                     dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch, head,
@@ -163,8 +164,12 @@ def _sums_of_queries(
                     SCALE, WIDTH, W, VALUE_WIDTH, WV,
                     BLOCK_K, COLUMNS[segment], SHAPES[segment], False, 0, False, ROUND_BF16,
                 )  # fmt: skip
-        for partial in tl.range(full_first + count - full_last, num_stages=1 if ISOLATED else None):
-            number = tl.where(partial < full_first, partial, partial + full_last - full_first)
+        if ISOLATED:
+            skipped = 0
+        else:
+            skipped = full_last - full_first
+        for partial in tl.range(skipped, count, num_stages=1 if ISOLATED else None):
+            number = nth_tile(partial, 0, full_first, full_last)
             dq_tile = _add_to_dq(
                 dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch, head,
                 stride_kn, stride_vn, origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,

@@ -152,6 +152,14 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
 
 
 @triton.jit
+def nth_tile(number, begin, full_first, full_last):
+    """Which tile of ``begin <= tile`` is visited as number ``number``: those without a mask first, then all others."""
+    full = full_last - full_first
+    skip = tl.where(number < full_last - begin, full, 0)
+    return tl.where(number < full, full_first + number, begin + number - skip)
+
+
+@triton.jit
 def allowed_columns(first, low, high, BLOCK: tl.constexpr):
     """(BLOCK_R, BLOCK): whether low <= first + i < high, for bounds of (BLOCK_R,).
 
