@@ -36,8 +36,8 @@ def visited_pairs(
     runs, whose kernel visits each once, count once.
     """
     try:
-        from longstride.kernels.backends.triton.call import INTERPRETED, architecture
-        from longstride.kernels.backends.triton.configurations import Kernel, candidates, chosen, closed_choice
+        from longstride.kernels.backends.triton.call import INTERPRETED, candidates_on
+        from longstride.kernels.backends.triton.configurations import Kernel, chosen, closed_choice
     except ImportError:
         return None
     if device.type == "cpu" and not INTERPRETED:
@@ -46,12 +46,12 @@ def visited_pairs(
     heads = (pattern.for_head(0),)
 
     def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
-        found = candidates(kernel, architecture(device), dtype.itemsize, padded)
+        found = candidates_on(device, kernel, dtype.itemsize, padded)
         return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts))
 
     if phase == "forward":
         return of("forward", "queries", "all")
-    closed = closed_choice(candidates("closed", architecture(device), dtype.itemsize, padded), heads, context)
+    closed = closed_choice(candidates_on(device, "closed", dtype.itemsize, padded), heads, context)
     parts: Parts = "all" if closed is None else "open"
     once = 0 if closed is None else closed.pairs
     return once + round((4 * of("dkdv", "keys", parts) + 3 * of("dq", "queries", parts)) / 7)
