@@ -51,3 +51,15 @@ def use_tiles(
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
     entry = configurations.Candidates(tiles, tiles, tiles, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})
+
+
+def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
+    """Have one kernel use this configuration alone, on whatever runs here."""
+    from longstride.kernels.backends.triton import call
+
+    table = call.candidates_on
+
+    def candidates_on(device: torch.device, asked: Any, *case: Any) -> Any:
+        return (one,) if asked == kernel else table(device, asked, *case)
+
+    monkeypatch.setattr(call, "candidates_on", candidates_on)
