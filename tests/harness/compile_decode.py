@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
+from benchmarks.attention.generated_code import read
 from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of, decode_kernel, merge_kernel
-from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, cubin_usage, target_of
+from tests.harness.compile_triton import TABLES, TYPES, amdgcn_usage, target_of
 
 KERNELS = {"decode": decode_kernel, "split": decode_kernel, "merge": merge_kernel}
 POINTERS = {"q", "k", "v", "out"}
@@ -56,8 +57,10 @@ def compile_kernel(case: str) -> dict[str, Any]:
     compiled = triton.compile(source, target=target_of(architecture), options={"num_warps": NUM_WARPS})
     specialised = [parameter.name for parameter in kernel.params if not parameter.do_not_specialize]
     found = {"case": case, "shared": compiled.metadata.shared, "by_position": "position" in specialised}
-    asm = compiled.asm
-    return found | (cubin_usage(asm["cubin"]) if "cubin" in asm else amdgcn_usage(asm["amdgcn"]))
+    if "amdgcn" in compiled.asm:
+        return found | amdgcn_usage(compiled.asm["amdgcn"])
+    code = read(compiled.asm["cubin"], compiled.metadata.shared, NUM_WARPS)
+    return found | {"registers": code.registers, "spilled_bytes": code.stack_bytes}
 
 
 def _type(parameter: str, dtype: str) -> str:

@@ -1,19 +1,16 @@
 """Compiles the Triton kernels for cards that need not be there, and prints what they use, as JSON, one kernel a line.
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
-Further fields: ``block_q,block_k,num_warps,num_stages`` for other tiles than the first candidate, a name in SHAPES for
-how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before the last one,
-``overlap3`` for the fourth of a selection's parts that may have the same pairs.
+Further fields: ``block_q,block_k,num_warps,num_stages`` (and ``,maxnreg``) for other tiles than the first candidate, a
+name in SHAPES for how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before
+the last one, ``overlap3`` for the fourth of a selection's parts that may have the same pairs.
 """
 
 from __future__ import annotations
 
 import json
-import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import triton
@@ -21,6 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
@@ -52,11 +50,11 @@ SHAPES = {
 
 
 def compile_kernel(case: str) -> dict[str, Any]:
-    """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width[:…]``."""
+    """What ``architecture:kernel:dtype:width[:…]`` uses: registers, stack, shared memory, and what its visits do."""
     architecture, name, dtype, width_text, *further = case.split(":")
     width, tiles = int(width_text), [field for field in further if "," in field]
     chosen = (
-        Configuration(*map(int, tiles[0].split(",")))
+        configuration_of(tiles[0])
         if tiles
         else candidates(
             name if name in PLANNED else "dq",  # type: ignore[arg-type]
@@ -80,12 +78,40 @@ def compile_kernel(case: str) -> dict[str, Any]:
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    compiled = triton.compile(source, target=target_of(architecture), options=options)
+    compiled = triton.compile(source, target=target_of(architecture), options=chosen.options())
     found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
-    if "cubin" in compiled.asm:
-        return found | cubin_usage(compiled.asm["cubin"]) | {"wgmma": "wgmma.mma_async" in compiled.asm["ptx"]}
-    return found | amdgcn_usage(compiled.asm["amdgcn"])
+    if "amdgcn" in compiled.asm:
+        return found | amdgcn_usage(compiled.asm["amdgcn"])
+    return found | evidence(compiled, architecture, name, chosen, width)
+
+
+def configuration_of(text: str) -> Configuration:
+    """``block_q,block_k,num_warps,num_stages[,maxnreg]``."""
+    *sizes, most = [*map(int, text.split(",")), 0][:5]
+    return Configuration(*sizes, maxnreg=most or None)
+
+
+def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration, width: int) -> dict[str, Any]:
+    """Of an NVIDIA card's machine code; ``visits`` are hot loops in which tiles are visited, in their order."""
+    code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
+    found = {
+        "registers": code.registers,
+        "spilled_bytes": code.stack_bytes,
+        "wgmma": any(one.by_groups for one in (*code.loops, code.outside)),
+        "programs": code.programs(architecture) if architecture in CARDS else None,
+        "local_in_loops": sum(loop.local for loop in code.hot),
+        "local_outside": code.outside.local,
+        "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
+    }
+    if name not in PLANNED:
+        return found | {"visits": []}
+    visits = code.visits(name)
+    said = [one._asdict() | {"repeats": round(repeats(one, name, chosen, width, width), 3)} for one in visits]
+    by_groups = any(one.by_groups for one in visits)
+    return found | {
+        "visits": said,
+        "fewest_products": fewest_products(name, chosen, width, width) if by_groups else None,
+    }
 
 
 def _constants(name: str, chosen: Configuration, width: int, further: list[str]) -> dict[str, Any]:
@@ -137,17 +163,6 @@ def target_of(architecture: str) -> GPUTarget:
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     return GPUTarget("hip", architecture, 64)
-
-
-def cubin_usage(cubin: bytes) -> dict[str, int]:
-    program = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    # What is spilled lies on the stack.
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
-    return {"registers": int(registers), "spilled_bytes": int(stack)}
 
 
 def amdgcn_usage(assembly: str) -> dict[str, int]:

@@ -170,7 +170,7 @@ class Call:
         strides = [stride for tensor in strided for stride in tensor.stride()[:3]]
         if tiles is not None:
             constants |= {"BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, "ROUND_BF16": self.round_bf16}
-            constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+            constants |= tiles.options()
         constants["ACCUMULATOR"] = tl.float64 if self.wide == torch.float64 else tl.float32
         with self._ready():
             kernel[(programs * self.batch * self.heads,)](

@@ -31,10 +31,18 @@ class Configuration(NamedTuple):
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
     described: bool = False  # the tensor memory accelerator copies tiles where their order allows it
+    maxnreg: int | None = (
+        None  # registers a thread at most, so that more programs share a multiprocessor; NVIDIA's alone
+    )
 
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
         """Rows and columns of a tile."""
         return (self.block_q, self.block_k) if rows == "queries" else (self.block_k, self.block_q)
+
+    def options(self) -> dict[str, int]:
+        """What Triton compiles a kernel with, besides its constants."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
 class Widest(NamedTuple):

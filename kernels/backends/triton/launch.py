@@ -287,6 +287,5 @@ def over_closed_runs(
         GRAD_LSE=grad_lse is not None,
         SOURCE_FORM=int(sums.form),
         ROUND_BF16=call.round_bf16,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(),
     )
