@@ -20,11 +20,16 @@ PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
 
 
 class DryCard:
-    """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order."""
+    """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order.
+
+    ``binaries`` has the machine code of each kernel that was launched, by its hash in the metadata.
+    """
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
         self.launched: list[tuple[str, Any]] = []
+        self.binaries: dict[str, bytes] = {}
+        self._loaded: bytes | None = None  # not yet launched
         self.utils = self  # triton asks it for what follows
 
     def install(self) -> DryCard:
@@ -33,7 +38,7 @@ class DryCard:
         backend.why_not = lambda q, k, v: None
         call.architecture = lambda device: self.architecture
         call.num_processors = lambda device: PROCESSORS[self.architecture]
-        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
         return self
 
     # A driver
@@ -52,12 +57,19 @@ class DryCard:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """What launches one kernel: it is noted, and nothing else happens."""
-        return lambda *arguments: self.launched.append((source.name, metadata))
+
+        def launch(*arguments: Any) -> None:
+            self.launched.append((source.name, metadata))
+            if self._loaded is not None:
+                self.binaries[metadata.hash], self._loaded = self._loaded, None
+
+        return launch
 
     # Its utilities
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[None, object, int, int, int]:
         """A module, a function, its registers, what it spills, and the most threads that it may have."""
+        self._loaded = binary
         return None, object(), 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:

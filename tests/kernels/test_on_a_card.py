@@ -192,7 +192,7 @@ def test_long_contexts_are_within_precision(pattern: Pattern, context: int) -> N
 
 
 def shipped() -> list[Any]:
-    """(kernel, dtype, width, it) of every candidate in force or in the tables, by descriptors too where there are any."""
+    """(kernel, dtype, width, it): every candidate in force or in the tables, and by descriptors where there are any."""
     from longstride.kernels.backends.triton import call, tuned
     from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE, Configuration
 

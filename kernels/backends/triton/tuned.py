@@ -120,7 +120,7 @@ def _configuration(fields: Any, where: str) -> Configuration:
         elif isinstance(default, bool):
             good, rule = isinstance(value, bool), "must be true or false"
         else:  # a limit, or none
-            good, rule = value is None or (whole and value >= 0), "must be a whole number from 0 on, or null"
+            good, rule = value is None or (whole and value > 0), "must be a whole number above 0, or null"
         _demand(good, f"{where}.{name}", value, rule)
     return Configuration(**fields)
 
