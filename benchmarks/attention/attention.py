@@ -109,7 +109,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     check_output(parser, options, f"{prefix}-{slug(device)}.json")
     defaults = {
         "contexts": list(cases.CONTEXTS[kind]) if options.preset == "grid" else [],
-        "plans": [] if options.preset == "rehearsal" else [cases.PLAN_CONTEXT],
+        "plans": [] if options.preset in ("beside", "rehearsal") else [cases.PLAN_CONTEXT],
         "head_widths": list(cases.HEAD_WIDTHS[kind]),
         "dtypes": list(cases.DTYPES[kind]),
         "repeats": REPEATS[kind],
@@ -129,6 +129,8 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
     kind = torch.device(options.device).type
     if options.preset == "bars":
         return cases.bars(kind)
+    if options.preset == "beside":
+        return cases.beside(kind)
     if options.preset == "rehearsal":
         return cases.rehearsal(options.dtypes[0])
     first = cases.published_case("bfloat16")
