@@ -1,8 +1,7 @@
 """The public call: checks its inputs, resolves heads, chooses a backend, and runs it as one torch custom op.
 
-The op has its own backward, so that compilers and activation checkpointing see one opaque step. A backend that has
-``forward`` and ``backward`` runs behind the op; one that has only a differentiable ``attend`` (reference, flex) is
-called directly.
+A backend that has ``forward`` and ``backward`` runs behind the op (``op``); one that has only a differentiable
+``attend`` (reference, flex) is called directly.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.errors import ConfigError
+from longstride.kernels.op import attention_op
 from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pattern_to_json
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# A captured graph would keep the addresses of plans, which are made at first use and forgotten to make room for others.
-TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 @overload
@@ -200,55 +197,6 @@ def choose_backend(name: str, known: tuple[str, ...], tensors: tuple[Tensor, Ten
     raise ConfigError.at("backend", name, f"{chosen} cannot run here: {reason}; {advice}")
 
 
-@torch.library.custom_op("longstride::attention", mutates_args=(), tags=TAGS)
-def _attention(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
-    return load(backend).forward(q, k, v, _decode(patterns), scale)
-
-
-@_attention.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
-
-
-@torch.library.custom_op("longstride::attention_backward", mutates_args=(), tags=TAGS)
-def _attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    patterns: str,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return load(backend).backward(grad_out, grad_lse, q, k, v, out, lse, _decode(patterns), scale)
-
-
-@_attention_backward.register_fake
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
-
-
-def _save(ctx, inputs, output) -> None:
-    q, k, v, patterns, scale, backend = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.arguments = (patterns, scale, backend)
-
-
-def _differentiate(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
-    q, k, v, out, lse = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    return *_attention_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments), None, None, None
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)
-
-
 def load(backend: str) -> ModuleType:
     """A backend's module, imported at first use, as triton may not be installed.
 
@@ -279,7 +227,7 @@ def _written(patterns: tuple[Pattern, ...]) -> str:
     return repr([pattern_to_json(pattern) for pattern in patterns])
 
 
-_remembered = lru_cache(maxsize=256)(_written)
+_remembered = lru_cache(maxsize=4096)(_written)
 
 
 def _encode(patterns: tuple[Pattern, ...]) -> str:
@@ -287,6 +235,18 @@ def _encode(patterns: tuple[Pattern, ...]) -> str:
     return _written(patterns) if torch.compiler.is_compiling() else _remembered(patterns)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _decode(patterns: str) -> tuple[Pattern, ...]:
     return tuple(pattern_from_json(value) for value in ast.literal_eval(patterns))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    return load(backend).forward(q, k, v, _decode(patterns), scale)
+
+
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *tensors_and_arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, patterns, scale, backend = tensors_and_arguments  # tensors: q, k, v, out, lse
+    return load(backend).backward(grad_out, grad_lse, *tensors, _decode(patterns), scale)
+
+
+_attention = attention_op("attention", "str patterns, float scale, str backend", _forward, _backward)

@@ -6,7 +6,7 @@ Letters: B batch, H heads, N positions of the context, D width of q and k, Dv wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import query_views, reads
 
 BACKENDS = ("triton", "cpu", "reference")
+ADVICE = 'backend="reference" runs everywhere, and reads the whole cache'
 
 # What a backend prepares: (q, position, return_lse) to the output and the logsumexp (or None without ``return_lse``).
-Prepared = Callable[[Tensor, int, bool], tuple[Tensor, Tensor | None]]
+# The position is an int, or with triton a tensor on the cache's device.
+Prepared = Callable[[Tensor, Any, bool], tuple[Tensor, Tensor | None]]
 
 
 @overload
@@ -27,7 +29,7 @@ def attend_one(
     k: Tensor,
     v: Tensor,
     pattern: Pattern | Sequence[Pattern],
-    position: int,
+    position: int | Tensor,
     *,
     scale: float | None = None,
     backend: str = "auto",
@@ -41,7 +43,7 @@ def attend_one(
     k: Tensor,
     v: Tensor,
     pattern: Pattern | Sequence[Pattern],
-    position: int,
+    position: int | Tensor,
     *,
     scale: float | None = None,
     backend: str = "auto",
@@ -54,7 +56,7 @@ def attend_one(
     k: Tensor,
     v: Tensor,
     pattern: Pattern | Sequence[Pattern],
-    position: int,
+    position: int | Tensor,
     *,
     scale: float | None = None,
     backend: str = "auto",
@@ -70,7 +72,9 @@ def attend_one(
         k: (B, H, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory.
         v: (B, H, N, Dv); Dv may differ from D.
         pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
-        position: that of the query, 0 … N-1.
+        position: that of the query, 0 … N-1: an int, or an int32 or int64 tensor without axes. The triton backend reads
+            a tensor on the cache's device there, so that a captured step (CUDA graph) serves whatever position stands
+            in it later; its value is not checked, but brought into the context. Elsewhere a tensor on the CPU will do.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu or reference (which reads all N). A named backend that cannot run here raises.
         return_lse: also return the logsumexp of the query's scaled scores, (B, H) fp32 (fp64 for fp64).
@@ -79,13 +83,14 @@ def attend_one(
         (B, H, Dv) in q's dtype, and with ``return_lse`` the logsumexp; 0 and -inf for a query without keys.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, the position is outside the context, something is no pattern,
-            the scale is not finite, or a gradient would be needed.
+        ValueError: shapes, dtypes or devices do not fit, the position is outside the context or is neither an int nor
+            such a tensor, something is no pattern, the scale is not finite, or a gradient would be needed.
         ConfigError: the backend is unknown or cannot run here.
     """
     _check(q, k, v)
-    _check_position(position, k.shape[2])
-    out, lse = _prepare(q, k, v, pattern, scale, backend, once=True)(q, position, return_lse)
+    backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
+    position = _checked_position(position, k, backend)
+    out, lse = _prepare(k, v, pattern, scale, backend, once=True)(q, position, return_lse)
     if return_lse:
         assert lse is not None
         return out, lse
@@ -98,6 +103,9 @@ class CachedAttention:
     Checks and choices are made once, and a backend may keep copies of rows that it read. So rows before the query's
     must not change between calls. A position that is not beyond the last one says that rows are new from there on; call
     ``forget`` after changing others. There is no gradient, even where k and v require one.
+
+    With the triton backend and a position on the cache's device, a call can be captured in a CUDA graph, after one that
+    is not: what it reads of the patterns stays where it is for as long as this object lives, and until ``forget``.
     """
 
     def __init__(
@@ -116,27 +124,27 @@ class CachedAttention:
         """
         check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
         self.k, self.v = k, v
-        self.pattern, self.scale, self.backend = pattern, scale, backend
+        self.pattern, self.scale = pattern, scale
         q = k[:, :, 0]  # a stand-in: every query has its shape, dtype and device
         _check(q, k, v)
+        self.backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
         self._fits = (q.shape, q.dtype, q.device)
         self.forget()
 
-    def __call__(self, q: Tensor, position: int) -> Tensor:
+    def __call__(self, q: Tensor, position: int | Tensor) -> Tensor:
         """The output of one query, (B, H, D) to (B, H, Dv).
 
         Raises:
-            ValueError: the query does not fit the cache or requires a gradient, or the position is outside the context.
+            ValueError: the query does not fit the cache or requires a gradient, or the position is none, as in
+                ``attend_one``.
         """
         if (q.shape, q.dtype, q.device) != self._fits or q.requires_grad:
             _check(q, self.k, self.v)
-        _check_position(position, self.k.shape[2])
-        return self._prepared(q, position, False)[0]
+        return self._prepared(q, _checked_position(position, self.k, self.backend), False)[0]
 
     def forget(self) -> None:
         """Drop copies of rows, because rows that earlier calls may have read were written."""
-        like = self.k[:, :, 0]
-        self._prepared = _prepare(like, self.k, self.v, self.pattern, self.scale, self.backend, once=False)
+        self._prepared = _prepare(self.k, self.v, self.pattern, self.scale, self.backend, once=False)
 
 
 def empty_cache(
@@ -200,6 +208,21 @@ def _check_position(position: int, context: int) -> None:
         raise ValueError(f"position={position}: must be 0 to {context - 1}, within the context")
 
 
+def _checked_position(position: int | Tensor, k: Tensor, backend: str) -> int | Tensor:
+    """The position as the backend takes it: an int within the context, or a tensor that only the device reads."""
+    if isinstance(position, Tensor):
+        if position.dim() or position.dtype not in (torch.int32, torch.int64):
+            kind = f"{position.dtype} {tuple(position.shape)}"
+            raise ValueError(f"position must be an int, or an int32 or int64 tensor without axes, not {kind}")
+        if backend == "triton" and position.device == k.device:
+            return position
+        if position.device.type != "cpu":  # reading its value would wait for its device
+            raise ValueError(f"position is on {position.device}: {backend} reads an int, or a tensor on the CPU")
+        position = int(position)
+    _check_position(position, k.shape[2])
+    return position
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_tensors({"q": (q, "BHD"), "k": (k, "BHND"), "v": (v, "BHND")})
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -214,10 +237,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str, once: bool
+    k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str, once: bool
 ) -> Prepared:
-    """The backend, prepared for checked tensors; with ``once``, for a single query."""
-    patterns = head_patterns(pattern, q.shape[1])
-    scale = checked_scale(q, scale)
-    advice = 'backend="reference" runs everywhere, and reads the whole cache'
-    return load(choose_backend(backend, BACKENDS, (q, k, v), advice)).prepare(k, v, patterns, scale, once)
+    """A chosen backend, prepared for checked tensors; with ``once``, for a single query."""
+    return load(backend).prepare(k, v, head_patterns(pattern, k.shape[1]), checked_scale(k, scale), once)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.forms import Bounds, Fold, Intervals, Order, intervals_of, positions_of
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 
 Side = Literal["queries", "keys"]  # whose tiles are the rows: queries for the forward pass and dQ, keys for dK and dV
@@ -33,17 +34,20 @@ class View:
     num_columns: int
     bounds: Bounds | Intervals  # the columns of each row
 
-    @cached_property
+    @property
+    @kept
     def intervals(self) -> Intervals:
         """The columns of each row as vectors, (num_rows,) int64."""
         return intervals_of(self.bounds)
 
-    @cached_property
+    @property
+    @kept
     def row_positions(self) -> Tensor | None:
         """Original position of each row, (num_rows,) int64; None is natural."""
         return positions_of(self.row_order)
 
-    @cached_property
+    @property
+    @kept
     def column_positions(self) -> Tensor | None:
         """Original position of each column, (num_columns,) int64; None is natural."""
         same = self.column_order is self.row_order
@@ -54,7 +58,8 @@ class View:
         same = self.column_order is self.row_order
         return self.bounds.closed_period() if same and isinstance(self.bounds, Bounds) else None
 
-    @cached_property
+    @property
+    @kept
     def row_of_position(self) -> Tensor:
         """The row of each original position, (N,) int64, where every position has one."""
         assert self.row_positions is not None
@@ -74,7 +79,7 @@ class View:
         return int(self.bounds.low[row]), int(self.bounds.high[row])
 
 
-@lru_cache(maxsize=256)  # heads that draw, or shift, have parts of their own
+@kept
 def view(part: PatternPart, context: int, rows: Side) -> View:
     """A part for N = ``context`` positions, seen from its queries or its keys; cached."""
     if rows == "keys":
@@ -214,7 +219,7 @@ class ListedPositions:
 Read = RegularPositions | ListedPositions
 
 
-@lru_cache(maxsize=256)
+@kept
 def query_views(pattern: Pattern, context: int) -> tuple[View, ...]:
     """The parts of a resolved pattern, seen from their queries; cached."""
     return tuple(view(part, context, "queries") for part in pattern.parts())
@@ -247,13 +252,13 @@ def positions_of_reads(several: tuple[Read, ...]) -> Tensor:
     )
 
 
-@lru_cache(maxsize=64)
+@kept
 def _positions(runs: tuple[RegularPositions, ...]) -> Tensor:
     """Positions counted from the start of the first run: often the same for the next query, hence the cache."""
     return torch.cat([run.positions() for run in runs])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def most_reads(pattern: Pattern, context: int) -> int:
     """An upper limit of how many keys a query reads: the sum of the parts' maxima; cached."""
     # Not View.intervals, which would keep vectors that other calls do not need.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import TAGS, check_whole, checked_scale, choose_backend, load
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.attention import check_whole, checked_scale, choose_backend, load
+from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.op import attention_op
 from longstride.kernels.selections import Part, Selection
 
 BACKENDS = ("triton", "cpu", "reference")
@@ -146,56 +147,21 @@ def _selection(tensors: Sequence[Tensor], span: int, disjoint: bool) -> Selectio
     return Selection(parts, span, disjoint)
 
 
-@torch.library.custom_op("longstride::selected_attention", mutates_args=(), tags=TAGS)
-def _attention(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Tensor], span: int, disjoint: bool, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     return load(backend).selected_forward(q, k, v, _selection(parts, span, disjoint), scale)
 
 
-@_attention.register_fake
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
-
-
-@torch.library.custom_op("longstride::selected_attention_backward", mutates_args=(), tags=TAGS)
-def _attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    parts: Sequence[Tensor],
-    span: int,
-    disjoint: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *tensors_and_arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, parts, span, disjoint, scale, backend = tensors_and_arguments  # tensors: q, k, v, out, lse
     selection = _selection(parts, span, disjoint)
-    return load(backend).selected_backward(grad_out, grad_lse, q, k, v, out, lse, selection, scale)
+    return load(backend).selected_backward(grad_out, grad_lse, *tensors, selection, scale)
 
 
-@_attention_backward.register_fake
-def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
-
-
-def _save(ctx, inputs, output) -> None:
-    q, k, v, parts, *arguments = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *parts)
-    ctx.arguments = arguments
-
-
-def _differentiate(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
-    q, k, v, out, lse, *parts = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grads = _attention_backward(grad_out, grad_lse, q, k, v, out, lse, parts, *ctx.arguments)
-    return *grads, [None] * len(parts), None, None, None, None
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)
+_attention = attention_op(
+    "selected_attention",
+    "Tensor[] parts, SymInt span, bool disjoint, float scale, str backend",
+    _forward,
+    _backward,
+)

@@ -18,7 +18,10 @@ BIG_ROOMS = {
 }
 # The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
 ORDER = {
-    "kernels": ["errors", "forms", "patterns", "plan", "selections", "backends", "attention", "selected", "decoding"],
+    "kernels": [
+        "errors", "kept", "forms", "patterns", "plan", "selections", "backends", "op", "attention", "selected",
+        "decoding",
+    ],
     "sparse_model": [
         "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config",
         "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",

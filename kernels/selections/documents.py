@@ -6,12 +6,12 @@ Letters: B batch, H heads, N positions, M keys that a part of a pattern reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import view
 from longstride.kernels.selections.base import Part, Selection
@@ -64,7 +64,7 @@ class _Ranks(NamedTuple):
     span: int  # the most keys of a row
 
 
-@lru_cache(maxsize=256)
+@kept
 def _ranks(part: PatternPart, context: int, device: torch.device) -> _Ranks:
     """Of a part, as plans are: known by its pattern alone."""
     seen = view(part, context, "queries")

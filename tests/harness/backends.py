@@ -55,8 +55,10 @@ def use_tiles(
 
 def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
     """Have one kernel use this configuration alone, on whatever runs here."""
-    from longstride.kernels.backends.triton import call
+    from longstride.kernels.backends.triton import call, launch
+    from longstride.kernels.kept import Kept
 
+    monkeypatch.setattr(launch, "RECORDINGS", Kept())  # what was recorded has another
     table = call.candidates_on
 
     def candidates_on(device: torch.device, asked: Any, *case: Any) -> Any:

@@ -1,7 +1,8 @@
 """Compiles the kernels of one query for cards that need not be there, and prints what they use, as ``compile_triton``.
 
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_decode.py sm_90:decode:bfloat16:64:merged …``.
-The kernel is decode, split (several programs a head) or merge; the last field is how each part is read, in SHAPES.
+The kernel is decode, split (several programs a head) or merge; the next field is how each part is read, in SHAPES. With
+``stored`` at the end, the position is read on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SHAPES = {  # (row of a position, positions of keys, intervals) of each part
 
 def compile_kernel(case: str) -> dict[str, Any]:
     """Registers, spilled bytes and shared memory of ``architecture:kernel:dtype:width:shape``."""
-    architecture, name, dtype, width_text, shape = case.split(":")
+    architecture, name, dtype, width_text, shape, *stored = case.split(":")
     width = int(width_text)
     rows, columns, bounds = zip(*SHAPES[shape], strict=True)
     known = {
@@ -43,6 +44,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
         "ROWS": rows,
         "COLUMNS": columns,
         "BOUNDS": bounds,
+        "STORED": bool(stored),
         "ACCUMULATOR": tl.float32,
     }
     kernel = KERNELS[name]
@@ -50,6 +52,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        if stored and parameter.name == "position":
+            kind = "*i64"
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]

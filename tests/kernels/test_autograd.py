@@ -14,7 +14,7 @@ from longstride.kernels import selected_attention, sparse_attention
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.patterns import Fixed, Pattern, Strided
 from longstride.kernels.selections import Selection, recent_members
-from tests.harness.backends import DEVICES, on
+from tests.harness.backends import DEVICES, on, use_tiles
 from tests.harness.oracles import Shape, make_inputs
 
 BACKENDS = [on(name, DEVICES[name]) for name in ("cpu", "triton")]
@@ -65,6 +65,28 @@ def test_results_lie_in_memory_as_the_inputs_do(backend: str, device: str, heads
     for result, like in zip((out, *torch.autograd.grad(out, leaves, grad_out)), (leaves[2], *leaves), strict=True):
         assert result.stride() == like.stride()
         assert result.transpose(1, 2).is_contiguous() == heads_side_by_side
+
+
+@pytest.mark.parametrize("pattern", [Fixed(8, 2), pytest.param(Strided(8), marks=pytest.mark.campaign)], ids=str)
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_expanded_tensors_are_read_as_copies_of_them(
+    backend: str, device: str, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strides of 0: keys that heads share, queries that contexts share, and the gradient of a sum."""
+    if backend == "triton":
+        use_tiles(monkeypatch, (16, 16), closed=16, described=True)
+    *leaves, grad_out = leaves_of(Shape(2, 2, 24, 16, 16), device, heads_side_by_side=False)
+    leaves = [leaf.detach() for leaf in leaves]
+    q, k, v = leaves[0][:1].expand(2, -1, -1, -1), leaves[1][:, :1].expand(-1, 2, -1, -1), leaves[2]
+    for grad in (grad_out[:, :, :1].expand_as(v), grad_out.new_ones(()).expand_as(v)):
+        found, wanted = (
+            torch.autograd.grad(sparse_attention(*given, pattern, backend=backend), given, last)
+            for given, last in (
+                ([t.detach().requires_grad_() for t in (q, k, v)], grad),
+                ([t.detach().contiguous().requires_grad_() for t in (q, k, v)], grad.contiguous()),
+            )
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("backend, device", BACKENDS)

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstride.kernels import ConfigError, allowed_keys, attend_one, num_keys_read, plan, sparse_attention
+from longstride.kernels import (
+    CachedAttention,
+    ConfigError,
+    allowed_keys,
+    attend_one,
+    num_keys_read,
+    plan,
+    sparse_attention,
+)
 from longstride.kernels.attention import head_patterns
 from longstride.kernels.backends.reference import pattern_mask
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
@@ -314,10 +322,44 @@ def test_positions_outside_the_context_are_refused(position: int) -> None:
             call()
 
 
-@pytest.mark.parametrize("position", [1.0, True, torch.tensor(1)], ids=str)
-def test_positions_that_are_no_int_are_refused(position: Any) -> None:
-    with pytest.raises(ValueError, match="position must be an int, not"):
-        attend_one(torch.zeros(1, 2, 16), *[torch.zeros(1, 2, 9, 16)] * 2, Dense(), position)
+@pytest.mark.parametrize("position", [1.0, True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(9)], ids=str)
+def test_positions_that_are_none_are_refused(position: Any) -> None:
+    rule = "must be 0 to 8" if torch.is_tensor(position) and position == 9 else "must be an int"
+    with pytest.raises(ValueError, match=rf"position.*{rule}"):
+        attend_one(torch.zeros(1, 2, 16), *[torch.zeros(1, 2, 9, 16)] * 2, Dense(), position, backend="cpu")
+    with pytest.raises(ValueError, match="position is on meta: cpu reads an int, or a tensor on the CPU"):
+        elsewhere = torch.tensor(1, device="meta")
+        attend_one(torch.zeros(1, 2, 16), *[torch.zeros(1, 2, 9, 16)] * 2, Dense(), elsewhere, backend="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_position_may_be_a_tensor(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3])
+    patterns = [Strided(8), Fixed(8, 2)]
+    for position in (0, 16, 39):
+        wanted = attend_one(q[:, :, 5], k, v, patterns, position, backend=backend)
+        stored = torch.tensor(position, dtype=dtype, device=k.device)
+        assert torch.equal(attend_one(q[:, :, 5], k, v, patterns, stored, backend=backend), wanted)
+
+
+@WITH_TRITON
+def test_the_host_does_not_read_a_position_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a captured launch serves other positions; those beyond the context are brought into it."""
+    q, k, v = (x.to(DEVICES["triton"]) for x in make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3])
+    wanted = {at: attend_one(q[:, :, 5], k, v, Strided(8), at, backend="triton") for at in (0, 7, 21, 39)}
+    from longstride.kernels.backends.triton.call import Call
+
+    launches: list[Any] = []
+    launch = Call.launch
+    monkeypatch.setattr(Call, "launch", lambda *given, **constants: launches.append((given, constants)))
+    position = torch.tensor(7, device=k.device)
+    out = CachedAttention(k, v, Strided(8), backend="triton")(q[:, :, 5], position)
+    for value, at in ((7, 7), (21, 21), (99, 39), (-3, 0)):
+        position.fill_(value)
+        for given, constants in launches:
+            launch(*given, **constants)
+        assert torch.equal(out, wanted[at])
 
 
 def test_inputs_that_ask_for_a_gradient_are_refused() -> None:
@@ -341,6 +383,7 @@ def test_the_kernels_compile_without_spilling_and_once_for_all_positions() -> No
     cases = [
         "decode:bfloat16:64:natural",
         "split:bfloat16:64:merged",
+        "split:bfloat16:64:merged:stored",
         "split:float16:128:strided",
         "decode:float32:256:listed",
         "merge:bfloat16:64:natural",

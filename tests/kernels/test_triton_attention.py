@@ -96,6 +96,7 @@ def test_tensors_that_are_not_aligned_are_read_by_addresses() -> None:
     assert (
         describable(whole) and not describable(whole, whole[..., 1:9]) and not describable(whole[..., :12].contiguous())
     )
+    assert not describable(whole[:, :1].expand(2, 5, 32, 24)) and not describable(whole[:, :, :1].expand_as(whole))
 
 
 @pytest.mark.parametrize("context, edge, served", [(72, 16, True), (72, 8, False), (73, 16, False)])

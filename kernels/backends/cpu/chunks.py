@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longstride.kernels.forms import Fold
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import PatternPart
 from longstride.kernels.plan import View, view
 
@@ -69,7 +69,7 @@ class Chunks:
         return sum(batch.count * batch.rows * batch.width for batch in self.batches)
 
 
-@lru_cache(maxsize=256)
+@kept
 def chunked(part: PatternPart, context: int, alignment: int = 1) -> Chunks:
     """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached.
 

@@ -102,7 +102,7 @@ class PreparedCache:
         return in_dtype(out.view(batch, heads, self.value_width), q.dtype), lse
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _groups(patterns: tuple[Pattern, ...]) -> tuple[tuple[Pattern, slice], ...]:
     """Each distinct pattern with its heads: as one slice where they lie regularly, else head by head."""
     groups: list[tuple[Pattern, slice]] = []

@@ -76,8 +76,10 @@ def prepare(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Attention of one query after another from these caches, as (q, position, return_lse): each time the same bits.
 
-    Nothing is kept between queries, and the logsumexp is always computed.
+    A position may be a tensor on the device (``decoding``). What all queries read of the patterns lives as long as the
+    result, and the logsumexp is always computed.
     """
-    from longstride.kernels.backends.triton.decode import attend_one
+    from longstride.kernels.backends.triton import decode
 
-    return partial(attend_one, k, v, patterns, scale)
+    one = decode.layout(patterns, k.shape[2], decode.KEYS_A_SPLIT, k.device)
+    return partial(decode.attend_one, k, v, patterns, scale, one)

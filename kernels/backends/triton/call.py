@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longstride.kernels.backends import accumulator_dtype
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.backends.triton.configurations import (
     Choice,
     Configuration,
@@ -35,13 +36,13 @@ from longstride.kernels.backends.triton.configurations import (
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, Shape, groups, packed, row_edge, sources
+from longstride.kernels.backends.triton.recording import ALIGNMENT, Inputs, Recorder, Recording
 from longstride.kernels.backends.triton.tuned import rows_on
 from longstride.kernels.forms import Bounds
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View
 
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
-ALIGNMENT = 16  # bytes, of addresses and strides
 SEGMENTS = 2  # segments with descriptors: a kernel has parameters for no more
 
 
@@ -73,9 +74,13 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 class Call:
-    """The sizes, dtypes, patterns and device of one call; ``selected`` has those that follow a selection."""
+    """The sizes, dtypes, patterns and device of one call; ``selected`` has those that follow a selection.
 
-    def __init__(self, q: Tensor, v: Tensor, patterns: tuple[Pattern, ...]) -> None:
+    A ``recorder`` notes what the call allocates, reads of plans and launches.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, patterns: tuple[Pattern, ...], recorder: Recorder | None = None) -> None:
+        self.recorder = recorder
         self.batch, self.heads, self.context, width = q.shape
         self.patterns = patterns
         self.dtype = q.dtype
@@ -96,6 +101,17 @@ class Call:
         tensor = tensor.to(self.readable_dtype)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
+    def empty(self, *shape: int) -> Tensor:
+        """New memory for what is accumulated, contiguous."""
+        return self._new(torch.empty(shape, dtype=self.wide, device=self.device))
+
+    def empty_like_rows(self, like: Tensor) -> Tensor:
+        """New memory for a result that lies as a tensor does, in a dtype that the kernels write."""
+        return self._new(empty_like_rows(like, self.readable_dtype))
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        return tensor if self.recorder is None else self.recorder.allocated(tensor)
+
     def candidates(self, kernel: Kernel, overlapping: bool = False) -> tuple[Configuration, ...]:
         """The configurations of a kernel on this device."""
         widest = max(self.widths["W"], self.widths["WV"])
@@ -109,7 +125,10 @@ class Call:
     def packed(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """A pass on this device."""
         tile_rows, _ = choice.configuration.tile_sizes(rows)
-        return packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
+        one = packed(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
+        if self.recorder is not None:
+            self.recorder.constant(one.table, one.data)
+        return one
 
     def forms(self, one: Pass) -> dict[str, object]:
         """The constants by which kernels over tiles of queries read a pass."""
@@ -129,7 +148,10 @@ class Call:
 
     def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
         """Where the sums of the first passes over keys lie: see ``packing.sources``."""
-        return sources(self.patterns, self.context, parts, slices, self.device)
+        table, data, form = sources(self.patterns, self.context, parts, slices, self.device)
+        if self.recorder is not None:
+            self.recorder.constant(table, data)
+        return table, data, form
 
     def descriptors(
         self, choice: Choice, rows: Side, parts: Parts, number: int, one: Tensor, other: Tensor
@@ -165,28 +187,41 @@ class Call:
         **constants: object,
     ) -> None:
         """Launch a kernel over all heads, with ``programs`` programs a head."""
-        if programs * self.batch * self.heads == 0:
+        grid = programs * self.batch * self.heads
+        if grid == 0:
             return
         strides = [stride for tensor in strided for stride in tensor.stride()[:3]]
         if tiles is not None:
             constants |= {"BLOCK_Q": tiles.block_q, "BLOCK_K": tiles.block_k, "ROUND_BF16": self.round_bf16}
             constants |= tiles.options()
         constants["ACCUMULATOR"] = tl.float64 if self.wide == torch.float64 else tl.float32
-        with self._ready():
-            kernel[(programs * self.batch * self.heads,)](
-                *tensors, *strides, self.heads, self.context, *sizes, **constants
-            )
+        arguments = [*tensors, *strides, self.heads, self.context, *sizes]
+        with _quiet() if INTERPRETED else torch.cuda.device(self.device):
+            compiled = kernel[(grid,)](*arguments, **constants)
+        if self.recorder is not None:
+            further = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+            self.recorder.launched(kernel if INTERPRETED else compiled, grid, arguments + further)
 
-    @contextlib.contextmanager
-    def _ready(self) -> Any:
-        """On the tensors' card; in the interpreter, without warnings about inf and nan."""
-        if not INTERPRETED:
-            with torch.cuda.device(self.device):
-                yield
-            return
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, by the interpreter
-            yield
+
+def again(recording: Recording, inputs: Inputs, device: torch.device) -> tuple[Tensor, ...]:
+    """A recorded call with other inputs, on their device."""
+    if INTERPRETED:
+        with _quiet():
+            return recording.again(inputs, device, None)
+    driver = triton.runtime.driver.active
+    current = driver.get_current_device()
+    if device.index == current or device.index is None:
+        return recording.again(inputs, device, driver.get_current_stream(current))
+    with torch.cuda.device(device):
+        return recording.again(inputs, device, driver.get_current_stream(device.index))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The interpreter without warnings about inf and nan."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, by the interpreter
+        yield
 
 
 def batch_stride(table: Tensor) -> int:
@@ -243,7 +278,7 @@ def box_of(view: View, context: int, edge: int, block: int) -> Box:
     return Box(Shape.BLOCKS, context // order.step, order.step, order.period)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def boxes(
     patterns: tuple[Pattern, ...],
     context: int,
@@ -264,11 +299,11 @@ def boxes(
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether addresses and strides have the alignment that descriptors need."""
+    """Whether addresses and strides have the alignment that descriptors need, and no axis is expanded."""
     return all(
         t.data_ptr() % ALIGNMENT == 0
         and t.stride(-1) == 1
-        and all(stride * t.itemsize % ALIGNMENT == 0 for stride in t.stride()[:3])
+        and all(stride > 0 and stride * t.itemsize % ALIGNMENT == 0 for stride in t.stride()[:3])
         for t in tensors
     )
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from longstride.kernels.backends.triton.dkdv_kernel import add_sources
 from longstride.kernels.backends.triton.tile import (
+    COUNTS,
     LOG2E,
     NUM_FIELDS,
     NUM_SOURCE_FIELDS,
@@ -26,7 +27,7 @@ from longstride.kernels.backends.triton.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def closed_kernel(
     q,
     k,

@@ -171,7 +171,7 @@ class Choice(NamedTuple):
     aligned: bool  # tiles end where closed runs of rows end: see ``longstride.kernels.plan.edge_of``
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen(
     candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts
 ) -> tuple[Choice, ...]:
@@ -199,7 +199,7 @@ def _priced(
     return pairs / candidate.rate, Choice(candidate, longest, pairs, aligned)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
     """The candidate for rows that read at most ``span`` columns each, as far as that tells.
 
@@ -219,7 +219,7 @@ def pipelined(one: Configuration) -> Configuration:
     return one._replace(num_stages=max(3, one.num_stages)) if one.num_stages > 1 else one
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """The candidate with the fewest computed pairs for its rate, among those whose tiles hold all heads' closed runs.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -42,6 +41,7 @@ from longstride.kernels.backends.triton.tile import (
     original_positions,
 )
 from longstride.kernels.forms import Fold
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import View, most_reads, query_views
 
@@ -65,12 +65,21 @@ class Layout:
 
 
 def attend_one(
-    k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float, q: Tensor, position: int, return_lse: bool
+    k: Tensor,
+    v: Tensor,
+    patterns: tuple[Pattern, ...],
+    scale: float,
+    one: Layout,
+    q: Tensor,
+    position: int | Tensor,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` is one a head."""
+    """Output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` is one a head.
+
+    Nothing on the host depends on the position, so that a captured launch serves those that its tensor holds later.
+    """
     call = Call(k, v, patterns)
     q, k, v = (call.readable(t) for t in (q.contiguous(), k, v))
-    one = layout(patterns, call.context, KEYS_A_SPLIT, q.device)
     out = v.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=call.wide)
     partial, partial_stats = out, lse  # unread where nothing is split
@@ -80,9 +89,9 @@ def attend_one(
     call.launch(
         decode_kernel,
         one.splits,
-        (q, k, v, out, lse, partial, partial_stats, one.table, one.data),
+        (q, k, v, out, lse, partial, partial_stats, one.table, one.data, position),
         (k, v),
-        (position,),
+        (),
         None,
         **call.widths,
         SCALE=scale,
@@ -92,6 +101,7 @@ def attend_one(
         ROWS=tuple(map(int, one.rows)),
         COLUMNS=tuple(map(int, one.columns)),
         BOUNDS=tuple(map(int, one.bounds)),
+        STORED=isinstance(position, Tensor),
         num_warps=NUM_WARPS,
     )
     if one.splits > 1:
@@ -110,7 +120,7 @@ def num_splits(most_keys: int, keys_a_split: int) -> int:
     return min(MOST_SPLITS, triton.next_power_of_2(max(1, -(-most_keys // keys_a_split))))
 
 
-@lru_cache(maxsize=64)
+@kept
 def layout(patterns: tuple[Pattern, ...], context: int, keys_a_split: int, device: torch.device) -> Layout:
     """What heads of these patterns read at this context, for all positions; cached."""
     heads = {pattern: query_views(pattern, context) for pattern in patterns}
@@ -153,6 +163,7 @@ def decode_kernel(
     partial_stats,
     table,
     data,
+    position,  # a number, or where STORED the address of one, which is brought into the context
     stride_kb,
     stride_kh,
     stride_kn,
@@ -161,7 +172,6 @@ def decode_kernel(
     stride_vn,
     num_heads,
     context,
-    position,
     SCALE: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
@@ -173,8 +183,13 @@ def decode_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    STORED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
+    if STORED:
+        at = tl.minimum(tl.maximum(tl.load(position), 0), context - 1).to(tl.int32)
+    else:
+        at = position
     split = tl.program_id(0) % SPLITS
     lead = (tl.program_id(0) // SPLITS).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
@@ -192,7 +207,7 @@ def decode_kernel(
         own = fields + segment * NUM_FIELDS
         # The order of the queries is packed as its inverse: from positions to rows.
         row_fold = load_fold(own + ROW_FOLD, ROWS[segment])
-        row = original_positions(position, True, row_fold, data + tl.load(own + ROW_LIST), ROWS[segment], False)
+        row = original_positions(at, True, row_fold, data + tl.load(own + ROW_LIST), ROWS[segment], False)
         low, high = intervals(row.to(tl.int32), True, own, data, BOUNDS[segment])
         key_fold = load_fold(own + COLUMN_FOLD, COLUMNS[segment])
         key_list = data + tl.load(own + COLUMN_LIST)

@@ -21,6 +21,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    COUNTS,
     EARLIER_LIST,
     LOG2E,
     NUM_FIELDS,
@@ -40,7 +41,7 @@ from longstride.kernels.backends.triton.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def delta_kernel(
     out,
     grad_out,
@@ -144,7 +145,7 @@ def _add_to_dkdv(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dkdv_kernel(
     q,
     k,
@@ -303,7 +304,7 @@ def add_sources(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def gather_kernel(
     workspace,  # (B, H, R, D + Dv) accumulator dtype
     dk,

@@ -12,6 +12,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    COUNTS,
     EARLIER_LIST,
     LOG2E,
     NUM_FIELDS,
@@ -86,7 +87,7 @@ def _add_to_dq(
     return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee", out_dtype=dq.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def dq_kernel(
     q,
     k,

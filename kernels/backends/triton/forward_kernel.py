@@ -14,6 +14,7 @@ import triton.language as tl
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
+    COUNTS,
     EARLIER_LIST,
     LN2,
     LOG2E,
@@ -93,7 +94,7 @@ def _attend_tile(
     return acc, new_m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q,
     k,

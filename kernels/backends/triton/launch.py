@@ -6,31 +6,72 @@ Letters: B batch, H heads, N positions, D width of q and k, Dv width of v, R row
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends import empty_like_rows
-from longstride.kernels.backends.triton.call import Call, batch_stride, positive_scale
+from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.configurations import Choice, closed_choice
+from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
 from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
+from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording, look
 from longstride.kernels.backends.triton.selected import SelectedCall
+from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
 
 BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
 
 
+class Known(NamedTuple):
+    """What is known of calls with one look."""
+
+    recording: Recording | None  # None: they cannot be made again
+    tables: tuple[object, ...]  # that were in force, by identity in the key: kept, so that it is theirs alone
+
+
+RECORDINGS: Kept[Known] = Kept()
+
+
+def recorded(what: tuple[Any, ...], device: torch.device, inputs: Inputs, as_written: Callable[..., Any]) -> Any:
+    """A call: made again from its recording where there is one, else as it is written, and noted down.
+
+    Args:
+        what: the kind of call, and all that it depends on beside the inputs; hashable.
+        device: of the inputs.
+        inputs: tensors, or None.
+        as_written: from a recorder, or None, and the inputs to the results, a tuple of tensors.
+    """
+    tables = tuple(ARCHITECTURES.values())
+    key = (what, device, tuple(map(id, tables)), look(inputs))
+    known = RECORDINGS.get(key)
+    if (
+        known is None and torch.version.hip is None
+    ):  # there, kernels also depend on the memory that a tensor is a part of
+        inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
+        recorder = Recorder(inputs)
+        results = as_written(recorder, *inputs)
+        RECORDINGS.put(key, Known(recorder.recording(results), tables))
+        return results
+    if known is None or known.recording is None:
+        return as_written(None, *inputs)
+    return again(known.recording, inputs, device)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` is one a head."""
-    return forward_of(Call(q, v, patterns), q, k, v, scale)
+
+    def as_written(recorder: Recorder | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return forward_of(Call(q, v, patterns, recorder), q, k, v, scale)
+
+    return recorded(("forward", patterns, scale), q.device, (q, k, v), as_written)
 
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
@@ -41,11 +82,10 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
 def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """All passes of a call, one after another."""
     q, scale = positive_scale(q, scale)
-    out = empty_like_rows(v, call.readable_dtype)
+    out, lse = call.empty_like_rows(v), call.empty(*q.shape[:3])
     q, k, v = (call.readable(t) for t in (q, k, v))
-    lse = torch.empty(q.shape[:3], dtype=call.wide, device=q.device)
     choices = call.choices("forward", "all")
-    between = torch.empty(v.shape, dtype=call.wide, device=v.device) if len(choices) > 1 else out
+    between = call.empty(*v.shape) if len(choices) > 1 else out
     for number, choice in enumerate(choices):
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
@@ -104,9 +144,13 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes and dtypes; the same bits on every run."""
-    call = Call(q, v, patterns)
-    closed = closed_choice(call.candidates("closed"), patterns, call.context)
-    return backward_of(call, closed, grad_out, grad_lse, q, k, v, out, lse, scale)
+
+    def as_written(recorder: Recorder | None, *inputs: Any) -> Any:
+        call = Call(q, v, patterns, recorder)
+        closed = closed_choice(call.candidates("closed"), patterns, call.context)
+        return backward_of(call, closed, *(*inputs, scale))
+
+    return recorded(("backward", patterns, scale), q.device, (grad_out, grad_lse, q, k, v, out, lse), as_written)
 
 
 def selected_backward(
@@ -138,7 +182,7 @@ def backward_of(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All passes over keys, then all over queries."""
-    dq, dk, dv = (empty_like_rows(x, call.readable_dtype) for x in (q, k, v))
+    dq, dk, dv = (call.empty_like_rows(x) for x in (q, k, v))
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
@@ -155,7 +199,7 @@ def backward_of(
 
 def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
     """For each query the sum of out * grad_out, minus the gradient of lse: (B, H, N)."""
-    delta = torch.empty_like(lse)
+    delta = call.empty(*lse.shape)
     blocks = triton.cdiv(call.context, BLOCK_ROWS)
     call.launch(
         delta_kernel,
@@ -184,7 +228,7 @@ def over_keys(
     through = len(passes) - in_place
     rows = [packed.num_rows * count for packed, count in zip(passes[:through], slices, strict=False)]
     q, k, v, grad_out = inputs[:4]
-    workspace = q.new_empty((*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1]), dtype=call.wide)
+    workspace = call.empty(*q.shape[:2], sum(rows), q.shape[-1] + v.shape[-1])
     sums = Sums(workspace, *call.sources(parts, tuple(slices[:through])))
     source_stride = batch_stride(sums.table)
     targets = results or (workspace, workspace)  # written by the last pass alone
@@ -229,7 +273,7 @@ def over_queries(call: Call, inputs: BackwardInputs, parts: Parts, result: Tenso
     q, k, v, grad_out = inputs[:4]
     choices = call.choices("dq", parts)
     several = len(choices) > 1 or result is None
-    between = torch.empty(q.shape, dtype=call.wide, device=q.device) if several else q
+    between = call.empty(*q.shape) if several else q
     result = between if result is None else result
     for number, choice in enumerate(choices):
         packed = call.packed("queries", parts, number, choice)
@@ -263,7 +307,7 @@ def over_closed_runs(
     q, k, v, out, grad_out, lse = tensors
     resume = len(groups(call.patterns, call.context, "queries", "open")) > 0
     # Without other parts, the kernel reads neither of these two.
-    previous, sums = lse, Sums(lse[..., None], *call.sources("open", ()))
+    previous, sums = lse, Sums(lse, *call.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse
     if resume:
         delta = delta_of(call, out, grad_out, lse, grad_lse)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
+from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import Side, View, edge_of, view
 
@@ -86,7 +87,7 @@ class Pass:
         return sum(t.numel() * t.element_size() for t in (self.table, self.data))
 
 
-@lru_cache(maxsize=128)
+@kept
 def groups(patterns: tuple[Pattern, ...], context: int, rows: Side, parts: Parts) -> tuple[Group, ...]:
     """The passes of heads with these patterns; the last one has the views that cover the most rows."""
     by_pattern = {pattern: _groups_of(pattern, context, rows, parts) for pattern in dict.fromkeys(patterns)}
@@ -134,7 +135,7 @@ def row_edge(segments: tuple[View, ...], tile_rows: int, aligned: bool) -> int:
     return edge_of(closed, tile_rows) if aligned and closed is not None else tile_rows
 
 
-@lru_cache(maxsize=64)
+@kept
 def packed(
     patterns: tuple[Pattern, ...],
     context: int,
@@ -188,7 +189,7 @@ def view_fields(one: View, edge: int, data: Vectors, row_form: Form, column_form
     ]
 
 
-@lru_cache(maxsize=64)
+@kept
 def sources(
     patterns: tuple[Pattern, ...], context: int, parts: Parts, slices: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Form]:

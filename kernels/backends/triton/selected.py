@@ -9,7 +9,7 @@ All vectors are laid end to end in one tensor, on the device, by operations that
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from longstride.kernels.backends.triton.packing import (
     fold_fields,
     int32_table,
 )
+from longstride.kernels.kept import kept
 from longstride.kernels.plan import Side
 from longstride.kernels.selections import Selection, inverse_order
 
@@ -232,7 +233,7 @@ def _form_at(place: Place | None) -> Form:
     return Form.NATURAL if place is None else Form.LISTED
 
 
-@lru_cache(maxsize=256)
+@kept
 def table_of(
     batch: int, heads: int, num_rows: int, edge: int, segments: tuple[Segment, ...], device: torch.device
 ) -> Tensor:
@@ -245,7 +246,7 @@ def table_of(
     return int32_table(table, device)
 
 
-@lru_cache(maxsize=256)
+@kept
 def source_table_of(
     batch: int, heads: int, fields: tuple[tuple[int, int, Place | None], ...], device: torch.device
 ) -> Tensor:

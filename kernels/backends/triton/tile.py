@@ -38,6 +38,12 @@ BOUNDS = tl.constexpr(FIELDS.index("bounds_period"))
 LOW = tl.constexpr(FIELDS.index("low_step"))
 HIGH = tl.constexpr(FIELDS.index("high_step"))
 
+# Parameters for ``do_not_specialize``: batches and contexts of other sizes take the same compiled kernels.
+COUNTS = (
+    "num_tiles", "num_blocks", "num_slices", "num_sources", "slice_rows", "workspace_base", "workspace_rows",
+    "table_stride", "source_stride",
+)  # fmt: skip
+
 NUM_SOURCE_FIELDS = tl.constexpr(len(SOURCE_FIELDS))
 SOURCE_BASE = tl.constexpr(SOURCE_FIELDS.index("base"))
 SOURCE_LENGTH = tl.constexpr(SOURCE_FIELDS.index("length"))

@@ -1,0 +1,134 @@
+"""Calls that are made again from a recording: the same launches, the same bits; and what keeps them apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels.kept import Kept
+from longstride.kernels.patterns import Column, Fixed, Local, Pattern, Strided
+from tests.harness.backends import DEVICES, WITH_TRITON, repeats, use_tiles
+from tests.harness.oracles import Shape
+
+pytestmark = WITH_TRITON
+
+ROOT = pathlib.Path(__file__).parents[2]
+DEVICE = DEVICES["triton"]
+SHAPE = Shape(1, 2, 40, 16, 16)
+SCALE = 0.25
+HEADS: tuple[tuple[Pattern, ...], ...] = (
+    (Local(20),) * 2,
+    (Strided(8),) * 2,  # two passes over queries, closed runs after others
+    (Fixed(8, 2), Column(6)),
+)
+
+
+def inputs_of(seed: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
+    """q, k, v, and gradients of the output and its logsumexp."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = (SHAPE.width, SHAPE.width, SHAPE.value_width, SHAPE.value_width)
+    rows = [torch.randn(*SHAPE[:3], width, generator=generator).to(DEVICE, dtype) for width in widths]
+    return [*rows, torch.randn(*SHAPE[:3], generator=generator).to(DEVICE)]
+
+
+def calls(heads: tuple[Pattern, ...], given: list[Tensor], scale: float, *, with_grad_lse: bool) -> list[Tensor]:
+    """Output, logsumexp and gradients, by the two functions that record."""
+    from longstride.kernels.backends.triton.launch import backward, forward
+
+    q, k, v, grad_out, grad_lse = given
+    out, lse = forward(q, k, v, heads, scale)
+    return [out, lse, *backward(grad_out, grad_lse if with_grad_lse else None, q, k, v, out, lse, heads, scale)]
+
+
+def recordings() -> list[object]:
+    """What is known of each call so far: a recording, or None."""
+    from longstride.kernels.backends.triton import launch
+
+    return [entry.value.recording for entry in launch.RECORDINGS._entries.values()]
+
+
+@pytest.mark.parametrize(
+    "heads, with_grad_lse, described",
+    [
+        pytest.param(heads, i % 2 == 0, described, marks=repeats(i + described))
+        for i, heads in enumerate(HEADS)
+        for described in (False, True)
+    ],
+    ids=str,
+)
+def test_a_call_made_again_gives_the_bits_of_one_as_it_is_written(
+    heads: tuple[Pattern, ...], with_grad_lse: bool, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longstride.kernels.backends.triton import launch
+
+    use_tiles(monkeypatch, (16, 16), closed=16, described=described)
+    first, second = inputs_of(0), inputs_of(1)
+    first[1] = first[0]  # one tensor in two places: it must not be taken for both again
+    calls(heads, first, SCALE, with_grad_lse=with_grad_lse)
+    assert len(recordings()) == 2 and None not in recordings()
+    again = calls(heads, second, SCALE, with_grad_lse=with_grad_lse)
+    assert len(recordings()) == 2
+    monkeypatch.setattr(launch, "RECORDINGS", Kept())
+    for found, wanted in zip(again, calls(heads, second, SCALE, with_grad_lse=with_grad_lse), strict=True):
+        assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("scale, dtype", [(-SCALE, torch.float16), (SCALE, torch.bfloat16)], ids=str)
+def test_what_is_computed_from_copies_is_not_made_again(scale: float, dtype: torch.dtype) -> None:
+    """A negated q, or in the interpreter bf16 in fp32, is a new tensor in each call."""
+    if dtype == torch.bfloat16 and DEVICE == "cuda":
+        pytest.skip("a card reads bf16 as it is")
+    given = inputs_of(0, dtype)
+    once, twice = (calls(HEADS[0], given, scale, with_grad_lse=True) for _ in range(2))
+    assert set(recordings()) == {None}
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_calls_that_look_different_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstride.kernels.backends.triton.launch import forward
+
+    q, k, v = inputs_of(0)[:3]
+    wide = torch.empty(*q.shape[:-1], 17, dtype=q.dtype, device=q.device)
+    shifted = wide.flatten()[1 : 1 + q.numel()].view(q.shape).copy_(q)  # an address that is no multiple of 16
+    by_position = q.transpose(1, 2).contiguous().transpose(1, 2)
+    looks = [(q, HEADS[0], SCALE), (shifted, HEADS[0], SCALE), (by_position, HEADS[0], SCALE)]
+    looks += [(q, HEADS[1], SCALE), (q, HEADS[0], 0.5)]
+    for number, (query, heads, scale) in enumerate(looks):
+        forward(query, k, v, heads, scale)
+        assert len(recordings()) == number + 1
+    use_tiles(monkeypatch, (32, 16), closed=None)
+    forward(q, k, v, HEADS[0], SCALE)
+    assert len(recordings()) == len(looks) + 1
+
+
+@pytest.fixture(scope="module")
+def dry_calls() -> dict[str, dict[str, int]]:
+    """What ``tests/harness/dry_calls.py`` prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/harness/dry_calls.py")],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_a_card_is_told_the_same_by_a_call_made_again(dry_calls: dict[str, dict[str, int]]) -> None:
+    assert dry_calls["again"] and all(dry_calls["again"].values()), dry_calls["again"]
+
+
+def test_other_batches_and_contexts_compile_no_other_kernels(dry_calls: dict[str, dict[str, int]]) -> None:
+    """Forward and backward passes of a layer take five kernels where patterns are merged, three where heads differ."""
+    assert {size: count for size, count in dry_calls["kernels"].items() if count} == {
+        "fixed 1 12288": 5,
+        "strided 1 12288": 3,
+    }
