@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks.attention import counters
 
-RAW = """==PROF== Connected to process 7
-"ID","Kernel Name","Grid Size","dram__throughput.avg.pct_of_peak_sustained_elapsed","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","gpu__time_duration.sum","l1tex__other"
+DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+RAW = f"""==PROF== Connected to process 7
+"ID","Kernel Name","Grid Size","{DRAM}","{TENSOR}","gpu__time_duration.sum","l1tex__other"
 "","","","%","%","ns",""
 "0","spin_kernel(long)","(1, 1, 1)","0","0","1,000","1"
 "1","forward_kernel","(4096, 1, 1)","12.5","71.25","1,234,567","1"
