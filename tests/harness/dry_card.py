@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call
+from longstride.kernels.backends.triton import call, launch
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}  # a program's most
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
@@ -22,12 +22,16 @@ PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
 class DryCard:
     """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order.
 
-    ``binaries`` has the machine code of each kernel that was launched, by its hash in the metadata.
+    With ``compiles=False`` no kernel is compiled either: ``compiled`` has the names of those that would be, and
+    ``launched`` the name, the grid and the arguments of each launch. ``binaries`` has the machine code of each compiled
+    kernel that was launched, by its hash in the metadata.
     """
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, *, compiles: bool = True) -> None:
         self.architecture = architecture
-        self.launched: list[tuple[str, Any]] = []
+        self.compiles = compiles
+        self.compiled: list[str] = []
+        self.launched: list[tuple[Any, ...]] = []
         self.binaries: dict[str, bytes] = {}
         self._loaded: bytes | None = None  # not yet launched
         self.utils = self  # triton asks it for what follows
@@ -35,11 +39,33 @@ class DryCard:
     def install(self) -> DryCard:
         """Put the card in place, for the rest of the process."""
         triton.runtime.driver.set_active(self)
+        if not self.compiles:
+            self._stand_in_for_compiled_kernels()
         backend.why_not = lambda q, k, v: None
+        launch.RECORDINGS.clear()  # of another card
         call.architecture = lambda device: self.architecture
         call.num_processors = lambda device: PROCESSORS[self.architecture]
         torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
         return self
+
+    def _stand_in_for_compiled_kernels(self) -> None:
+        card = self
+
+        class Uncompiled:
+            function, packed_metadata = object(), ()
+
+            def __init__(self, name: str) -> None:
+                self.run = lambda *given: card.launched.append((name, given[0], given[9:]))
+
+            def launch_metadata(self, *given: Any) -> None:
+                pass
+
+        def do_compile(kernel: Any, key: Any, *_: Any) -> Uncompiled:
+            card.compiled.append(kernel.__name__)
+            found = kernel.device_caches[0][0][key] = Uncompiled(kernel.__name__)
+            return found
+
+        triton.JITFunction._do_compile = do_compile
 
     # A driver
 
@@ -58,12 +84,12 @@ class DryCard:
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """What launches one kernel: it is noted, and nothing else happens."""
 
-        def launch(*arguments: Any) -> None:
+        def note(*arguments: Any) -> None:
             self.launched.append((source.name, metadata))
             if self._loaded is not None:
                 self.binaries[metadata.hash], self._loaded = self._loaded, None
 
-        return launch
+        return note
 
     # Its utilities
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longstride.kernels import selected_attention, sparse_attention
+from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu import attention as cpu
 from longstride.kernels.backends.cpu import selected, slabs
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Chunks, chunked
@@ -48,6 +49,49 @@ def test_cpu_says_why_not() -> None:
     assert "CPU tensors" in str(cpu.why_not(x, x, x))
     x = torch.empty(1, 1, 4, 16)
     assert cpu.why_not(x, x, x) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pattern", [Dense(), Local(50), Strided(64), Fixed(64, 3)], ids=_name)
+def test_cpu_hands_what_reads_everything_to_torch(
+    pattern: Pattern, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In either order of memory, with a gradient that has strides of 0, and under autocast."""
+    monkeypatch.setattr(cpu, "shared", None)  # nothing is computed here
+    shape = Shape(2, 3, 50, 16, 16)
+    inputs = make_inputs(shape, dtype)
+    check_against_reference("cpu", pattern, dtype, shape, inputs=inputs)
+    for tensors in (inputs[:3], [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]):
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, lse = _attend(q, k, v, pattern)
+        assert out.dtype == dtype and out.stride() == empty_like_rows(v).stride() and lse.is_contiguous()
+        ones = torch.ones_like(out)
+        found, wanted = (
+            torch.autograd.grad(out, (q, k, v), x, retain_graph=True)
+            for x in (ones[:1, :1, :1, :1].expand_as(out), ones)
+        )
+        for one, other, x in zip(found, wanted, (q, k, v), strict=True):
+            assert torch.equal(one, other) and one.stride() == empty_like_rows(x).stride()
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, scale, grad_lse",
+    [
+        (torch.float32, Shape(2, 3, 50, 16, 16), None, True),  # torch's kernel takes no gradient of the logsumexp
+        (torch.float32, Shape(2, 3, 50, 16, 16), -0.5, False),  # and masks before it scales
+        (torch.float32, Shape(2, 3, 50, 16, 24), None, False),
+        (torch.bfloat16, Shape(2, 3, 50, 16, 16), None, False),
+        (torch.float16, Shape(2, 3, 50, 16, 16), None, False),
+    ],
+    ids=str,
+)
+def test_cpu_computes_itself_what_torch_cannot(
+    dtype: torch.dtype, shape: Shape, scale: float | None, grad_lse: bool
+) -> None:
+    check_against_reference("cpu", Dense(), dtype, shape, scale=scale, grad_lse=grad_lse)
+    nothing = _attend(*(x[:0] for x in make_inputs(shape, dtype)[:3]), Dense())
+    assert nothing[0].shape == (0, *shape[1:3], shape.value_width)
 
 
 @pytest.mark.parametrize("slab", [1, 5_000])
@@ -147,10 +191,10 @@ def test_an_error_in_one_thread_is_everybodys(monkeypatch: pytest.MonkeyPatch) -
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize(("context", "alignment"), [(1, 1), (40, 1), (96, 1), (101, 1), (96, 16), (101, 16)])
+@pytest.mark.parametrize("context", [1, 40, 96, 101])
 @pytest.mark.parametrize("part", _parts(), ids=str)
-def test_chunks_cover_every_pair_once(part: PatternPart, context: int, alignment: int) -> None:
-    chunks = chunked(part, context, alignment)
+def test_chunks_cover_every_pair_once(part: PatternPart, context: int) -> None:
+    chunks = chunked(part, context)
     seen = torch.zeros(context, chunks.num_keys, dtype=torch.int64)
     rows_seen = torch.zeros(context, dtype=torch.int64)
     for batch in chunks.batches:
@@ -170,8 +214,8 @@ def test_chunks_cover_every_pair_once(part: PatternPart, context: int, alignment
     assert int(rows_seen.max()) <= 1
 
 
-def test_chunks_of_bf16_are_aligned() -> None:
-    (chunks,) = (chunked(part, 1_024, 16) for part in Local(128).parts())
+def test_chunks_are_aligned() -> None:
+    (chunks,) = _chunks(Local(128), 1_024)
     assert all(batch.width % 16 == 0 for batch in chunks.batches)
 
 

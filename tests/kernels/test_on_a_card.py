@@ -197,32 +197,49 @@ def shipped() -> list[Any]:
     from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE, Configuration
 
     if not CARD:
-        return [("forward", HALF, 16, Configuration(16, 32, 1, 1, described=True))]
+        return [
+            ("forward", HALF, 16, Configuration(16, 32, 1, 1, described=True)),
+            ("closed", HALF, 16, Configuration(32, 32, 1, 1)),
+        ]
     name = call.architecture(torch.device(DEVICE))
     rows = {(k, w): some for w, entry in ARCHITECTURES.get(name, SAFE).items() for k, some in entry._asdict().items()}
     for key, measured in tuned.rows_on(torch.cuda.get_device_name()).items():
         rows[key] = (*rows.get(key, ()), *measured)
-    found = [
-        (kernel, BRAIN if widest.bytes_an_element == 2 else SINGLE, widest.width, one._replace(rate=1.0, described=by))
-        for (kernel, widest), some in rows.items()
-        for one in some
-        for by in (
-            (False, True) if name == "sm_90" and kernel != "closed" and widest.bytes_an_element == 2 else (False,)
-        )
-    ]
+    found = []
+    for (kernel, widest), some_of_a_row in rows.items():
+        dtype = BRAIN if widest.bytes_an_element == 2 else SINGLE
+        ways = (False, True) if name == "sm_90" and kernel != "closed" and dtype == BRAIN else (False,)
+        found += [
+            (kernel, dtype, widest.width, one._replace(rate=1.0, described=described))
+            for one in some_of_a_row
+            for described in ways
+        ]
     return list(dict.fromkeys(found))
 
 
-@pytest.mark.parametrize("pattern", some(MAIN, Summary(L, C)), ids=str)
-@pytest.mark.parametrize("kernel, dtype, width, one", shipped() if HAS_TRITON else [], ids=str)
+def patterns_for(kernel: str, one: Any) -> Sequence[Pattern]:
+    """What one configuration is held on; for closed runs such as fill its tile, or leave a part of it."""
+    if kernel != "closed":
+        return some(MAIN, Summary(L, C))
+    edge = one.block_k
+    whole, part = Block(edge), Column(N // (edge // 4 * 3))
+    return some((whole, Block(edge // 2), part, Fixed(edge, C), Strided(N // edge)), Fixed(edge, C))
+
+
+SHIPPED = [(*case, pattern) for case in (shipped() if HAS_TRITON else []) for pattern in patterns_for(case[0], case[3])]
+
+
+@pytest.mark.parametrize("kernel, dtype, width, one, pattern", SHIPPED, ids=str)
 def test_every_shipped_configuration_is_within_precision(
     kernel: str, dtype: torch.dtype, width: int, one: Any, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, so that no rate keeps it from being chosen; many tiles of it."""
-    if kernel == "closed" and (not isinstance(pattern, Column | Block) or one.block_k < L):
-        pytest.skip("nothing here stands alone in so small a tile")
+    """Alone, so that no rate keeps it from being chosen; many tiles of it, of which some are not full."""
     use_configuration(monkeypatch, kernel, one)
-    check_pattern(pattern, dtype, width, context=N + L)
+    if kernel == "closed":
+        from longstride.kernels.backends.triton.configurations import closed_choice
+
+        assert closed_choice((one,), (pattern,) * 2, N) is not None
+    check_pattern(pattern, dtype, width, context=N if kernel == "closed" else N + L)
 
 
 # Selections and single queries

@@ -20,11 +20,12 @@ from longstride.kernels.plan import View, view
 
 # The measured cost of a chunk, in pairs of a query and a key: reading a row of keys and adding to its gradient costs
 # about as much as KEY_COST more queries, starting a set of equal chunks as much as BATCH_COST pairs of one head.
-KEY_COST = 18
+KEY_COST = 24
 CHUNK_COST = 100
-BATCH_COST = 6_000
+BATCH_COST = 12_000
 MAX_PAIRS = 1 << 22  # scores of a chunk that may be in memory at once, where chunks of the smallest size allow it
-SIZES = tuple(size for power in range(4, 14) for size in (1 << power, 3 << (power - 1)))  # 16, 24, 32, 48, … 12288
+STEP = 16  # rows and columns of a chunk are multiples of it where they can: products of other widths are slower
+SIZES = (16, 32, 64, 128, *(size for power in range(6, 13) for size in (3 << power, 4 << power)))  # 192, 256, 384, …
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,15 @@ class Chunks:
 
 
 @kept
-def chunked(part: PatternPart, context: int, alignment: int = 1) -> Chunks:
-    """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached.
-
-    Where earlier keys can fill a chunk up, masked, its width becomes a multiple of ``alignment``.
-    """
+def chunked(part: PatternPart, context: int) -> Chunks:
+    """The chunks of a part for N = ``context`` positions, in the size with the lowest estimated time; cached."""
     o = view(part, context, "queries")
     start, stop = min(_candidates(o), key=lambda chunks: _cost(o, *chunks))
     start, stop = _trimmed(o, start, stop)
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
     first, last = low[start], high[stop - 1]
     once = bool((first[1:] == last[:-1]).all()) and len(first) > 0 and first[0] == 0 and last[-1] == o.num_columns
-    batches = tuple(_batches(o, start, stop, 1 if once else alignment))
+    batches = tuple(_batches(o, start, stop, 1 if once else STEP))
     columns = o.row_order if isinstance(o.row_order, Fold) and _in_place(o, o.row_order, batches) else None
     return Chunks(
         columns=columns,
@@ -128,10 +126,12 @@ def _candidates(o: View) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """One run [begin, end) in pieces of ``size`` and a rest; several runs each in equal pieces of at most ``size``."""
+    """One run [begin, end) in pieces of ``size`` and a rest; several runs each in pieces as equal as STEP allows."""
     length = end - begin
-    count = -(-length // size)
-    step = -(-length // count) if len(begin) > 1 else np.full_like(length, size)
+    step = np.full_like(length, size)
+    if len(begin) > 1:
+        count = -(-length // size)
+        step = -(-length // (count * STEP)) * STEP
     count = -(-length // step)
     within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     start = np.repeat(begin, count) + within * np.repeat(step, count)
@@ -160,13 +160,18 @@ def _trimmed(o: View, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _batches(o: View, start: np.ndarray, stop: np.ndarray, alignment: int) -> Iterator[EqualChunks]:
-    """Put chunks together that have the same relative intervals and lie at equal steps."""
+    """Put chunks together that have the same relative intervals and lie at equal steps.
+
+    Where earlier keys can fill a chunk up, masked, its width becomes a multiple of ``alignment``.
+    """
     low, high = o.intervals.low.numpy(), o.intervals.high.numpy()
+    fold = o.column_order if isinstance(o.column_order, Fold) and o.column_order.step == 1 else None
     alike: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
     for a, b in zip(start.tolist(), stop.tolist(), strict=True):
         key = int(low[a])
         missing = int(key - high[b - 1]) % alignment
-        key -= missing if missing <= key else 0
+        earlier = key if fold is None else key % fold.period  # a chunk keeps to one column, to be read in place
+        key -= missing if missing <= earlier else 0
         relative = (b - a, (low[a:b] - key).tobytes() + (high[a:b] - key).tobytes())
         alike.setdefault(relative, []).append((a, key))
     biases: dict[tuple[int, int, bytes], Tensor] = {}

@@ -26,8 +26,11 @@ from longstride.kernels.backends.cpu.slabs import (
     Piece,
     Scratch,
     Slab,
+    add_groups,
+    empty_by_query_head,
     merge,
     num_at_once,
+    of_piece,
     put,
     rows_of_backward,
     shared,
@@ -45,8 +48,8 @@ STEP = 16  # rows and columns of a chunk are multiples of it
 
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    numbers = _numbers(q.dtype)
-    out = empty_like_rows(v)
+    numbers = Numbers.of(q.dtype)
+    out = empty_like_rows(v, heads=q.shape[1])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
     parts = _cut_parts(selection)
 
@@ -54,7 +57,10 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
         scratch = Scratch(numbers)
         for piece in pieces:
             heads = _heads(piece, q.shape)
-            rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in (("q", q), ("k", k), ("v", v))}
+            rows = {
+                name: scratch.rows(name, of_piece(x, piece, q.shape[1]), numbers.narrow)
+                for name, x in (("q", q), ("k", k), ("v", v))
+            }
             merged = reduce(merge, (_part_forward(scratch, rows, parts, i, heads, scale) for i in range(len(parts))))
             put(out, piece, merged[0])
             put(lse, piece, merged[1].squeeze(-1))
@@ -75,8 +81,8 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole selection and serve each of its parts."""
-    numbers = _numbers(q.dtype)
-    grads = tuple(empty_like_rows(x) for x in (q, k, v))
+    numbers = Numbers.of(q.dtype)
+    grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
     parts = _cut_parts(selection)
 
     def work(_: Selection, pieces: list[Piece]) -> None:
@@ -90,12 +96,7 @@ def selected_backward(
                 put(whole, piece, total)
 
     shared(work, (selection,) * q.shape[1], q, v)
-    return grads[0], grads[1], grads[2]
-
-
-def _numbers(dtype: torch.dtype) -> Numbers:
-    """Exponents of 2 in all but fp64: torch's ``exp`` is slow at -inf, which half of a cluster's scores are."""
-    return Numbers.of(dtype)._replace(binary=dtype != torch.float64)
+    return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
 
 
 def _heads(piece: Piece, shape: torch.Size) -> range:
@@ -330,7 +331,7 @@ def _part_backward(
         by_key = [slab.keys_of(scratch, name, rows[name]) for name in ("k", "v")]
         here = slice(done, done + by_row[0].shape[1])
         keys, values = (scratch.take(f"slab {x}", 1, slab.key_places.size, widths[x], dtype=wide) for x in "kv")
-        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), True, scale)
+        slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, here], keys, values), (False, False), scale)
         for total, several in ((grad_k.numpy(), keys), (grad_v.numpy(), values)):
             chunks = several.view(*slab.key_places.shape, -1).numpy()
             for place, one in zip(slab.first.tolist(), chunks, strict=True):

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, has_bf16_products
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows, has_bf16_products
 from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks
 from longstride.kernels.forms import Fold
 
@@ -27,37 +27,32 @@ Kind = TypeVar("Kind", bound=Hashable)  # what heads attend over, a pattern or a
 
 
 class Numbers(NamedTuple):
-    """The arithmetic for one dtype of q, k and v."""
+    """The arithmetic for one dtype of q, k and v.
+
+    Exponents are of 2, as torch's ``exp`` is slow, and slower at -inf; those of fp64 of e, as the specification's are.
+    """
 
     narrow: torch.dtype  # of the operands and results of products
     wide: torch.dtype  # of everything else
-    binary: bool  # exponents are of 2, not of e: quicker, in other bits
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Numbers:
         """That of a dtype on this machine."""
-        if dtype == torch.bfloat16 and has_bf16_products():
-            return cls(dtype, torch.float32, binary=True)
         wide = accumulator_dtype(dtype)
-        return cls(wide, wide, binary=False)
-
-    def power_(self, exponents: Tensor) -> Tensor:
-        """Replace exponents by powers."""
-        return exponents.exp2_() if self.binary else exponents.exp_()
-
-    def log(self, powers: Tensor) -> Tensor:
-        """Exponents of powers."""
-        return powers.log2() if self.binary else powers.log()
-
-    @property
-    def alignment(self) -> int:
-        """Of the width of chunks: narrow products of other widths are slower, and the search for their peaks."""
-        return 16 if self.narrow != self.wide else 1
+        return cls(dtype if dtype == torch.bfloat16 and has_bf16_products() else wide, wide)
 
     @property
     def nats(self) -> float:
         """Of a unit of the exponents."""
-        return math.log(2) if self.binary else 1.0
+        return 1.0 if self.wide == torch.float64 else math.log(2)
+
+    def power_(self, exponents: Tensor) -> Tensor:
+        """Replace exponents by powers."""
+        return exponents.exp_() if self.wide == torch.float64 else exponents.exp2_()
+
+    def log(self, powers: Tensor) -> Tensor:
+        """Exponents of powers."""
+        return powers.log() if self.wide == torch.float64 else powers.log2()
 
 
 class Scratch:
@@ -98,6 +93,13 @@ class Scratch:
             return x
         return torch.index_select(x, 1, order, out=self.take(name, len(x), len(order), x.shape[2], dtype=x.dtype))
 
+    def results(self, name: str, whole: Tensor, piece: Piece) -> Tensor:
+        """Where a piece's (G, N, D) are computed: in their place, or in a buffer from which ``put`` takes them."""
+        x = whole[piece]  # a copy where heads are a list
+        if isinstance(piece[1], slice) and x.dtype == self.numbers.wide and (1 in x.shape[:2] or x.is_contiguous()):
+            return x.flatten(0, 1)
+        return self.take(f"{name} of a piece", x.shape[0] * x.shape[1], *x.shape[2:], dtype=self.numbers.wide)
+
     def target(self, name: str, x: Tensor, rows: int, order: Tensor | None) -> Tensor:
         """Where results in this order are computed before they go to ``x``: ``x`` itself for the natural order."""
         return x if order is None else self.take(name, len(x), rows, x.shape[2], dtype=x.dtype)
@@ -128,17 +130,25 @@ class Slab(NamedTuple):
     def write_rows(self, x: Tensor, rows: Tensor, divisor: Tensor | None = None) -> None:
         """Put (b, R, D) into the queries' rows of (G, N, D), divided by (b, R, 1)."""
         target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
-        target.copy_(rows.view(target.shape))
-        if divisor is not None:
-            target.div_(divisor.view(*target.shape[:3], 1))
+        if divisor is None:
+            target.copy_(rows.view(target.shape))
+        else:
+            torch.div(rows.view(target.shape), divisor.view(*target.shape[:3], 1), out=target)
 
-    def add_keys(self, x: Tensor, rows: Tensor, once: bool) -> None:
-        """Add (b, W, D) to the keys' rows of (G, M, D); copy it there where every key comes once."""
+    def add_rows(self, x: Tensor, rows: Tensor) -> None:
+        """Add (b, R, D) to the queries' rows of (G, N, D)."""
+        target = self._view(x, self.batch.row, self.batch.row_step, self.batch.rows)
+        target.add_(rows.view(target.shape))
+
+    def write_keys(self, x: Tensor, rows: Tensor) -> None:
+        """Put (b, W, D) into the keys' rows of (G, M, D), where every key comes once."""
+        target = self._view(x, self.batch.key, self.batch.key_step, self.batch.width)
+        target.copy_(rows.view(target.shape))
+
+    def add_keys(self, x: Tensor, rows: Tensor) -> None:
+        """Add (b, W, D) to the keys' rows of (G, M, D)."""
         width, step = self.batch.width, self.batch.key_step
         parts = rows.view(self.groups, self.chunks, width, -1)
-        if once:
-            self._view(x, self.batch.key, step, width).copy_(parts)
-            return
         if step == 0 and self.chunks > 1:  # all chunks read the same keys
             parts = parts.sum(1, keepdim=True)
         # Neighbouring chunks overlap: add slices no wider than a step, so that no key comes twice in one of them.
@@ -207,18 +217,19 @@ def slab_backward(
     by_row: list[Tensor],
     by_key: list[Tensor],
     grads: tuple[Tensor, Tensor, Tensor],
-    once: bool,
+    adds: tuple[bool, bool],
     scale: float,
 ) -> None:
-    """Put a slab's gradients of q, and add those of k and v, or put them ``once``; all tensors in the part's orders."""
+    """Put a slab's gradients of q, and those of k and v, or add them; all tensors in the part's orders."""
     q, grad_out, minus_lse, minus_delta = (slab.rows_of(x) for x in by_row)
     k, v = (slab.keys_of(x) for x in by_key)
     batch, b, numbers = slab.batch, slab.num_chunks(), scratch.numbers
+    into_rows, into_keys = slab.add_rows if adds[0] else slab.write_rows, slab.add_keys if adds[1] else slab.write_keys
     weights = numbers.power_(_scores(scratch, q, k, batch, scale / numbers.nats, minus_lse))
     narrow_weights = scratch.narrow("weights", weights)
     grad_v = scratch.take("slab", b, batch.width, v.shape[2], dtype=numbers.narrow)
     torch.bmm(narrow_weights.transpose(1, 2), grad_out, out=grad_v)
-    slab.add_keys(grads[2], scratch.wide("wide slab", grad_v), once)
+    into_keys(grads[2], scratch.wide("wide slab", grad_v))
     if numbers.narrow == numbers.wide:
         grad_scores = scratch.take("grad_scores", *weights.shape, dtype=numbers.wide).copy_(
             minus_delta.expand(weights.shape)
@@ -232,10 +243,10 @@ def slab_backward(
         grad_scores = scratch.wide("grad_scores", products)
     grad_scores = scratch.narrow("products", grad_scores.mul_(weights))
     grad_q = scratch.take("slab", b, batch.rows, q.shape[2], dtype=numbers.narrow)
-    slab.write_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
+    into_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
     grad_k = scratch.take("slab", b, batch.width, q.shape[2], dtype=numbers.narrow)
     grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
-    slab.add_keys(grads[1], scratch.wide("wide slab", grad_k), once)
+    into_keys(grads[1], scratch.wide("wide slab", grad_k))
 
 
 def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> Tensor:
@@ -271,7 +282,7 @@ def rows_of_backward(
     """What ``slab_backward`` reads of a piece, (G, N, .) each: q, k, v, grad_out, minus_lse and minus_delta."""
     numbers = scratch.numbers
     by_name = zip(("q", "k", "v", "grad_out"), (*inputs, grad_out), strict=True)
-    rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in by_name}
+    rows = {name: scratch.rows(name, of_piece(x, piece, out.shape[1]), numbers.narrow) for name, x in by_name}
     lse_rows = lse[piece].reshape(-1, lse.shape[2], 1)
     # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
     products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)
@@ -322,12 +333,34 @@ def _pieces(kind: Kind, kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> list[P
     return pieces
 
 
+def of_piece(x: Tensor, piece: Piece, heads: int) -> Tensor:
+    """What the piece has of (B, H, N, ·); or reads of keys and values, which may have fewer heads than its queries."""
+    group = heads // x.shape[1]
+    if group == 1:
+        return x[piece]
+    read = range(heads)[piece[1]] if isinstance(piece[1], slice) else piece[1]
+    return x[piece[0], [head // group for head in read]]
+
+
+def empty_by_query_head(like: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+    """Room for the gradient of k or v by so many heads of q: ``wide`` where these share heads, to be rounded once."""
+    return empty_like_rows(like, None if heads == like.shape[1] else wide, heads=heads)
+
+
+def add_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of k or v, (B, K, N, ·), from that by each of q's heads: sums in one order, for the same bits."""
+    if gradient.shape[1] == like.shape[1]:
+        return gradient
+    return empty_like_rows(like).copy_(gradient.unflatten(1, (like.shape[1], -1)).sum(2))
+
+
 def put(whole: Tensor, piece: Piece, rows: Tensor) -> None:
-    """Write (G, N, ·) where the piece lies in (B, H, N, ·), in that tensor's dtype."""
+    """Write (G, N, ·) where the piece lies in (B, H, N, ·), in that tensor's dtype; unless it lies there already."""
     target = whole[piece]  # a copy where heads are a list
     values = rows.view(target.shape)
     if isinstance(piece[1], slice):
-        target.copy_(values)
+        if values.data_ptr() != target.data_ptr():
+            target.copy_(values)
     else:
         whole[piece] = values.to(whole.dtype)
 
