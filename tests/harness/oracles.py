@@ -269,7 +269,8 @@ def in_chunks(
         masked: the mask of some queries, (H, R, N) or (B, H, R, N), from their positions (R,).
     """
     wide = accumulator_dtype(dtype)
-    q, k, v, grad_out = (t.to(dtype).to(wide) for t in inputs[:4])
+    heads, shared = inputs.q.shape[1], inputs.k.shape[1]
+    q, k, v, grad_out = (t.to(dtype).to(wide).repeat_interleave(heads // t.shape[1], 1) for t in inputs[:4])
 
     def rounded(product: Tensor) -> Tensor:
         return product.to(dtype).to(wide)
@@ -292,6 +293,8 @@ def in_chunks(
         gradient = rounded(gradient.mul_(weights).mul_(scale))
         found["dq"][:, :, some] = gradient @ k
         found["dk"] += gradient.mT @ q[:, :, some]
+    for name in ("dk", "dv"):
+        found[name] = found[name].unflatten(1, (shared, heads // shared)).sum(2)
     return {name: t if name == "lse" else t.to(dtype) for name, t in found.items()}
 
 

@@ -50,6 +50,7 @@ DEVICE = DEVICES["triton"]
 CARD = DEVICE == "cuda"
 HALF, BRAIN, SINGLE, _ = DTYPES
 N, L, C = (4_096, 128, 8) if CARD else (96, 16, 2)
+CLOSED = 3_072 if CARD else N  # which three quarters of a tile divide as well
 EVERY = 16  # rows of which the largest intermediates are taken, in long contexts
 
 Reads = Pattern | list[Pattern]
@@ -177,6 +178,16 @@ def test_heads_that_differ_are_within_precision(heads: list[Pattern], dtype: tor
 
 
 @pytest.mark.parametrize(
+    "reads, dtype, width",
+    some([(p, d, w) for p in MAIN for d, w in ((BRAIN, 64), (HALF, 128), (SINGLE, 64))], (Fixed(L, C), BRAIN, 16)),
+    ids=str,
+)
+def test_heads_that_share_keys_are_within_precision(reads: Reads, dtype: torch.dtype, width: int) -> None:
+    shape = Shape(1, 4, N, width, width, key_heads=2)
+    check(ours(reads), mask_of(reads, 4, N), dtype, shape, f"{reads}, shared keys")
+
+
+@pytest.mark.parametrize(
     "pattern, context",
     some(
         [(p, n) for n in (12_288, 65_536) for p in (Local(1_024), Column(256), Strided(256), Fixed(256, 8))],
@@ -221,9 +232,9 @@ def patterns_for(kernel: str, one: Any) -> Sequence[Pattern]:
     """What one configuration is held on; for closed runs such as fill its tile, or leave a part of it."""
     if kernel != "closed":
         return some(MAIN, Summary(L, C))
-    edge = one.block_k
-    whole, part = Block(edge), Column(N // (edge // 4 * 3))
-    return some((whole, Block(edge // 2), part, Fixed(edge, C), Strided(N // edge)), Fixed(edge, C))
+    edge, short = one.block_k, one.block_k // 4 * 3
+    blocks, columns = (Block(edge), Block(short), Fixed(edge, C)), (Column(CLOSED // short), Strided(CLOSED // edge))
+    return some((*blocks, *columns), Fixed(edge, C))
 
 
 SHIPPED = [(*case, pattern) for case in (shipped() if HAS_TRITON else []) for pattern in patterns_for(case[0], case[3])]
@@ -238,8 +249,8 @@ def test_every_shipped_configuration_is_within_precision(
     if kernel == "closed":
         from longstride.kernels.backends.triton.configurations import closed_choice
 
-        assert closed_choice((one,), (pattern,) * 2, N) is not None
-    check_pattern(pattern, dtype, width, context=N if kernel == "closed" else N + L)
+        assert closed_choice((one,), (pattern,) * 2, CLOSED) is not None
+    check_pattern(pattern, dtype, width, context=CLOSED if kernel == "closed" else N + L)
 
 
 # Selections and single queries
