@@ -52,11 +52,11 @@ from longstride.kernels.backends.triton.configurations import (
 )
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
-    delta_of,
     forward_of,
     over_closed_runs,
     over_keys,
     over_queries,
+    per_query_of,
 )
 from longstride.kernels.patterns import Block, Column, Local, Pattern, Summary
 
@@ -212,6 +212,8 @@ def grid(case: Case, target: str) -> list[Configuration]:
     if target == "sm_90" and case.kernel != "closed" and item == 2:
         large = [one for one in made if one.maxnreg is None and min(one[:2]) >= DESCRIBED_FROM and one.num_stages == 2]
         made += [one._replace(described=True) for one in large]
+        if case.kernel == "forward":
+            made += [configuration(128, keys, 4, 2)._replace(specialized=True) for keys in (128, 64)]
     own = [one._replace(rate=1.0) for one in getattr(entry(target, item, padded(case.width))[1], case.kernel)]
     found = list(dict.fromkeys([*own, *made]))
     if case.device == "cpu":  # one that compiles well, and one whose warps repeat each other's products
@@ -275,7 +277,10 @@ def examined(trial: Trial, target: str) -> Ahead:
     try:
         with quiet(), only(trial):
             prepared(case._replace(device="cpu"), empty=True)[0]()
-        launches = [metadata for name, metadata in dry.launched[before:] if name == f"{case.kernel}_kernel"]
+        name = "specialized" if one.specialized else case.kernel
+        launches = [metadata for of, metadata in dry.launched[before:] if of == f"{name}_kernel"]
+        if not launches:
+            return Ahead("cannot serve such rows", None)
         code = read(dry.binaries[launches[-1].hash], launches[-1].shared, launches[-1].num_warps)
     except Exception as error:  # too much shared memory, registers or patience: one line in the file
         return Ahead(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", None)
@@ -391,7 +396,8 @@ def prepared(case: Case, empty: bool = False) -> tuple[Callable[[], object], Cal
         (torch.empty_like(v), v.new_empty(v.shape[:3], dtype=one.wide)) if empty else forward_of(one, q, k, v, SCALE)
     )
     q, k, v, out, grad_out = (one.readable(t) for t in (q, k, v, out, grad_out))
-    inputs = BackwardInputs(q, k, v, grad_out, lse, lse if empty else delta_of(one, out, grad_out, lse, None))
+    per_query = one.empty(*lse.shape, 2) if empty else per_query_of(one, out, grad_out, lse, None)
+    inputs = BackwardInputs(q, k, v, grad_out, per_query)
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     if not empty:
         for t in (dq, dk, dv):
