@@ -31,6 +31,7 @@ setup(
     packages=[*find_packages(include=["longstride", "longstride.*"]), "longstride.ds_configs"],
     package_data={
         "longstride.ds_configs": ["*.json", "experiments/*.json"],
+        "longstride.kernels.backends.triton": ["tuned/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.serving": ["serve.*"],
     },

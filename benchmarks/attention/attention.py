@@ -29,7 +29,7 @@ from benchmarks.attention.gate import problems
 from benchmarks.attention.measure import Settings, measure
 from benchmarks.attention.peers import forget_compiled, reason_of
 from benchmarks.attention.plot import plot
-from benchmarks.attention.tiles import measure_plans
+from benchmarks.attention.tiles import measure_plans, rows_in_force
 from benchmarks.machine import about, copy_bandwidth, matmul_flops, slug
 from benchmarks.report import DASH, add_output_arguments, cell, check_output, rounded, write_json
 
@@ -109,7 +109,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     check_output(parser, options, f"{prefix}-{slug(device)}.json")
     defaults = {
         "contexts": list(cases.CONTEXTS[kind]) if options.preset == "grid" else [],
-        "plans": [] if options.preset == "rehearsal" else [cases.PLAN_CONTEXT],
+        "plans": [] if options.preset in ("beside", "rehearsal") else [cases.PLAN_CONTEXT],
         "head_widths": list(cases.HEAD_WIDTHS[kind]),
         "dtypes": list(cases.DTYPES[kind]),
         "repeats": REPEATS[kind],
@@ -129,6 +129,8 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
     kind = torch.device(options.device).type
     if options.preset == "bars":
         return cases.bars(kind)
+    if options.preset == "beside":
+        return cases.beside(kind)
     if options.preset == "rehearsal":
         return cases.rehearsal(options.dtypes[0])
     first = cases.published_case("bfloat16")
@@ -172,6 +174,7 @@ def beginning(device: torch.device, options: argparse.Namespace) -> dict[str, An
         "backend": options.backend,
         "repeats": options.repeats,
         "preset": options.preset,
+        "rows": rows_in_force(device),
         "copy_bytes_per_second": rounded(copied),
         "matmul_flops_per_second": rounded(multiplied),
         "timings": [],

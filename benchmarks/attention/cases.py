@@ -16,7 +16,8 @@ SUMMARY = 8
 CONTEXTS = {"cpu": (3_072, 12_288), "cuda": (3_072, 12_288, 65_536, 262_144, 1_048_576)}
 HEAD_WIDTHS = {"cpu": (64,), "cuda": (64, 128)}
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
-PRESETS = ("grid", "bars", "rehearsal")
+PRESETS = ("grid", "bars", "beside", "rehearsal")
+MIXED = "mixed heads"  # a quarter of the heads each local, column, summary and fixed
 PLAN_CONTEXT = 1_048_576
 CPU_HEADS = 4
 FEWEST_HEADS, MOST_HEADS, POSITIONS_ON_A_CARD = 8, 64, 2**20  # enough programs and bytes for every multiprocessor
@@ -35,10 +36,12 @@ class Group:
     summary: int = SUMMARY  # c
     names: tuple[str, ...] = NAMES
 
-    def patterns(self) -> dict[str, Pattern]:
-        """The patterns by the names they have in tables."""
+    def patterns(self) -> dict[str, Pattern | list[Pattern]]:
+        """The patterns by the names they have in tables; a list has one a head."""
         every = patterns_of(self.stride, self.summary)
-        return {name: every[name] for name in self.names}
+        kinds = [every[name] for name in ("local", "column", "summary", "fixed merged")]
+        mixed = {MIXED: [kinds[head % len(kinds)] for head in range(self.heads)]}
+        return {name: mixed[name] if name == MIXED else every[name] for name in self.names}
 
     def sizes(self) -> dict[str, Any]:
         """What identifies the group in a result file."""
@@ -102,6 +105,14 @@ def bars(device_type: str) -> list[Group]:
     ]
 
 
+def beside(device_type: str) -> list[Group]:
+    """What no bar is set on and trainings use: other dtypes and widths, and heads that differ."""
+    heads = heads_of(12_288, device_type)
+    names = ("local", "column", "fixed merged", MIXED)
+    kinds = ((64, "float16"), (128, "bfloat16"), (256, "bfloat16"), (64, "float32"))
+    return [Group(12_288, 128, width, dtype, heads, names=names) for width, dtype in kinds]
+
+
 def rehearsal(dtype: str) -> list[Group]:
     """Cases so small that the interpreter takes seconds: they say that everything runs, and nothing of speed."""
-    return [Group(96, 16, 16, dtype, 2, summary=2, names=("local",)), Group(64, 8, 16, dtype, 1, summary=2)]
+    return [Group(96, 16, 16, dtype, 4, summary=2, names=("local", MIXED)), Group(64, 8, 16, dtype, 1, summary=2)]

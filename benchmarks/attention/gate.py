@@ -86,8 +86,8 @@ def gate(
     return None
 
 
-def ours(pattern: Pattern, backend: str) -> Attention:
-    """Our own attention under a pattern."""
+def ours(pattern: Pattern | Sequence[Pattern], backend: str) -> Attention:
+    """Our own attention under a pattern, or one a head."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparse_attention(q, k, v, pattern, backend=backend)

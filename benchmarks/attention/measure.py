@@ -115,7 +115,7 @@ def dense_of(turns: dict[str, Turns], reasons: dict[str, str]) -> dict[str, Any]
     }
 
 
-def visited_of(pattern: Pattern, group: Group, device: torch.device, backend: str) -> ByPhase:
+def visited_of(pattern: Pattern | list[Pattern], group: Group, device: torch.device, backend: str) -> ByPhase:
     """Pairs in visited tiles, by phase; None for backends without tiles."""
     if backend != "triton" and (backend != "auto" or device.type == "cpu"):
         return dict.fromkeys(OPERATIONS)

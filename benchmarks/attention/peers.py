@@ -6,6 +6,7 @@ import functools
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +108,11 @@ class Flex:
         }
 
 
-def flex(pattern: Pattern, one: Inputs, limit: int) -> Flex:
+def flex(pattern: Pattern | Sequence[Pattern], one: Inputs, limit: int) -> Flex:
     """FlexAttention, compiled, with a block mask of the pattern; on a CPU it has no backward."""
     context, device = one.grad_out.shape[2], one.grad_out.device
+    if not isinstance(pattern, Pattern):
+        return Flex(reason="heads differ")
     if context > limit:
         return Flex(reason=f"beyond --flex-limit {limit}")
     try:

@@ -6,6 +6,7 @@ The only file here that knows how plans are made.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,14 +22,26 @@ SIDES: tuple[Side, Side] = ("queries", "keys")
 TILE_ROWS = 128
 
 
-def allowed_pairs(pattern: Pattern, context: int) -> int:
-    """Pairs of a query and a key that the pattern allows, for one head."""
-    found = (view(part, context, "queries").intervals for part in pattern.for_head(0).parts())
-    return sum(int((intervals.high - intervals.low).sum()) for intervals in found)
+def one_a_head(pattern: Pattern | Sequence[Pattern]) -> tuple[Pattern, ...]:
+    """The patterns of heads that are given one each, or that of the first head, for all."""
+    return (pattern.for_head(0),) if isinstance(pattern, Pattern) else tuple(pattern)
+
+
+def allowed_pairs(pattern: Pattern | Sequence[Pattern], context: int) -> int:
+    """Pairs of a query and a key that the pattern allows, for one head; the mean of heads that differ."""
+    heads = one_a_head(pattern)
+    found = (view(part, context, "queries").intervals for head in heads for part in head.parts())
+    return sum(int((intervals.high - intervals.low).sum()) for intervals in found) // len(heads)
 
 
 def visited_pairs(
-    pattern: Pattern, context: int, phase: str, *, device: torch.device, dtype: torch.dtype, head_width: int
+    pattern: Pattern | Sequence[Pattern],
+    context: int,
+    phase: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_width: int,
 ) -> int | None:
     """Pairs in the tiles that the Triton kernels of a phase visit, for one head; None where those cannot run.
 
@@ -36,25 +49,35 @@ def visited_pairs(
     runs, whose kernel visits each once, count once.
     """
     try:
-        from longstride.kernels.backends.triton.call import INTERPRETED, architecture
-        from longstride.kernels.backends.triton.configurations import Kernel, candidates, chosen, closed_choice
+        from longstride.kernels.backends.triton.call import INTERPRETED, candidates_on
+        from longstride.kernels.backends.triton.configurations import Kernel, chosen, closed_choice
     except ImportError:
         return None
     if device.type == "cpu" and not INTERPRETED:
         return None
     padded = max(16, 1 << (head_width - 1).bit_length())
-    heads = (pattern.for_head(0),)
+    heads = one_a_head(pattern)
 
     def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
-        found = candidates(kernel, architecture(device), dtype.itemsize, padded)
-        return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts))
+        found = candidates_on(device, kernel, dtype.itemsize, padded)
+        return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts)) // len(heads)
 
     if phase == "forward":
         return of("forward", "queries", "all")
-    closed = closed_choice(candidates("closed", architecture(device), dtype.itemsize, padded), heads, context)
+    closed = closed_choice(candidates_on(device, "closed", dtype.itemsize, padded), heads, context)
     parts: Parts = "all" if closed is None else "open"
-    once = 0 if closed is None else closed.pairs
+    once = 0 if closed is None else closed.pairs // len(heads)
     return once + round((4 * of("dkdv", "keys", parts) + 3 * of("dq", "queries", parts)) / 7)
+
+
+def rows_in_force(device: torch.device) -> str | None:
+    """The file of measured configurations that launches on this card read, or None: the tables."""
+    if device.type != "cuda":
+        return None
+    from longstride.kernels.backends.triton import tuned
+
+    path = tuned.file_of(torch.cuda.get_device_name(device))
+    return path.name if path.exists() else None
 
 
 def measure_plans(context: int, stride: int | None, summary: int) -> list[dict[str, Any]]:

@@ -1,68 +1,112 @@
 """Find tile edges, warps, stages and descriptors for this card: ``python benchmarks/attention/tune.py``.
 
-Of each kernel and head width every configuration of a grid runs once in a pool of processes, which compiles it and
-holds its result against that of the present table; those that agree are then timed one after another. The fastest ones
-and the rates of small tiles go to the terminal, for ``kernels/backends/triton/configurations.py``; all times to JSON.
-``--device cpu`` rehearses the whole in Triton's interpreter on small sizes.
+Of each kernel and head width some fifteen configurations are compiled ahead of time, in a pool of processes that need
+no card. Their machine code is read: what spills inside a loop, needs too much shared memory or has warps that repeat
+each other's products is dropped unmeasured. The others are held against the present table's results and timed in turns,
+by events around calls that were queued before. Of each width the fastest ones go to a file that launches on this card
+read (``longstride.kernels.backends.triton.tuned``), with rates under which a plan chooses, case by case, what was
+fastest. Width 128 comes first, and both files are written as each kernel is done: what a time limit cuts off is at the
+end. ``--device cpu`` rehearses the whole: code is made for sm_90, and Triton's interpreter runs it on small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
+import math
 import multiprocessing
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if __name__ in ("__main__", "__mp_main__"):  # as a program, or a process of its pool, from a checkout not installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-if "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"):
+if __name__ == "__mp_main__":  # such a process compiles
+    os.environ.pop("TRITON_INTERPRET", None)
+elif "--device=cpu" in sys.argv or ("--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import torch
 from torch import Tensor
 
+from benchmarks.attention.timing import DeviceClock, HostClock
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, rounded, write_json
-from longstride.kernels.backends.triton import configurations
-from longstride.kernels.backends.triton.call import Call, architecture
-from longstride.kernels.backends.triton.configurations import Configuration, closed_choice
+from longstride.kernels import ConfigError
+from longstride.kernels.backends.triton import call, tuned
+from longstride.kernels.backends.triton.call import Call
+from longstride.kernels.backends.triton.configurations import (
+    Configuration,
+    Kernel,
+    chosen,
+    closed_choice,
+    entry,
+)
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
-    forward,
+    forward_of,
     over_closed_runs,
     over_keys,
     over_queries,
     per_query_of,
 )
-from longstride.kernels.patterns import Block, Column, Local, Pattern
+from longstride.kernels.patterns import Block, Column, Local, Pattern, Summary
 
-LARGE = [
-    (block_q, block_k, warps, stages, described)
-    for block_q, block_k in ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128))
-    for warps in (4, 8)
-    for stages in (2, 3, 4)
-    for described in (False, True)
+KERNELS: tuple[Kernel, ...] = ("forward", "dkdv", "dq", "closed")
+AHEAD = ("sm_80", "sm_86", "sm_90")  # whose machine code can be made and read without a card
+REHEARSED = "sm_90"
+# block_q, block_k, warps, stages, and most registers a thread
+ROWS_OF_QUERIES = [
+    *((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+    *((64, 128, 4, 2), (64, 64, 4, 2, 128), (128, 32, 4, 3), (32, 32, 4, 2), (16, 16, 1, 2)),
 ]
-SMALL = [(32, 32, warps, 2, False) for warps in (1, 2, 4)] + [(16, 16, 1, 2, False)]
-SQUARES = [(edge, edge, warps, 1, False) for edge in (128, 64, 32) for warps in (2, 4, 8, 16)]
-TOLERANCE = 0.02  # of the norm: bf16 operands, other orders of addition
+FIELDS = {
+    "forward": ROWS_OF_QUERIES,
+    "dq": ROWS_OF_QUERIES,
+    "dkdv": [
+        *((64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+        *((128, 64, 4, 2), (64, 64, 4, 2, 128), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 1, 2)),
+    ],
+    "closed": [
+        *((128, 128, 8, 1), (128, 128, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1), (64, 64, 4, 1, 128)),
+        *((32, 32, 2, 1), (32, 32, 4, 1), (32, 32, 1, 1)),
+    ],
+}
+IN_FP32 = [
+    (32, 32, 4, 1),
+    (64, 32, 4, 1),
+    (32, 64, 4, 1),
+    (16, 32, 4, 1),
+    (32, 16, 4, 1),
+    (64, 64, 8, 1),
+    (16, 16, 4, 1),
+]
+DESCRIBED_FROM = 64  # keys a tile: smaller ones are not worth a descriptor
+TOLERANCE = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-4}  # of the norm: operands, other orders of addition
+MOST_REPEATS = 1.2  # of products; in fp32 a few multiply-adds are no part of one
+ROUNDS = 5
+HOPELESS = 2.0  # times the fastest: not worth more than one measurement
+MOST_ROWS = 4  # candidates of a row
+ROW_COSTS = 0.01  # of the time: one candidate more must save as much
+NEAR = range(-3, 4)  # rates that are tried: the measured one times so many fourth roots of 2
 SCALE = 0.125
 
 
 class Case(NamedTuple):
     """What one kernel is timed on."""
 
-    kernel: str
+    kernel: Kernel
     pattern: Pattern
     context: int
+    dtype: str
     width: int
     heads: int
     device: str
@@ -75,142 +119,302 @@ class Trial(NamedTuple):
     configuration: Configuration
 
 
+class Ahead(NamedTuple):
+    """What is known of a trial without a card: why it is dropped, or None, and what its machine code says."""
+
+    problem: str | None
+    code: dict[str, Any] | None
+    digest: str | None = None  # of the machine code
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 1 where no configuration of some kernel ran."""
+    """Exit code: 1 where no configuration of some kernel ran, 2 where the file of rows is damaged."""
+    started = time.monotonic()
     options = read_options(arguments)
-    cases = [
-        case for width in options.widths for kernel in options.kernels for case in cases_of(kernel, width, options)
+    facts = about(torch.device(options.device))
+    try:
+        rows = tuned.read(options.rows)[1] if options.rows.exists() else {}
+    except ConfigError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    target = REHEARSED if options.device == "cpu" else call.architecture(torch.device("cuda"))
+    groups = [
+        [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
+        for dtype in options.dtypes
+        for width in options.widths
+        for kernel in options.kernels
     ]
-    trials = [Trial(case, one) for case in cases for one in grid(case)]
-    started = time.perf_counter()
-    problems = checked(trials, options.processes)
-    print(f"{len(trials)} configurations compiled and checked in {time.perf_counter() - started:.0f} s")
-    found = []
-    for trial, problem in zip(trials, problems, strict=True):
-        late = time.perf_counter() - started > options.time_limit
-        seconds = None if problem or late else seconds_of(trial)
-        found.append((trial, "out of time" if late and not problem else problem, seconds))
-    write(options.output, found)
-    ran = [report(case, found) for case in cases]
-    return 0 if all(ran) else 1
-
-
-def checked(trials: list[Trial], processes: int) -> list[str | None]:
-    """What is wrong with each trial; a process that dies takes the trials after it along, not this one."""
-    problems: list[str | None] = []
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(problem_with, trial) for trial in trials]:
-            try:
-                problems.append(future.result())
-            except BrokenProcessPool:
-                problems.append("a process died")
-    return problems
+    found: list[dict[str, Any]] = []
+    ran = []
+    with ahead_of_time(groups, target, options.processes) as known:
+        for group in groups:
+            if time.monotonic() - started > options.time_limit:
+                print(f"no time left for {title(group[0].case)}")
+                continue
+            measured = measure(group, known)
+            found += measured
+            fitting = fitted(group, measured)
+            ran.append(bool(fitting))
+            case = group[0].case
+            if fitting:
+                widest, _ = entry(target, getattr(torch, case.dtype).itemsize, padded(case.width))
+                rows[case.kernel, widest] = fitting
+                tuned.write(options.rows, facts["device"], rows, torch=facts["torch"], date=facts["date"])
+            report(group, measured, fitting)
+            write_json(options.output, {**facts, "trials": found})
+    print(f"wrote {options.output} and {options.rows}")
+    return 0 if ran and all(ran) else 1
 
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--kernels", nargs="+", default=["forward", "dkdv", "dq", "closed"])
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--processes", type=int, default=None, help="compile in so many; as many as there are cores")
-    parser.add_argument("--time-limit", type=float, default=420, help="seconds after which nothing more is timed")
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 64, 256])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=sorted(TOLERANCE))
+    parser.add_argument("--processes", type=int, default=None, help="compile in so many; all cores but two")
+    parser.add_argument("--time-limit", type=float, default=420, help="seconds after which no kernel is begun")
+    parser.add_argument(
+        "--rows", type=Path, default=None, help="for the best ones; where launches on this card read them"
+    )
     add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     check_output(parser, options, f"tuning-{slug(device) if options.device == 'cuda' else 'rehearsal'}.json")
-    options.processes = options.processes or os.cpu_count()
+    if options.rows is None:
+        here = options.device == "cuda"
+        options.rows = tuned.file_of(torch.cuda.get_device_name()) if here else options.output.with_suffix(".rows.json")
+    options.processes = options.processes or max(1, (os.cpu_count() or 1) - 2)
     return options
 
 
-def cases_of(kernel: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
-    """Long runs and short columns that fill a card, blocks of three sizes for closed runs; small ones to rehearse."""
+def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
+    """Long runs, short and shorter columns and few keys a row, all of which fill a card; blocks for closed runs."""
     if options.device == "cpu":
-        yield Case(kernel, Block(16) if kernel == "closed" else Local(32), 64, width, 1, "cpu")
+        yield Case(kernel, Block(16) if kernel == "closed" else Local(32), 64, dtype, width, 1, "cpu")
     elif kernel == "closed":
-        for stride in (128, 64, 32):
-            yield Case(kernel, Block(stride), 98_304, width, 16, "cuda")
+        if dtype != "float32":  # whose closed runs the other kernels serve
+            for pattern in (Block(128), Column(128), Block(64), Block(32)):
+                yield Case(kernel, pattern, 12_288, dtype, width, 64, "cuda")
     else:
-        yield Case(kernel, Local(1_024), 32_768, width, 16, "cuda")
-        yield Case(kernel, Column(128), 12_288, width, 64, "cuda")
+        yield Case(kernel, Local(1_024), 32_768, dtype, width, 16, "cuda")
+        yield Case(kernel, Column(128), 12_288, dtype, width, 64, "cuda")
+        yield Case(kernel, Summary(128, 8), 12_288, dtype, width, 64, "cuda")
+        yield Case(kernel, Column(128), 3_072, dtype, width, 256, "cuda")
 
 
-def grid(case: Case) -> Iterator[Configuration]:
-    """The configurations to try; a few of them to rehearse."""
-    if case.device == "cpu":
-        fields = [(32, 32, 1, 1, False)] if case.kernel == "closed" else [(32, 16, 1, 1, False), (16, 32, 1, 1, True)]
-    elif isinstance(case.pattern, Block):  # a whole block must fit
-        fields = [square for square in SQUARES if square[0] >= case.pattern.stride]
-    else:
-        fields = LARGE + SMALL
-    for block_q, block_k, warps, stages, described in fields:
-        yield Configuration(block_q, block_k, warps, stages, 1.0, described)
+def grid(case: Case, target: str) -> list[Configuration]:
+    """The configurations to try: those of the present table, and some fifteen more; two to rehearse."""
+    item = getattr(torch, case.dtype).itemsize
+    fields: Sequence[tuple[int, ...]] = IN_FP32 if case.dtype == "float32" else FIELDS[case.kernel]
+    made = [configuration(*some) for some in fields]
+    if target == "sm_90" and case.kernel != "closed" and item == 2:
+        large = [one for one in made if one.maxnreg is None and min(one[:2]) >= DESCRIBED_FROM and one.num_stages == 2]
+        made += [one._replace(described=True) for one in large]
+        if case.kernel == "forward":
+            made += [configuration(128, keys, 4, 2)._replace(specialized=True) for keys in (128, 64)]
+    own = [one._replace(rate=1.0) for one in getattr(entry(target, item, padded(case.width))[1], case.kernel)]
+    found = list(dict.fromkeys([*own, *made]))
+    if case.device == "cpu":  # one that compiles well, and one whose warps repeat each other's products
+        found = [configuration(64, 64, 4, 1 + (case.kernel != "closed")), configuration(64, 64, 16, 1)]
+    if case.kernel != "closed":
+        return found
+    stride = case.pattern.stride  # type: ignore[attr-defined]
+    longest = case.context // stride if isinstance(case.pattern, Column) else stride
+    return [one for one in found if one.block_k >= longest]  # a whole run must fit
 
 
-# One kernel alone
+def configuration(block_q: int, block_k: int, warps: int, stages: int, maxnreg: int | None = None) -> Configuration:
+    """As the lists above have them."""
+    return Configuration(block_q, block_k, warps, stages, maxnreg=maxnreg)
 
 
-def problem_with(trial: Trial) -> str | None:
-    """Run a configuration once, which compiles it for all processes: what is wrong with it, or None."""
+def padded(width: int) -> int:
+    """As kernels pad it."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+# Ahead of time: in processes that need no card
+
+
+@contextlib.contextmanager
+def ahead_of_time(groups: list[list[Trial]], target: str, processes: int) -> Iterator[Callable[[Trial], Ahead]]:
+    """A function that says what is known of a trial, and waits for it; all are compiled in the order of the groups."""
+    if target not in AHEAD:  # nothing is known: each compiles when it first runs
+        yield lambda trial: Ahead(None, None)
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     try:
+        futures = {one: pool.submit(examined, one, target) for group in groups for one in group}
+
+        def known(trial: Trial) -> Ahead:
+            try:
+                return futures[trial].result()
+            except BrokenProcessPool:  # of all that were not done
+                return Ahead("the process that compiled it died", None)
+
+        yield known
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+@functools.cache
+def card(target: str) -> Any:
+    """In a process of the pool: from now on kernels compile for this card, and launches do nothing."""
+    from tests.harness.dry_card import DryCard
+
+    return DryCard(target).install()
+
+
+def examined(trial: Trial, target: str) -> Ahead:
+    """In a process of the pool: compile a configuration through the launch path, and read its machine code."""
+    from benchmarks.attention.generated_code import read, repeats
+
+    dry = card(target)
+    before = len(dry.launched)
+    case, one = trial.case, trial.configuration
+    try:
+        with quiet(), only(trial):
+            prepared(case._replace(device="cpu"), empty=True)[0]()
+        name = "specialized" if one.specialized else case.kernel
+        launches = [metadata for of, metadata in dry.launched[before:] if of == f"{name}_kernel"]
+        if not launches:
+            return Ahead("cannot serve such rows", None)
+        code = read(dry.binaries[launches[-1].hash], launches[-1].shared, launches[-1].num_warps)
+    except Exception as error:  # too much shared memory, registers or patience: one line in the file
+        return Ahead(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", None)
+    width, visits = padded(case.width), code.visits(case.kernel)
+    local, most = (
+        sum(loop.local for loop in code.hot),
+        max((repeats(v, case.kernel, one, width, width) for v in visits), default=0.0),
+    )
+    said = {
+        "registers": code.registers,
+        "shared_bytes": code.shared_bytes,
+        "programs": code.programs(target),
+        "local_in_loops": local,
+        "repeats": rounded(most),
+        "instructions": [visit.instructions for visit in visits],
+    }
+    if local:
+        return Ahead(f"{local} loads and stores of what is spilled in its loops", said)
+    if most > MOST_REPEATS:
+        return Ahead(f"its warps compute products {most:.2f} times", said)
+    return Ahead(None, said, launches[-1].hash)
+
+
+# On the card
+
+
+def measure(group: list[Trial], known: Callable[[Trial], Ahead]) -> list[dict[str, Any]]:
+    """A row a trial, in the group's order: what was known ahead, what is wrong with it, and its seconds."""
+    rows = []
+    for case, trials in itertools.groupby(group, key=lambda trial: trial.case):
+        asked, seen = [], set[str]()
+        for trial in trials:
+            ahead = known(trial)
+            if ahead.digest is not None and ahead.digest in seen:  # no descriptor can read this order, say
+                ahead = ahead._replace(problem="the code of another one above")
+            seen.add(ahead.digest or "")
+            asked.append((trial, ahead))
         with quiet():
-            run, results = prepared(trial.case)
-            run()
-            wanted = [result.double().clone() for result in results()]
+            seconds, wrong = timed(case, [trial for trial, ahead in asked if ahead.problem is None])
+        for trial, ahead in asked:
+            rows.append(
+                {
+                    "kernel": case.kernel,
+                    "pattern": str(case.pattern),
+                    "context": case.context,
+                    "dtype": case.dtype,
+                    "width": case.width,
+                    "heads": case.heads,
+                    **{name: value for name, value in trial.configuration._asdict().items() if name != "rate"},
+                    "ahead": ahead.code,
+                    "problem": ahead.problem or wrong.get(trial),
+                    "seconds": rounded(seconds.get(trial)),
+                }
+            )
+    return rows
+
+
+def timed(case: Case, trials: list[Trial]) -> tuple[dict[Trial, float], dict[Trial, str]]:
+    """Seconds of each trial that gives the present table's results, in turns, and what is wrong with the others."""
+    run, results = prepared(case)
+    run()
+    wanted = [result.double().clone() for result in results()]
+    clock = HostClock() if case.device == "cpu" else DeviceClock(torch.device(case.device), 1)
+
+    def once(number: int) -> None:
+        run()
+
+    wrong: dict[Trial, str] = {}
+    runs: dict[Trial, list[float]] = {}
+    calls: dict[Trial, tuple[int, float]] = {}
+    for trial in trials:
+        try:
             with only(trial):
                 run()
-            found = [result.double() for result in results()]
-    except Exception as error:  # too much shared memory, registers or patience: one line in the file
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-    return None if all(one < TOLERANCE for one in differences) else f"differs by {max(differences):.2g}"
+                found = [result.double() for result in results()]
+                differences = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+                if not all(one < TOLERANCE[case.dtype] for one in differences):
+                    wrong[trial] = f"differs by {max(differences):.2g}"
+                    continue
+                first = clock.region(once, 2, 0.0)
+                calls[trial] = clock.calls(first.seconds), first.host_seconds
+                runs[trial] = [clock.region(once, *calls[trial]).seconds]
+        except Exception as error:
+            wrong[trial] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if case.device != "cpu" and runs:
+        fastest = min(some[0] for some in runs.values())
+        for _, trial in itertools.product(range(ROUNDS - 1), [t for t in runs if runs[t][0] <= HOPELESS * fastest]):
+            with only(trial):
+                runs[trial].append(clock.region(once, *calls[trial]).seconds)
+    return {trial: statistics.median(some) for trial, some in runs.items()}, wrong
 
 
-def seconds_of(trial: Trial) -> float:
-    """Median seconds of one launch."""
-    run, _ = prepared(trial.case)
-    with only(trial):
-        run()
-        if trial.case.device == "cpu":
-            started = time.perf_counter()
-            run()
-            return time.perf_counter() - started
-        import triton.testing
+def prepared(case: Case, empty: bool = False) -> tuple[Callable[[], object], Callable[[], list[Tensor]]]:
+    """A function that launches the case's kernel, and one that gives what it wrote; ``empty`` where nothing is run."""
+    shape, dtype = (1, case.heads, case.context, case.width), getattr(torch, case.dtype)
 
-        return triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median") / 1e3
+    def drawn() -> Tensor:
+        found = torch.empty(shape, dtype=dtype, device=case.device)
+        return found if empty else found.normal_()
 
-
-def prepared(case: Case) -> tuple[Callable[[], object], Callable[[], list[Tensor]]]:
-    """A function that launches the case's kernel, and one that gives what it wrote."""
-    generator = torch.Generator(case.device).manual_seed(0)
-    shape = (1, case.heads, case.context, case.width)
-    q, k, v, grad_out = (torch.randn(shape, generator=generator, device=case.device).bfloat16() for _ in range(4))
+    torch.manual_seed(0)
+    q, k, v, grad_out = (drawn() for _ in range(4))
     patterns = (case.pattern,) * case.heads
     if case.kernel == "forward":
         found: list[Tensor] = []
 
         def run_forward() -> None:
-            found[:] = forward(q, k, v, patterns, SCALE)
+            found[:] = forward_of(Call(q, v, patterns), q, k, v, SCALE)
 
         return run_forward, lambda: found
-    out, lse = forward(q, k, v, patterns, SCALE)
-    call = Call(q, v, patterns)
-    q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
-    inputs = BackwardInputs(q, k, v, grad_out, per_query_of(call, out, grad_out, lse, None))
-    dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
+    one = Call(q, v, patterns)
+    out, lse = (
+        (torch.empty_like(v), v.new_empty(v.shape[:3], dtype=one.wide)) if empty else forward_of(one, q, k, v, SCALE)
+    )
+    q, k, v, out, grad_out = (one.readable(t) for t in (q, k, v, out, grad_out))
+    per_query = one.empty(*lse.shape, 2) if empty else per_query_of(one, out, grad_out, lse, None)
+    inputs = BackwardInputs(q, k, v, grad_out, per_query)
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    if not empty:
+        for t in (dq, dk, dv):
+            t.fill_(math.nan)
 
     def run_backward() -> None:
         if case.kernel == "dkdv":
-            over_keys(call, inputs, "all", (dk, dv), SCALE)
+            over_keys(one, inputs, "all", (dk, dv), SCALE)
         elif case.kernel == "dq":
-            over_queries(call, inputs, "all", dq, SCALE)
+            over_queries(one, inputs, "all", dq, SCALE)
         else:
-            choice = closed_choice(call.candidates("closed"), patterns, case.context)
+            choice = closed_choice(one.candidates("closed"), patterns, case.context)
             if choice is None:  # what the present table does without
-                over_keys(call, inputs, "all", (dk, dv), SCALE)
-                over_queries(call, inputs, "all", dq, SCALE)
+                over_keys(one, inputs, "all", (dk, dv), SCALE)
+                over_queries(one, inputs, "all", dq, SCALE)
             else:
-                over_closed_runs(call, choice, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
+                over_closed_runs(one, choice, (q, k, v, out, grad_out, lse), None, (dq, dk, dv), SCALE)
 
     written = {"dkdv": [dk, dv], "dq": [dq]}.get(case.kernel, [dq, dk, dv])
     return run_backward, lambda: written
@@ -219,14 +423,16 @@ def prepared(case: Case) -> tuple[Callable[[], object], Callable[[], list[Tensor
 @contextlib.contextmanager
 def only(trial: Trial) -> Iterator[None]:
     """Have the trial's kernel use its configuration alone."""
-    name = architecture(torch.device(trial.case.device))
-    table = configurations.ARCHITECTURES.get(name, configurations.SAFE)
-    rows = {key: row._replace(**{trial.case.kernel: (trial.configuration,)}) for key, row in table.items()}
-    configurations.ARCHITECTURES[name] = rows
+    table = call.candidates_on
+
+    def candidates_on(device: torch.device, kernel: Kernel, *case: Any) -> tuple[Configuration, ...]:
+        return (trial.configuration,) if kernel == trial.case.kernel else table(device, kernel, *case)
+
+    call.candidates_on = candidates_on  # type: ignore[assignment]
     try:
         yield
     finally:
-        configurations.ARCHITECTURES[name] = table
+        call.candidates_on = table
 
 
 @contextlib.contextmanager
@@ -236,43 +442,86 @@ def quiet() -> Iterator[None]:
         yield
 
 
-# What is said and written
+# What is chosen, said and written
 
 
-def report(case: Case, found: list[tuple[Trial, str | None, float | None]]) -> bool:
-    """Print the fastest configurations of a case; False where there is none."""
-    own = sorted((s, trial.configuration) for trial, _, s in found if trial.case == case and s is not None)
-    failed = sum(trial.case == case and problem is not None for trial, problem, _ in found)
-    print(f"\n{case.kernel}, width {case.width}, {case.pattern} at {case.context:,}: {len(own)} ran, {failed} did not")
-    for seconds, one in own[:5]:
-        print(f"  {seconds * 1e3:8.3f} ms  {tuple(one[:4])}{' described' if one.described else ''}")
-    for edge in (64, 32, 16):
-        small = [pair for pair in own if max(pair[1][:2]) == edge]
-        if small:
-            seconds, one = small[0]
-            print(f"  edge {edge}: {tuple(one[:4])}, rate {own[0][0] / seconds:.2f}")
-    return bool(own)
+def fitted(group: Sequence[Trial], measured: list[dict[str, Any]]) -> tuple[Configuration, ...]:
+    """The fastest configuration of each case, with rates by which plans choose it there; of many, those that matter.
+
+    Plans take the candidate with the fewest computed pairs for its rate. Of all rates near the measured pairs a second
+    those are taken that lose least time over all cases.
+    """
+    seconds = {
+        (trial.case, trial.configuration): row["seconds"]
+        for trial, row in zip(group, measured, strict=True)
+        if row["seconds"] is not None
+    }
+    cases = list(dict.fromkeys(case for case, _ in seconds))
+    best = {case: min(s for (c, _), s in seconds.items() if c == case) for case in cases}
+    winners = list(dict.fromkeys(one for (case, one), s in seconds.items() if s == best[case]))
+    pairs = {(case, one): pairs_of(case, one) for case, one in seconds if one in winners}
+    logs: dict[Configuration, list[float]] = {one: [] for one in winners}
+    for (case, one), number in pairs.items():
+        logs[one].append(math.log(number / seconds[case, one]))
+    speeds = {one: math.exp(statistics.mean(some)) for one, some in logs.items()}
+
+    def lost(rates: dict[Configuration, float]) -> float:
+        """Of the logarithm of the time, over all cases; infinite where none of them can serve one."""
+        found = 0.0
+        for case in cases:
+            priced = [(pairs[case, one] / rate, one) for one, rate in rates.items() if (case, one) in pairs]
+            if not priced:
+                return math.inf
+            found += math.log(seconds[case, min(priced, key=lambda pair: pair[0])[1]] / best[case])
+        return found
+
+    least, fitting = math.inf, dict[Configuration, float]()
+    for size in range(1, min(MOST_ROWS, len(winners)) + 1):
+        steps = sorted(itertools.product(NEAR, repeat=size), key=lambda some: sum(map(abs, some)))
+        for some, near in itertools.product(itertools.combinations(winners, size), steps):
+            rates = {one: speeds[one] * 2 ** (step / 4) for one, step in zip(some, near, strict=True)}
+            if (price := lost(rates) + ROW_COSTS * size) < least:
+                least, fitting = price, rates
+    ordered = sorted(fitting.items(), key=lambda pair: -pair[1])
+    return tuple(one._replace(rate=round(rate / ordered[0][1], 3)) for one, rate in ordered)
 
 
-def write(output: Path, found: list[tuple[Trial, str | None, float | None]]) -> None:
-    """All times as JSON."""
-    device = found[0][0].case.device
-    trials = [
-        {
-            "kernel": trial.case.kernel,
-            "pattern": str(trial.case.pattern),
-            "context": trial.case.context,
-            "width": trial.case.width,
-            "heads": trial.case.heads,
-            **dict(itertools.islice(trial.configuration._asdict().items(), 4)),
-            "described": trial.configuration.described,
-            "problem": problem,
-            "seconds": rounded(seconds),
-        }
-        for trial, problem, seconds in found
-    ]
-    write_json(output, {**about(torch.device(device)), "trials": trials})
-    print(f"wrote {output}")
+def pairs_of(case: Case, one: Configuration) -> int:
+    """Pairs that a configuration computes."""
+    patterns = (case.pattern,) * case.heads
+    if case.kernel == "closed":
+        choice = closed_choice((one,), patterns, case.context)
+        assert choice is not None
+        return choice.pairs
+    return sum(
+        c.pairs for c in chosen((one,), patterns, case.context, "keys" if case.kernel == "dkdv" else "queries", "all")
+    )
+
+
+def title(case: Case) -> str:
+    """One line for people."""
+    return f"{case.kernel}, {case.dtype}, width {case.width}"
+
+
+def report(group: Sequence[Trial], measured: list[dict[str, Any]], fitting: tuple[Configuration, ...]) -> None:
+    """Print the fastest configurations of each case, how many did not run, and the row."""
+    print(f"\n{title(group[0].case)}")
+    both = list(zip(group, measured, strict=True))
+    for case in dict.fromkeys(trial.case for trial in group):
+        ran = [(row["seconds"], trial.configuration) for trial, row in both if trial.case == case and row["seconds"]]
+        dropped = sum(trial.case == case and row["problem"] is not None for trial, row in both)
+        print(f"  {case.pattern} at {case.context:,}: {len(ran)} ran, {dropped} were dropped")
+        for seconds, one in sorted(ran, key=lambda pair: pair[0])[:4]:
+            print(f"    {seconds * 1e3:8.3f} ms  {shown(one)}")
+    for one in fitting:
+        print(f"  row: {shown(one)}, rate {one.rate}")
+    sys.stdout.flush()
+
+
+def shown(one: Configuration) -> str:
+    """Edges, warps and stages, and what is not the default."""
+    more = [f"{name} {value}" for name, value in list(one._asdict().items())[5:] if value != one._field_defaults[name]]
+    return ", ".join(["×".join(map(str, one[:4])), *more])
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         "steps": [],
         "failures": [],
     }
-    for checkpointing in (True, False):
+    for checkpointing in {"both": (True, False), "yes": (True,), "no": (False,)}[options.checkpointing]:
         model.activation_checkpoint = recompute if checkpointing else None
         step = functools.partial(training_step, model, optimizer, tokens)
         measure(step, variants(options, device), checkpointing, found, device)
@@ -78,6 +78,8 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default=None, help="bfloat16 on a card, float32 on the CPU")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--checkpointing", choices=("both", "yes", "no"), default="both")
+    parser.add_argument("--only", nargs="+", default=None, metavar="VARIANT", help="of sparse, dense …; all by default")
     add_output_arguments(parser)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -128,12 +130,13 @@ def variants(options: argparse.Namespace, device: torch.device) -> dict[str, Rep
         return lambda q, k, v, patterns, backend: sparse_attention(q, k, v, pattern, backend=backend)
 
     peers = {f"dense {name}": dense(kernel) for name, kernel in DENSE_KERNELS.items()}
-    return {
+    every = {
         SPARSE: None,
         **(peers if device.type == "cuda" else {"dense torch": dense()}),
         "our strided": ours(Strided(options.stride)),
         "our dense": ours(Dense()),
     }
+    return {name: one for name, one in every.items() if options.only is None or name in options.only}
 
 
 @contextlib.contextmanager

@@ -56,3 +56,17 @@ def use_tiles(
     forward = tuple(one._replace(specialized=specialized) for one in tiles)
     entry = configurations.Candidates(forward, tiles, tiles, runs, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})
+
+
+def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
+    """Have one kernel use this configuration alone, on whatever runs here."""
+    from longstride.kernels.backends.triton import call, launch
+    from longstride.kernels.kept import Kept
+
+    monkeypatch.setattr(launch, "RECORDINGS", Kept())  # what was recorded has another
+    table = call.candidates_on
+
+    def candidates_on(device: torch.device, asked: Any, *case: Any) -> Any:
+        return (one,) if asked == kernel else table(device, asked, *case)
+
+    monkeypatch.setattr(call, "candidates_on", candidates_on)

@@ -23,7 +23,8 @@ class DryCard:
     """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order.
 
     With ``compiles=False`` no kernel is compiled either: ``compiled`` has the names of those that would be, and
-    ``launched`` the name, the grid and the arguments of each launch.
+    ``launched`` the name, the grid and the arguments of each launch. ``binaries`` has the machine code of each compiled
+    kernel that was launched, by its hash in the metadata.
     """
 
     def __init__(self, architecture: str, *, compiles: bool = True) -> None:
@@ -31,6 +32,8 @@ class DryCard:
         self.compiles = compiles
         self.compiled: list[str] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.binaries: dict[str, bytes] = {}
+        self._loaded: bytes | None = None  # not yet launched
         self.utils = self  # triton asks it for what follows
 
     def install(self) -> DryCard:
@@ -80,12 +83,19 @@ class DryCard:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """What launches one kernel: it is noted, and nothing else happens."""
-        return lambda *arguments: self.launched.append((source.name, metadata))
+
+        def note(*arguments: Any) -> None:
+            self.launched.append((source.name, metadata))
+            if self._loaded is not None:
+                self.binaries[metadata.hash], self._loaded = self._loaded, None
+
+        return note
 
     # Its utilities
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[None, object, int, int, int]:
         """A module, a function, its registers, what it spills, and the most threads that it may have."""
+        self._loaded = binary
         return None, object(), 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:

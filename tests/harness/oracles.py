@@ -257,6 +257,47 @@ def _errors(found: Tensor, wanted: Tensor, name: str) -> _Error:
     return _Error(float(difference.square().mean().sqrt()), float(difference.max()))
 
 
+def in_chunks(
+    inputs: Inputs, masked: Callable[[Tensor], Tensor], dtype: torch.dtype, scale: float, rows: int = 2_048
+) -> dict[str, Tensor]:
+    """All results of ``dense_same_precision`` and of its gradient in ``dtype``, in fp64 exact ones, at any context.
+
+    Where the inputs lie, so many rows at a time: products are rounded where a dense layer rounds them, sums over
+    chunks are kept wide and rounded at their end.
+
+    Args:
+        masked: the mask of some queries, (H, R, N) or (B, H, R, N), from their positions (R,).
+    """
+    wide = accumulator_dtype(dtype)
+    heads, shared = inputs.q.shape[1], inputs.k.shape[1]
+    q, k, v, grad_out = (t.to(dtype).to(wide).repeat_interleave(heads // t.shape[1], 1) for t in inputs[:4])
+
+    def rounded(product: Tensor) -> Tensor:
+        return product.to(dtype).to(wide)
+
+    found = {name: torch.zeros_like(t) for name, t in (("out", v), ("lse", q[..., 0]), ("dq", q), ("dk", k), ("dv", v))}
+    for some in torch.arange(q.shape[2], device=q.device).split(rows):
+        allowed = masked(some)
+        blind = ~allowed.any(-1, keepdim=True)
+        scores = rounded(q[:, :, some] @ k.mT) * scale
+        scores = scores.masked_fill_(~allowed, -torch.inf).masked_fill_(blind, 0.0)
+        found["lse"][:, :, some] = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), -torch.inf)
+        weights = torch.softmax(scores, -1).masked_fill_(blind, 0.0)
+        del scores
+        found["out"][:, :, some] = rounded(weights) @ v
+        found["dv"] += rounded(weights).mT @ grad_out[:, :, some]
+        gradient = rounded(grad_out[:, :, some] @ v.mT)
+        gradient -= (gradient * weights).sum(-1, keepdim=True)
+        if inputs.grad_lse is not None:
+            gradient += inputs.grad_lse[:, :, some, None].to(wide)
+        gradient = rounded(gradient.mul_(weights).mul_(scale))
+        found["dq"][:, :, some] = gradient @ k
+        found["dk"] += gradient.mT @ q[:, :, some]
+    for name in ("dk", "dv"):
+        found[name] = found[name].unflatten(1, (shared, heads // shared)).sum(2)
+    return {name: t if name == "lse" else t.to(dtype) for name, t in found.items()}
+
+
 def magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
     """The largest intermediate behind each result: what rounding is relative to where terms cancel."""
     q, k, v, grad_out = (t.double().repeat_interleave(len(inputs.q[0]) // t.shape[1], 1) for t in inputs[:4])

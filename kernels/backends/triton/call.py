@@ -34,11 +34,13 @@ from longstride.kernels.backends.triton.configurations import (
     Kernel,
     candidates,
     chosen,
+    entry,
     slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, Shape, groups, packed, row_edge, sources
 from longstride.kernels.backends.triton.recording import ALIGNMENT, Inputs, Recorder, Recording
+from longstride.kernels.backends.triton.tuned import rows_on
 from longstride.kernels.forms import Bounds
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View
@@ -129,7 +131,7 @@ class Call:
     def candidates(self, kernel: Kernel, overlapping: bool = False) -> tuple[Configuration, ...]:
         """The configurations of a kernel on this device."""
         widest = max(self.widths["W"], self.widths["WV"])
-        return candidates(kernel, architecture(self.device), self.dtype.itemsize, widest, overlapping)
+        return candidates_on(self.device, kernel, self.dtype.itemsize, widest, overlapping)
 
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
         """The configuration of each pass of a kernel on this device."""
@@ -279,6 +281,18 @@ def architecture(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def candidates_on(
+    device: torch.device, kernel: Kernel, bytes_an_element: int, width: int, overlapping: bool = False
+) -> tuple[Configuration, ...]:
+    """The configurations of a kernel on a device: those measured on its card, where there are any, else its table's."""
+    name = architecture(device)
+    if device.type == "cuda" and not overlapping:
+        measured = rows_on(torch.cuda.get_device_name(device))
+        if measured and (rows := measured.get((kernel, entry(name, bytes_an_element, width)[0]))):
+            return rows
+    return candidates(kernel, name, bytes_an_element, width, overlapping)
 
 
 def box_of(view: View, context: int, edge: int, block: int) -> Box:

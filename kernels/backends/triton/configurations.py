@@ -196,12 +196,18 @@ def candidates(
     kernel: Kernel, architecture: str, bytes_an_element: int, width: int, overlapping: bool = False
 ) -> tuple[Configuration, ...]:
     """Those of the first entry that is wide enough; unknown AMD cards take gfx942's table, all others SAFE."""
+    return getattr(entry(architecture, bytes_an_element, width, overlapping)[1], kernel)
+
+
+def entry(architecture: str, bytes_an_element: int, width: int, overlapping: bool = False) -> tuple[Widest, Candidates]:
+    """What serves a case, by its key in the architecture's table."""
     known, of_amd, other = ARCHITECTURES, GFX942, SAFE
     if overlapping and architecture != "interpreter":
         known, of_amd, other = {"sm_90": OVERLAPPING_SM_90}, OVERLAPPING_GFX942, OVERLAPPING
     table = known.get(architecture, of_amd if architecture.startswith("gfx") else other)
-    entry = next(table[key] for key in table if bytes_an_element <= key.bytes_an_element and width <= key.width)
-    return getattr(entry, kernel)
+    return next(
+        pair for pair in table.items() if bytes_an_element <= pair[0].bytes_an_element and width <= pair[0].width
+    )
 
 
 class Choice(NamedTuple):

@@ -101,7 +101,7 @@ def test_memory_is_compared_between_equal_heads() -> None:
 
 def test_a_training_step_counts_for_the_whole_model_alone() -> None:
     step = {"variant": "sparse", "checkpointing": True, "times_dense": {"dense flash": 1.6}, "tokens_per_second": 5e5}
-    whole = {**CARD, "context": 12_288, "layers": 30, "stride": 128, "summary": 32, "steps": [step]}
+    whole = {**CARD, "context": 12_288, "layers": 30, "stride": 128, "summary": 32, "batch": 4, "steps": [step]}
     (line,) = verdicts(whole).values()
     assert "1.6x (500,000 tokens/s)" in line and line.endswith("met")
     assert verdicts({**whole, "layers": 2}) == {}

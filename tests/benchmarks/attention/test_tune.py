@@ -16,19 +16,45 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def test_tuning_checks_and_times_every_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_drops_checks_times_and_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.attention import tune
+    from longstride.kernels.backends.triton import tuned
 
     output = tmp_path / "tuning.json"
-    command = [sys.executable, "benchmarks/attention/tune.py", "--device", "cpu", "--widths", "16", "--processes", "1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command += ["--output", str(output)]
+    command = [sys.executable, "benchmarks/attention/tune.py", "--device", "cpu", "--widths", "64", "--processes", "1"]
+    command += ["--dtypes", "bfloat16", "--kernels", "dq", "closed", "--output", str(output)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     trials = json.loads(output.read_text())["trials"]
-    assert {trial["kernel"] for trial in trials} == {"forward", "dkdv", "dq", "closed"}
-    assert all(trial["problem"] is None and trial["seconds"] > 0 for trial in trials)
-    assert any(trial["described"] for trial in trials)
+    assert [(one["kernel"], one["num_warps"]) for one in trials] == [(k, w) for k in ("dq", "closed") for w in (4, 16)]
+    for one in trials:  # sixteen warps have no more rows than four, and repeat what those compute
+        dropped = one["num_warps"] == 16
+        assert (one["problem"] is not None) == dropped and (one["seconds"] is None) == dropped
+        assert one["ahead"]["registers"] > 0 and (one["ahead"]["repeats"] > 1.2) == dropped
+    _, rows = tuned.read(output.with_suffix(".rows.json"))
+    assert {kernel: [one.num_warps for one in some] for (kernel, _), some in rows.items()} == {"dq": [4], "closed": [4]}
     with pytest.raises(SystemExit) as ended:
         tune.main(["--device", "cpu", "--output", str(output)])
     assert ended.value.code == 2 and "exists already" in capsys.readouterr().err
+    output.with_suffix(".rows.json").write_text("{")
+    assert tune.main(["--device", "cpu", "--overwrite", "--output", str(output)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_rates_have_plans_choose_what_was_fastest() -> None:
+    """Large tiles in long runs, small ones in short runs; a third one that is never fastest is left out."""
+    from benchmarks.attention.tune import Case, Trial, fitted, pairs_of
+    from longstride.kernels.backends.triton.configurations import Configuration, chosen
+    from longstride.kernels.patterns import Column, Local
+
+    large, small, slow = (Configuration(edge, edge, 4, 2) for edge in (128, 32, 64))
+    cases = [Case("dq", p, 4_096, "bfloat16", 64, 1, "cuda") for p in (Local(1_024), Column(128), Column(64))]
+    seconds = {large: (1.0, 3.0, 2.0), small: (4.0, 1.0, 1.9), slow: (2.0, 2.0, 2.5)}
+    trials = [Trial(case, one) for case in cases for one in seconds]
+    rows = [{"seconds": times[number]} for number in range(3) for times in seconds.values()]
+    found = fitted(trials, rows)
+    assert {one._replace(rate=1.0) for one in found} == {large, small} and max(one.rate for one in found) == 1
+    for case, fastest in zip(cases, (large, small, small), strict=True):
+        (choice,) = chosen(found, (case.pattern,), case.context, "queries", "all")
+        assert choice.configuration._replace(rate=1.0) == fastest and choice.pairs == pairs_of(case, fastest)

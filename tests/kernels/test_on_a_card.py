@@ -1,0 +1,428 @@
+"""Attention at the sizes that a card is used for: its own tiles, thousands of positions, every way through a kernel.
+
+With a card everything here runs on it; ``benchmarks/gpu_session.sh`` does so first. Without one the same tests run at
+small sizes in the interpreter, few of each kind, so that what meets a card has run before.
+Letters: B batch, H heads, N positions, D head width; l stride, c summary of a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import attend_one, selected_attention, sparse_attention
+from longstride.kernels.attention import head_patterns
+from longstride.kernels.patterns import (
+    PATTERNS,
+    BigBird,
+    Block,
+    Column,
+    Dense,
+    Fixed,
+    Local,
+    Longformer,
+    LongNet,
+    Pattern,
+    Strided,
+    Summary,
+)
+from longstride.kernels.selections import Selection, recent_members, selection_mask
+from tests.harness.backends import DEVICES, DTYPES, HAS_TRITON, WITH_TRITON, use_configuration, use_tiles
+from tests.harness.oracles import (
+    RESULTS,
+    Inputs,
+    Shape,
+    assert_explained,
+    attention_and_gradients,
+    dense_same_precision,
+    in_chunks,
+    magnitudes,
+    make_inputs,
+)
+
+pytestmark = WITH_TRITON
+
+DEVICE = DEVICES["triton"]
+CARD = DEVICE == "cuda"
+HALF, BRAIN, SINGLE, _ = DTYPES
+N, L, C = (4_096, 128, 8) if CARD else (96, 16, 2)
+CLOSED = 3_072 if CARD else N  # which three quarters of a tile divide as well
+EVERY = 16  # rows of which the largest intermediates are taken, in long contexts
+
+Reads = Pattern | list[Pattern]
+
+
+@pytest.fixture(autouse=True)
+def production_tiles(tiles_of_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the card, or in the interpreter small ones, of which a context has several."""
+    if not CARD:
+        use_tiles(monkeypatch, (32, 16), closed=16)
+
+
+def some(on_a_card: Sequence[Any], *here: Any) -> Sequence[Any]:
+    """Cases of a test: all of them on a card, a few that rehearse them without one."""
+    return on_a_card if CARD else here
+
+
+def mask_of(reads: Reads, heads: int, context: int) -> Callable[[Tensor], Tensor]:
+    """The mask of some queries, (H, R, N)."""
+    patterns, keys = head_patterns(reads, heads), torch.arange(context, device=DEVICE)
+    return lambda rows: torch.stack([pattern.mask(rows[:, None], keys) for pattern in patterns])
+
+
+def check(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    masked: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    shape: Shape,
+    where: object,
+    *,
+    grad_lse: bool = False,
+) -> None:
+    """Assert that all results of ``attend(q, k, v) -> (out, lse)`` are within the precision of dense attention."""
+    inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
+    # Heads cut from rows, as models have them.
+    inputs = Inputs(*(t if t is None else t.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
+    compare(attention_and_gradients(attend, inputs, DEVICE), inputs, masked, where)
+
+
+def compare(found: dict[str, Tensor], inputs: Inputs, masked: Callable[[Tensor], Tensor], where: object) -> None:
+    """Assert that results are within the precision of dense attention on these inputs."""
+    dtype, scale = inputs.q.dtype, inputs.q.shape[-1] ** -0.5
+    exact, dense = (in_chunks(inputs, masked, one, scale) for one in (torch.float64, dtype))
+    few = Inputs(*(t if t is None else t[:, :, :: EVERY if t.shape[2] > 2_048 else 1] for t in inputs))
+    magnitude = magnitudes(few, scale)
+    for name in RESULTS:
+        here, right, wanted = (x[name].to(DEVICE) for x in (found, dense, exact))
+        assert_explained(name, here, right, wanted, magnitude[name], dtype, f"{where} {dtype}")
+
+
+def ours(reads: Reads) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda q, k, v: sparse_attention(q, k, v, reads, backend="triton", return_lse=True)
+
+
+def check_pattern(reads: Reads, dtype: torch.dtype, width: int, *, context: int = N, heads: int = 2) -> None:
+    shape = Shape(1, heads, context, width, width)
+    check(ours(reads), mask_of(reads, heads, context), dtype, shape, reads)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float64], ids=str)
+def test_the_oracle_in_chunks_is_the_whole(dtype: torch.dtype) -> None:
+    """The same numbers, and roundings at the same places: 37 rows at a time, the last chunk shorter."""
+    inputs, reads = make_inputs(Shape(2, 2, 90, 24, 16), dtype, grad_lse=True), [Fixed(9, 2), Column(7)]
+    masked = mask_of(reads, 2, 90)
+    inputs = Inputs(*(t if t is None else t.to(DEVICE) for t in inputs))
+    found = in_chunks(inputs, masked, dtype, 0.2, rows=37)
+    allowed = masked(torch.arange(90, device=DEVICE))
+    whole = attention_and_gradients(lambda q, k, v: dense_same_precision(q, k, v, allowed, 0.2), inputs, DEVICE)
+    for name in RESULTS:
+        limit = 4 * torch.finfo(dtype).eps * whole[name][whole[name].isfinite()].abs().max()
+        torch.testing.assert_close(found[name].cpu(), whole[name], rtol=0, atol=float(limit))
+
+
+# Patterns
+
+MAIN: tuple[Pattern, ...] = (Local(2 * L), Column(L), Block(L), Summary(L, C), Strided(L), Fixed(L, C))
+OTHERS: tuple[Pattern, ...] = (
+    Dense(),
+    Local(L // 2 + 3, dilation=4),
+    Block(2 * L),  # longer than a tile of closed runs
+    Column(L - 28 if CARD else 7),  # no divisor of the context: orders in vectors
+    Fixed(L - 28 if CARD else 7, C),
+    Fixed(L, C, num_summaries=2),
+    Summary(L, C, include_self=True),
+    Strided(L, span="paper"),
+    Strided(16 if CARD else 5, num_factors=3),
+    Longformer(2 * L, globals=L // 2),
+    LongNet((4 * L, 16 * L), (1, 4)),
+    BigBird(L // 2, window=3, globals=1, random=2),
+)
+KINDS = [
+    *((pattern, BRAIN, 64) for pattern in (*MAIN, *OTHERS)),
+    *((pattern, dtype, width) for pattern in MAIN for dtype in DTYPES[:3] for width in (64, 128, 256)),
+    *((pattern, HALF, 80) for pattern in MAIN),  # a width that is padded
+]
+
+
+def test_every_kind_of_pattern_is_here() -> None:
+    assert set(PATTERNS.values()) == {type(pattern) for pattern in (*MAIN, *OTHERS)}
+
+
+@pytest.mark.parametrize(
+    "pattern, dtype, width",
+    some(list(dict.fromkeys(KINDS)), (Fixed(L, C), BRAIN, 24), (Local(2 * L), SINGLE, 16)),
+    ids=str,
+)
+def test_patterns_are_within_precision(pattern: Pattern, dtype: torch.dtype, width: int) -> None:
+    check_pattern(pattern, dtype, width)
+
+
+MIXES: tuple[list[Pattern], ...] = (
+    [Local(L), Column(L), Fixed(L, C)],
+    [Summary(L, C), Dense(), Strided(L), Block(L)],
+    [Block(L), Column(L), Fixed(L, C)],  # each with closed runs
+)
+
+
+@pytest.mark.parametrize(
+    "heads, dtype", some([(m, d) for m in MIXES for d in (BRAIN, SINGLE)], (MIXES[2], BRAIN)), ids=str
+)
+def test_heads_that_differ_are_within_precision(heads: list[Pattern], dtype: torch.dtype) -> None:
+    width = 64 if CARD else 16
+    shape = Shape(2, len(heads), N, width, width // 2)
+    check(ours(heads), mask_of(heads, len(heads), N), dtype, shape, heads, grad_lse=True)
+
+
+@pytest.mark.parametrize(
+    "reads, dtype, width",
+    some([(p, d, w) for p in MAIN for d, w in ((BRAIN, 64), (HALF, 128), (SINGLE, 64))], (Fixed(L, C), BRAIN, 16)),
+    ids=str,
+)
+def test_heads_that_share_keys_are_within_precision(reads: Reads, dtype: torch.dtype, width: int) -> None:
+    shape = Shape(1, 4, N, width, width, key_heads=2)
+    check(ours(reads), mask_of(reads, 4, N), dtype, shape, f"{reads}, shared keys")
+
+
+@pytest.mark.parametrize(
+    "pattern, context",
+    some(
+        [(p, n) for n in (12_288, 65_536) for p in (Local(1_024), Column(256), Strided(256), Fixed(256, 8))],
+        (Block(64), 320),
+    ),
+    ids=str,
+)
+def test_long_contexts_are_within_precision(pattern: Pattern, context: int) -> None:
+    check_pattern(pattern, BRAIN, 64 if CARD else 16, context=context, heads=1)
+
+
+# Configurations
+
+
+def shipped() -> list[Any]:
+    """(kernel, dtype, width, it): every candidate in force or in the tables, and by descriptors where there are any."""
+    from longstride.kernels.backends.triton import call, tuned
+    from longstride.kernels.backends.triton.configurations import ARCHITECTURES, SAFE, Configuration
+
+    if not CARD:
+        return [
+            ("forward", HALF, 16, Configuration(16, 32, 1, 1, described=True)),
+            ("closed", HALF, 16, Configuration(32, 32, 1, 1)),
+        ]
+    name = call.architecture(torch.device(DEVICE))
+    rows = {(k, w): some for w, entry in ARCHITECTURES.get(name, SAFE).items() for k, some in entry._asdict().items()}
+    for key, measured in tuned.rows_on(torch.cuda.get_device_name()).items():
+        rows[key] = (*rows.get(key, ()), *measured)
+    found = []
+    for (kernel, widest), some_of_a_row in rows.items():
+        dtype = BRAIN if widest.bytes_an_element == 2 else SINGLE
+        ways = (False, True) if name == "sm_90" and kernel != "closed" and dtype == BRAIN else (False,)
+        found += [
+            (kernel, dtype, widest.width, one._replace(rate=1.0, described=described))
+            for one in some_of_a_row
+            for described in ways
+        ]
+    return list(dict.fromkeys(found))
+
+
+def patterns_for(kernel: str, one: Any) -> Sequence[Pattern]:
+    """What one configuration is held on; for closed runs such as fill its tile, or leave a part of it."""
+    if kernel != "closed":
+        return some(MAIN, Summary(L, C))
+    edge, short = one.block_k, one.block_k // 4 * 3
+    blocks, columns = (Block(edge), Block(short), Fixed(edge, C)), (Column(CLOSED // short), Strided(CLOSED // edge))
+    return some((*blocks, *columns), Fixed(edge, C))
+
+
+SHIPPED = [(*case, pattern) for case in (shipped() if HAS_TRITON else []) for pattern in patterns_for(case[0], case[3])]
+
+
+@pytest.mark.parametrize("kernel, dtype, width, one, pattern", SHIPPED, ids=str)
+def test_every_shipped_configuration_is_within_precision(
+    kernel: str, dtype: torch.dtype, width: int, one: Any, pattern: Pattern, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, so that no rate keeps it from being chosen; many tiles of it, of which some are not full."""
+    use_configuration(monkeypatch, kernel, one)
+    if kernel == "closed":
+        from longstride.kernels.backends.triton.configurations import closed_choice
+
+        assert closed_choice((one,), (pattern,) * 2, CLOSED) is not None
+    check_pattern(pattern, dtype, width, context=CLOSED if kernel == "closed" else N + L)
+
+
+# Selections and single queries
+
+
+@pytest.mark.parametrize("rounds, dtype", some([(r, d) for r in (1, 3) for d in DTYPES[:3]], (2, BRAIN)), ids=str)
+def test_selections_are_within_precision(rounds: int, dtype: torch.dtype) -> None:
+    heads, width = 3, 64 if CARD else 16
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(N // L, (rounds, 2, heads, N), generator=generator).to(DEVICE)
+    parts = tuple(recent_members(clusters, window=L) for clusters in drawn)
+    selection = Selection(parts, span=L, disjoint=rounds == 1)
+    mask = selection_mask(selection, N)
+    check(
+        lambda q, k, v: selected_attention(q, k, v, selection, backend="triton", return_lse=True),
+        lambda rows: mask[:, :, rows],
+        dtype,
+        Shape(2, heads, N, width, width),
+        f"{rounds} rounds",
+        grad_lse=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "reads, dtype, width",
+    some(
+        [(p, d, w) for p in (*MAIN, MIXES[0]) for d, w in ((BRAIN, 64), (HALF, 128), (SINGLE, 64), (BRAIN, 256))],
+        (Fixed(L, C), BRAIN, 16),
+    ),
+    ids=str,
+)
+def test_single_queries_are_rows_of_the_whole(reads: Reads, dtype: torch.dtype, width: int) -> None:
+    context, heads = 8 * N if CARD else N, 3
+    inputs = make_inputs(Shape(2, heads, context, width, width), dtype)
+    q, k, v = (t.to(DEVICE) for t in inputs[:3])
+    keys, positions = torch.arange(context, device=DEVICE), [0, L - 1, context // 2 + 5, context - 1]
+    rows = [attend_one(q[:, :, i], k, v, reads, i, backend="triton", return_lse=True) for i in positions]
+    mask = torch.stack(
+        [p.mask(torch.tensor(positions, device=DEVICE)[:, None], keys) for p in head_patterns(reads, heads)]
+    )
+    for wide in (torch.float64, dtype):
+        scores = (q[:, :, positions].to(wide) @ k.to(wide).mT).double() * width**-0.5
+        weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1).nan_to_num(0)
+        lse = torch.logsumexp(scores.masked_fill(~mask, -torch.inf), -1)
+        out = (weights.to(wide) @ v.to(wide)).double()
+        if wide == torch.float64:
+            wanted = {"out": out, "lse": lse}
+        else:
+            dense = {"out": out, "lse": lse}
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    magnitude = magnitudes(
+        Inputs(q[:, :, positions], k[:, :, ::EVERY], v[:, :, ::EVERY], v[:, :, positions], None), width**-0.5
+    )
+    for number, name in enumerate(("out", "lse")):
+        found = torch.stack([row[number] for row in rows], 2)
+        kind = dtype if name == "out" else accumulator
+        assert_explained(name, found, dense[name].to(kind), wanted[name], magnitude[name], dtype, f"{reads}")
+
+
+# What only a card can get wrong
+
+LAYOUTS = ("heads apart", "heads in rows")
+LARGE = [(kind, layout) for kind in ("local", "block", "column", "long blocks") for layout in LAYOUTS]
+
+
+def large(layout: str, heads: int, context: int, width: int) -> list[Tensor]:
+    """q, k, v and the output's gradient, drawn where they lie."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    size = (1, heads, context, width) if layout == LAYOUTS[0] else (1, context, heads, width)
+    found = [torch.empty(size, dtype=BRAIN, device=DEVICE).normal_(generator=generator) for _ in range(4)]
+    return found if layout == LAYOUTS[0] else [t.transpose(1, 2) for t in found]
+
+
+@pytest.mark.parametrize("kind, layout", some(LARGE, LARGE[0], LARGE[5]))
+def test_more_elements_than_32_bits_count(kind: str, layout: str) -> None:
+    """The last head's end, or last column: rows that read nothing else, as a context of their own."""
+    heads, context, width = (17, 1_048_576, 128) if CARD else (3, 256, 16)
+    stride = 1_024 if CARD else 16
+    if CARD:
+        assert heads * context * width > 2**31
+        free = torch.cuda.mem_get_info()[0]
+        if free < (needed := 12 * 2 * heads * context * width):
+            pytest.skip(f"needs {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free")
+    pattern, rows = {
+        "local": (Local(stride // 2), slice(-4 * stride, None)),
+        "block": (Block(stride // 8), slice(-stride, None)),
+        "long blocks": (Block(stride), slice(-stride, None)),
+        "column": (Column(stride), slice(stride - 1, None, stride)),
+    }[kind]
+    alone: Pattern = Dense() if kind in ("column", "long blocks") else pattern
+    inputs = large(layout, heads, context, width)
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    out, lse = ours(pattern)(*leaves)
+    found = dict(zip(RESULTS, (out.detach(), lse, *torch.autograd.grad(out, leaves, inputs[3])), strict=True))
+    kept = slice(stride, None) if kind == "local" else slice(None)  # those that read no key before the first row
+    end = Inputs(*(t[:, -1:, rows] for t in inputs), None)
+    exact, dense = (in_chunks(end, mask_of(alone, 1, end.q.shape[2]), d, width**-0.5) for d in (torch.float64, BRAIN))
+    magnitude = magnitudes(end, width**-0.5)
+    for name in RESULTS:
+        here, right, wanted = (x[:, :, kept] for x in (found[name][:, -1:, rows], dense[name], exact[name]))
+        assert_explained(name, here.detach(), right, wanted, magnitude[name], BRAIN, f"{kind}, {layout}")
+
+
+def all_results(reads: Reads, inputs: Inputs) -> list[Tensor]:
+    return list(attention_and_gradients(ours(reads), inputs, DEVICE).values())
+
+
+@pytest.mark.parametrize("reads", some((*MAIN, *MIXES), [Column(L)]), ids=str)
+def test_the_same_bits_come_twice(reads: Reads) -> None:
+    heads = 4 if isinstance(reads, Pattern) else len(reads)
+    width = 64 if CARD else 16
+    inputs = make_inputs(Shape(2, heads, N, width, width), BRAIN)
+    for first, second in zip(all_results(reads, inputs), all_results(reads, inputs), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(not CARD, reason="a CPU has no streams")
+def test_two_streams_do_not_meet() -> None:
+    """Calls that overlap on a card give the bits of calls one after another; plans are made on either stream."""
+    cases: list[tuple[Pattern, list[Tensor]]] = []
+    for number, pattern in enumerate((Strided(64), Fixed(64, 4))):  # plans that no other test has made
+        inputs = make_inputs(Shape(1, 8, 2 * N, 64, 64), BRAIN, seed=number)
+        cases.append((pattern, [t.to(DEVICE) for t in inputs[:4] if t is not None]))
+
+    def run(pattern: Pattern, tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+        out = sparse_attention(*leaves, pattern, backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+    streams = [torch.cuda.Stream() for _ in cases]
+    together: list[list[list[Tensor]]] = [[] for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for one, stream, kept in zip(cases, streams, together, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(run(*one))
+    torch.cuda.synchronize()
+    for one, kept in zip(cases, together, strict=True):
+        alone = run(*one)
+        torch.cuda.synchronize()
+        for found in kept:
+            assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize("pattern", some((Local(L), Strided(L), Fixed(L, C)), Block(L)), ids=str)
+def test_a_compiled_layer_is_the_layer(pattern: Pattern) -> None:
+    """By torch's own compiler, around the op: the op's bits are the same, and its gradients'."""
+    inputs = make_inputs(Shape(1, 4 if CARD else 1, N, 64, 64), BRAIN)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * sparse_attention(q, k, v, pattern, backend="triton")
+
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if CARD else "aot_eager")
+    kept = []
+    for function in (layer, compiled, compiled):
+        leaves = [t.to(DEVICE).requires_grad_() for t in inputs[:3]]
+        out = function(*leaves)
+        kept.append([out.detach(), *torch.autograd.grad(out, leaves, inputs.grad_out.to(DEVICE))])
+    for found in kept[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, kept[0], strict=True))
+
+
+WIDTHS = {"narrow": (24, 16), "wide": (128, 128)}
+
+
+@pytest.mark.parametrize(
+    "reads, widths",
+    some([(reads, name) for reads in (*MAIN, *OTHERS[2:5], MIXES[0]) for name in WIDTHS], (Strided(L), "narrow")),
+    ids=str,
+)
+def test_small_and_ragged(reads: Reads, widths: str) -> None:
+    """A context that no tile divides: what compute-sanitizer is to watch."""
+    heads, context = 3, 301 if CARD else 45
+    shape = Shape(2, heads, context, *WIDTHS[widths])
+    check(ours(reads), mask_of(reads, heads, context), BRAIN, shape, reads, grad_lse=True)
