@@ -153,12 +153,17 @@ def read(cubin: bytes, shared_bytes: int, num_warps: int) -> Code:
         usage = _told_by("cuobjdump", "-res-usage", file.name)
         text = _told_by("nvdisasm", "-c", "-g", "-ndf", file.name)  # without its own analysis, which takes long
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
+    loops, outside = stretches(text)
+    return Code(registers, stack, shared_bytes, num_warps, loops, outside)
+
+
+def stretches(text: str) -> tuple[tuple[Stretch, ...], Stretch]:
+    """The loops of disassembled code, and what is in none, as ``nvdisasm -c -g`` prints it."""
     blocks = _blocks(text)
     bodies = _loops(blocks, _reached(blocks, 0) | {0})
     inner = [body.difference(*(other for other in bodies if other < body)) for body in bodies]
-    outside = frozenset(range(len(blocks))).difference(*bodies)
-    loops = tuple(_stretch(blocks, body) for body in inner)
-    return Code(registers, stack, shared_bytes, num_warps, loops, _stretch(blocks, outside))
+    outside = frozenset(_reached(blocks, 0) | {0}).difference(*bodies)
+    return tuple(_stretch(blocks, body) for body in inner), _stretch(blocks, outside)
 
 
 class _Instruction(NamedTuple):

@@ -114,6 +114,7 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
         "spilled_bytes": code.stack_bytes,
         "wgmma": any(one.by_groups for one in (*code.loops, code.outside)),
         "programs": code.programs(architecture) if architecture in CARDS else None,
+        "local_in_loops": sum(loop.local for loop in code.hot),
         "specializes": "setmaxnreg" in compiled.asm["ptx"],
         "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
     }

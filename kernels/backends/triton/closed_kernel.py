@@ -278,14 +278,10 @@ def closed_kernel(
     )  # (BLOCK, WV)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK, BLOCK)
     ds = narrow(p * (dp - row_delta[None, :]) * SCALE, q_tile.dtype, ROUND_BF16)
-    # dQ leaves before dK is computed and other parts' sums are added: all three at once do not fit the registers.
-    dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
-    met_nan = has_nan(dq_tile)
-    _store_dq(dq_tile, inside, position, dq, previous, stride_dqn, WIDTH, W, RESUME)
     dk_tile = tl.dot(ds, q_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
+    dq_tile = tl.dot(tl.trans(ds), k_tile, input_precision="ieee", out_dtype=ACCUMULATOR)  # (BLOCK, W)
 
-    if met_nan | has_nan(dk_tile):
-        tl.debug_barrier()  # other threads store dQ again
+    if has_nan(dk_tile + dq_tile):
         FEW: tl.constexpr = BLOCK if BLOCK < ISOLATED_ROWS else ISOLATED_ROWS
         for begin in tl.range(first_row, last_row + 1, FEW, num_stages=1):
             dk_few, dv_few, few, exist, at = _isolated_keys(
@@ -303,6 +299,7 @@ def closed_kernel(
             )  # fmt: skip
             _store_dq(dq_few, exist, at, dq, previous, stride_dqn, WIDTH, W, RESUME)
     else:
+        _store_dq(dq_tile, inside, position, dq, previous, stride_dqn, WIDTH, W, RESUME)
         store_sums(
             dk_tile, dv_tile, row, inside, position, dk, dv, workspace, 0, sources, to,
             WIDTH, W, VALUE_WIDTH, WV, True, RESUME, SOURCE_FORM,
