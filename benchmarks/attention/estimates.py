@@ -7,7 +7,8 @@ what the plans visit, by this model of an H100:
   of the four schedulers issues an instruction a cycle, and exponentials leave at EXPONENTIALS a cycle. The two
   overlap little, as an exponential waits for what precedes it: they are added up (``vector``).
 - A program that is alone on its multiprocessor does one after the other: tensor + vector. Where several share it, or
-  warps are specialised, the two overlap imperfectly: (tensor^OVERLAP + vector^OVERLAP)^(1 / OVERLAP).
+  warps are specialised, the two overlap imperfectly: the root of the sum of their squares.
+- A visit takes no less than its rows of the other side need to come from the second-level cache, at CACHE.
 - Instructions outside the loops are issued likewise, and the first loads take LATENCY before anything else can begin.
 - Programs go to the multiprocessors in the order of launch; the last one to end ends the kernel. A kernel takes no
   less than its compulsory bytes at BANDWIDTH.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,10 +51,10 @@ CLOCK = 1.65e9  # cycles a second under such load: between the 1.75 of a light o
 MULTIPLY_ADDS = 2_048  # of a multiprocessor's tensor units a cycle, in 16 bits
 SCHEDULERS = 4
 EXPONENTIALS = 16  # of a multiprocessor a cycle
-OVERLAP = 1.5  # 1 would be none, infinity a perfect one; what suits KNOWN best
 WARP = 32
 LATENCY = 1_500  # cycles until the first rows of a program have arrived
 BANDWIDTH = 0.9 * 3.35e12  # bytes a second
+CACHE = 5.5e12 / MULTIPROCESSORS / CLOCK  # bytes a cycle, for each multiprocessor
 ELEMENT = 2  # bytes
 
 
@@ -110,23 +112,33 @@ class Pace:
 
     tensor: float
     vector: float
+    cache: float
 
     def cycles(self, overlapping: bool) -> float:
         """Between this visit and the next one of any program on the multiprocessor."""
-        norm = OVERLAP if overlapping else 1
-        return (self.tensor**norm + self.vector**norm) ** (1 / norm)
+        busy = math.hypot(self.tensor, self.vector) if overlapping else self.tensor + self.vector
+        return max(busy, self.cache)
 
 
-def pace(multiply_adds: float, instructions: float, special: float, num_warps: int) -> Pace:
-    """That of a visit whose warps issue so many instructions each, ``special`` of them exponentials."""
-    issued = instructions * num_warps / SCHEDULERS
-    return Pace(multiply_adds / MULTIPLY_ADDS, issued + special * WARP * num_warps / EXPONENTIALS)
+def pace(multiply_adds: float, instructions: float, special: float, num_warps: int, loaded: float) -> Pace:
+    """That of a visit which loads so many bytes.
+
+    Args:
+        multiply_adds: of all warps.
+        instructions: of a warp, without matrix products.
+        special: exponentials among them.
+        num_warps: of the program.
+        loaded: bytes of rows of the other side.
+    """
+    vector = instructions * num_warps / SCHEDULERS + special * WARP * num_warps / EXPONENTIALS
+    return Pace(multiply_adds / MULTIPLY_ADDS, vector, loaded / CACHE)
 
 
 def predicted(known: Known) -> float:
     """TFLOP/s of a kernel that was measured elsewhere."""
     multiply_adds = 2 * known.block_q * known.block_k * known.width
-    visit = pace(multiply_adds, known.instructions, known.special, known.num_warps)
+    loaded = 2 * known.block_k * known.width * ELEMENT
+    visit = pace(multiply_adds, known.instructions, known.special, known.num_warps, loaded)
     seconds = visit.cycles(known.programs > 1 or known.specialised) / CLOCK
     return 2 * multiply_adds / seconds * MULTIPROCESSORS / 1e12
 
@@ -166,8 +178,15 @@ def seconds_of_pass(
     products = {"forward": 2, "closed_forward": 2, "dkdv": 4, "dq": 3, "closed": 5}[kernel]
     multiply_adds = products * tile_rows * tile_columns * width * row["repeats"]
     by_cost = sorted(row["visits"], key=lambda visit: visit["instructions"])
+    loaded = 2 * tile_columns * width * ELEMENT
     full, partial = (
-        pace(multiply_adds, one["instructions"] - sum(one["products"].values()), one["special"], row["num_warps"])
+        pace(
+            multiply_adds,
+            one["instructions"] - sum(one["products"].values()),
+            one["special"],
+            row["num_warps"],
+            loaded,
+        )
         for one in (by_cost[0], by_cost[-1])
     )
     shared = row["programs"] > 1
