@@ -83,12 +83,6 @@ KNOWN = (
         *(128, 128, 128, 8, 1, 492 - 16, 66),
     ),
     Known(
-        "the same in tiles of 64 × 64, which cannot have been faster as the tutorial tries both",
-        "likewise",
-        487,
-        *(128, 64, 64, 4, 2, 340 - 12, 34),
-    ),
-    Known(
         "Triton's tutorial, width 64",
         "Shah et al. 2024, figure 5: 403",
         403,
