@@ -110,6 +110,7 @@ def row_of(found: dict[str, Any]) -> dict[str, Any]:
         "products": max(sum(visit["products"].values()) for visit in found["visits"]),
         "fewest_products": found["fewest_products"],
         "visits": found["visits"],
+        "outside": found["outside"],  # instructions in no loop, each once a program
         "repairs": found["repairs"],
     }
 

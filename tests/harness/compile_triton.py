@@ -116,6 +116,7 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
         "programs": code.programs(architecture) if architecture in CARDS else None,
         "local_in_loops": sum(loop.local for loop in code.hot),
         "specializes": "setmaxnreg" in compiled.asm["ptx"],
+        "outside": code.outside.instructions,
         "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
     }
     if name not in PLANNED:
