@@ -113,7 +113,7 @@ SMALL = (Configuration(32, 32, 4, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
 MIDDLE = Configuration(64, 64, 4, 2, 0.85)
 FP32: Table = {
     Widest(4, 64): one_each((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
-    Widest(4, 256): one_each((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+    Widest(4, 256): one_each((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
 SAFE: Table = {
@@ -138,7 +138,7 @@ SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and gr
     Widest(2, 64): Candidates(
         (Configuration(128, 64, 8, 3), MIDDLE._replace(maxnreg=168), *SMALL),
         (Configuration(64, 128, 8, 2), MIDDLE, *SMALL),
-        (Configuration(128, 64, 8, 2), MIDDLE._replace(maxnreg=128), *SMALL),
+        (Configuration(128, 64, 8, 2), MIDDLE._replace(maxnreg=168), *SMALL),
         squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
         squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6), maxnreg=128),
     ),
