@@ -66,9 +66,11 @@ def sparse_attention(
     A query without keys gives output 0, logsumexp -inf and zero gradients.
 
     Args:
-        q, k: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
-        v: (B, H, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
+        q: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
+        k: (B, K, N, D). Where K is not H, it divides H, and head h of q reads head h // (H / K) of k and v: grouped
+            queries (Ainslie et al. 2023, section 2.2; of K = 1 Shazeer 2019, section 3).
+        v: (B, K, N, Dv); Dv may differ from D.
+        pattern: one pattern, or one per head of q. One whose heads differ (``num_summaries``) is resolved for each.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu, reference or flex. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
@@ -137,12 +139,19 @@ def _require_pattern(name: str, value: object) -> None:
 
 
 def check_whole(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that q and k are (B, H, N, D) and v (B, H, N, Dv), of one dtype and device; ValueError where not."""
+    """Check that q is (B, H, N, D), k (B, K, N, D) and v (B, K, N, Dv), of one dtype and device, else ValueError."""
     check_tensors({"q": (q, "BHND"), "k": (k, "BHND"), "v": (v, "BHND")})
-    if k.shape != q.shape:
-        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of q {tuple(q.shape)}")
+    if k.shape != q.shape and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        raise ValueError(f"k {tuple(k.shape)} must have the shape of q {tuple(q.shape)}, but for heads")
+    check_heads(q, k, v)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that k (B, K, N, D) and v (B, K, N, Dv) belong together, and K divides q's H; ValueError where not."""
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k and v have {k.shape[1]} heads: their number must divide the {q.shape[1]} heads of q")
 
 
 def checked_scale(q: Tensor, scale: float | None) -> float:

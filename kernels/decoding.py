@@ -1,6 +1,6 @@
 """One query at a time, for generation: attention against a cache, reading only the keys that the pattern allows.
 
-Letters: B batch, H heads, N positions of the context, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, K heads of k and v, N positions of the context, D width of q and k, Dv width of v.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_tensors, checked_scale, choose_backend, head_patterns, load
+from longstride.kernels.attention import check_heads, check_tensors, checked_scale, choose_backend, head_patterns, load
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import query_views, reads
 
@@ -69,9 +69,10 @@ def attend_one(
 
     Args:
         q: (B, H, D), the query of ``position``; one of fp16, bf16, fp32, fp64, as k and v.
-        k: (B, H, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory.
-        v: (B, H, N, Dv); Dv may differ from D.
-        pattern: one pattern, or one per head. A pattern whose heads differ (``num_summaries``) is resolved for each.
+        k: (B, K, N, D), the keys of the whole context; its channels, as v's, must be adjacent in memory. K may be less
+            than H: see ``sparse_attention``.
+        v: (B, K, N, Dv); Dv may differ from D.
+        pattern: one pattern, or one per head of q. One whose heads differ (``num_summaries``) is resolved for each.
         position: that of the query, 0 … N-1: an int, or an int32 or int64 tensor without axes. The triton backend reads
             a tensor on the cache's device there, so that a captured step (CUDA graph) serves whatever position stands
             in it later; its value is not checked, but brought into the context. Elsewhere a tensor on the CPU will do.
@@ -90,7 +91,8 @@ def attend_one(
     _check(q, k, v)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     position = _checked_position(position, k, backend)
-    out, lse = _prepare(k, v, pattern, scale, backend, once=True)(q, position, return_lse)
+    attend = _prepare(k, v, q.shape[1], pattern, scale, backend, once=True)
+    out, lse = attend(q, position, return_lse)
     if return_lse:
         assert lse is not None
         return out, lse
@@ -114,10 +116,11 @@ class CachedAttention:
         v: Tensor,
         pattern: Pattern | Sequence[Pattern],
         *,
+        heads: int | None = None,
         scale: float | None = None,
         backend: str = "auto",
     ) -> None:
-        """The arguments are those of ``attend_one``.
+        """The arguments are those of ``attend_one``, and ``heads``: H, where it is not K.
 
         Raises:
             ValueError, ConfigError: as ``attend_one``, for everything but the query.
@@ -125,9 +128,10 @@ class CachedAttention:
         check_tensors({"k": (k, "BHND"), "v": (v, "BHND")})
         self.k, self.v = k, v
         self.pattern, self.scale = pattern, scale
-        q = k[:, :, 0]  # a stand-in: every query has its shape, dtype and device
+        q = k[:, :1, 0].expand(-1, heads or k.shape[1], -1)  # a stand-in: every query has its shape, dtype and device
         _check(q, k, v)
         self.backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
+        self.heads = q.shape[1]
         self._fits = (q.shape, q.dtype, q.device)
         self.forget()
 
@@ -140,11 +144,13 @@ class CachedAttention:
         """
         if (q.shape, q.dtype, q.device) != self._fits or q.requires_grad:
             _check(q, self.k, self.v)
+            if q.shape[1] != self.heads:
+                raise ValueError(f"q {tuple(q.shape)} must have the heads that were asked for: {self.heads}")
         return self._prepared(q, _checked_position(position, self.k, self.backend), False)[0]
 
     def forget(self) -> None:
         """Drop copies of rows, because rows that earlier calls may have read were written."""
-        self._prepared = _prepare(self.k, self.v, self.pattern, self.scale, self.backend, once=False)
+        self._prepared = _prepare(self.k, self.v, self.heads, self.pattern, self.scale, self.backend, once=False)
 
 
 def empty_cache(
@@ -157,15 +163,20 @@ def empty_cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Uninitialised keys or values, (B, H, N, D), in the memory order whose reads are quickest.
+    """Uninitialised keys or values, (B, K, N, D), in the memory order whose reads are quickest.
 
     On a CPU a row of all heads is contiguous, as it is written and as columns are read. Where a head reads more than
     half of the context, heads are contiguous instead, because long runs are then quicker.
 
+    Args:
+        batch, heads, context, width: B, K, N and D.
+        pattern: one pattern, or one per head of queries.
+
     Raises:
-        ValueError: something is no pattern, or a list has another length than there are heads.
+        ValueError: something is no pattern, or the length of a list is no multiple of ``heads``.
     """
-    patterns = dict.fromkeys(head_patterns(pattern, heads))
+    several = len(pattern) if isinstance(pattern, Sequence) else heads
+    patterns = dict.fromkeys(head_patterns(pattern, heads if several % heads else several))
     if device.type != "cpu" or any(2 * num_keys_read(p, context - 1, context) > context for p in patterns):
         return torch.empty(batch, heads, context, width, device=device, dtype=dtype)
     return torch.empty(context, batch, heads, width, device=device, dtype=dtype).permute(1, 2, 0, 3)
@@ -230,14 +241,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} requires a gradient, and attend_one has none: call it under torch.no_grad()")
         if name != "q" and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}: its channels must be adjacent, the last stride 1")
-    if (*k.shape[:2], k.shape[3]) != q.shape:
-        raise ValueError(f"k {tuple(k.shape)} must have the batch, heads and channels of q {tuple(q.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v {tuple(v.shape)} must have the batch, heads and positions of k {tuple(k.shape)}")
+    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[2]):
+        raise ValueError(f"k {tuple(k.shape)} must have the batch and channels of q {tuple(q.shape)}")
+    check_heads(q, k, v)
 
 
 def _prepare(
-    k: Tensor, v: Tensor, pattern: Pattern | Sequence[Pattern], scale: float | None, backend: str, once: bool
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    pattern: Pattern | Sequence[Pattern],
+    scale: float | None,
+    backend: str,
+    once: bool,
 ) -> Prepared:
-    """A chosen backend, prepared for checked tensors; with ``once``, for a single query."""
-    return load(backend).prepare(k, v, head_patterns(pattern, k.shape[1]), checked_scale(k, scale), once)
+    """A chosen backend, prepared for checked tensors and H = ``heads``; with ``once``, for a single query."""
+    return load(backend).prepare(k, v, head_patterns(pattern, heads), checked_scale(k, scale), once)

@@ -3,7 +3,7 @@
 ``torch.library.custom_op`` with ``register_autograd`` would give the same op for some 15 µs more a call, as much as all
 else that a call costs the host before it launches. So the op's autograd is a function that is written here.
 
-Letters: B batch, H heads, N positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _libraries: list[torch.library.Library] = []  # what is registered goes with its
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_like_rows(v), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+    return empty_like_rows(v, heads=q.shape[1]), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
 
 
 def _fake_backward(

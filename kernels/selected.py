@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_whole, checked_scale, choose_backend, load
+from longstride.kernels.attention import check_heads, check_whole, checked_scale, choose_backend, load
 from longstride.kernels.backends import accumulator_dtype
 from longstride.kernels.op import attention_op
 from longstride.kernels.selections import Part, Selection
@@ -63,9 +63,10 @@ def selected_attention(
     where they break the rules of ``Part``, results are undefined (``Selection.check`` tells).
 
     Args:
-        q, k: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
-        v: (B, H, N, Dv); Dv may differ from D.
-        selection: of these contexts and heads.
+        q: (B, H, N, D), one of fp16, bf16, fp32, fp64; scores and sums are kept in fp32 (fp64 for fp64).
+        k: (B, K, N, D). K may be less than H: see ``sparse_attention``.
+        v: (B, K, N, Dv); Dv may differ from D.
+        selection: of these contexts and heads of q.
         scale: factor of the scores; 1/sqrt(D) where None.
         backend: auto, triton, cpu or reference. A named backend that cannot run here raises.
         return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
@@ -94,7 +95,7 @@ def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: 
 
     Args:
         q: (B, H, D); one of fp16, bf16, fp32, fp64, as k and v.
-        k, v: (B, H, N, D) and (B, H, N, Dv), in any order in memory.
+        k, v: (B, K, N, D) and (B, K, N, Dv), in any order in memory. K may be less than H: see ``sparse_attention``.
         positions: (B, H, W) integers, the rows to read, each once; -1 for none.
         scale: factor of the scores; 1/sqrt(D) where None.
 
@@ -102,14 +103,15 @@ def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: 
         (B, H, Dv) in q's dtype; 0 for a query that reads nothing. There is no gradient.
 
     Raises:
-        ValueError: the scale is not finite.
+        ValueError: heads of k and v do not fit those of q, or the scale is not finite.
     """
+    check_heads(q, k, v)
     wide = accumulator_dtype(q.dtype)
     scale = checked_scale(q, scale)
     missing = (positions < 0)[..., None, :]
-    rows = positions.clamp_min(0).long()[..., None]
+    rows = positions.clamp_min(0).long()[..., None].unflatten(1, (k.shape[1], -1))  # by groups that share a head of k
     with torch.no_grad():
-        keys, values = (x.take_along_dim(rows, 2).to(wide) for x in (k, v))
+        keys, values = (x[:, :, None].take_along_dim(rows, 3).flatten(1, 2).to(wide) for x in (k, v))
         scores = (q.to(wide)[..., None, :] @ keys.mT).mul_(scale).masked_fill_(missing, -math.inf)
         scores.masked_fill_(missing.all(-1, keepdim=True), 0.0)  # whose softmax would be NaN
         weights = scores.softmax(-1).masked_fill_(missing, 0.0)

@@ -78,7 +78,7 @@ class NetworkConfig(StrictModel):
             yield from error.problems
         heads, width = self.heads, self.width
         if width % heads:
-            rule = f"{width} channels must divide into heads={heads}; nearest heads {_nearest_divisor(width, heads)}"
+            rule = f"{width} channels must divide into heads={heads}; nearest heads {nearest_divisor(width, heads)}"
             yield Problem("width", rule, width)
         ratios = {"feed_forward_ratio": 1, "query_key_ratio": heads}  # and what their channels must be a multiple of
         for name, multiple in ratios.items():
@@ -91,7 +91,7 @@ class NetworkConfig(StrictModel):
             if round(channels) < 1 or abs(channels - round(channels)) > WHOLE:
                 yield Problem(name, f"times width {width} must be a whole number of channels; nearest {good}", ratio)
             elif round(channels) % multiple and round(channels) != width:  # the width's own problem is told above
-                fitting = _nearest_divisor(math.gcd(width, round(channels)), heads)
+                fitting = nearest_divisor(math.gcd(width, round(channels)), heads)
                 rule = f"{round(channels)} channels must divide into heads={heads}; nearest {good}, or heads {fitting}"
                 yield Problem(name, rule, ratio)
             elif name == "query_key_ratio" and self.rotary and round(channels) // heads % 2:
@@ -146,6 +146,6 @@ def _sublayers(order: str) -> str:
     return groups[0]
 
 
-def _nearest_divisor(size: int, wanted: int) -> int:
+def nearest_divisor(size: int, wanted: int) -> int:
     """The divisor of ``size`` nearest to ``wanted``; the smaller of two."""
     return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))

@@ -62,6 +62,7 @@ class HeadWidths(NamedTuple):
     query_key: int  # D, of a query and of a key; 0 where its scores are no products
     value: int  # Dv
     in_kernels: bool = True  # whether the attention kernels read them, and not operations of the mixer's own
+    kept_heads: int | None = None  # of keys and values; None: as many as of queries
 
 
 class MixerConfig(Protocol):

@@ -19,8 +19,8 @@ BIG_ROOMS = {
 # The rooms inside, each of which may import those before it. Files beside the rooms stand in the same order.
 ORDER = {
     "kernels": [
-        "errors", "kept", "forms", "patterns", "plan", "selections", "backends", "op", "attention", "selected",
-        "decoding",
+        "errors", "kept", "forms", "patterns", "plan", "selections", "nonfinite", "backends", "op", "attention",
+        "selected", "decoding",
     ],
     "sparse_model": [
         "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config",

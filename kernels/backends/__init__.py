@@ -13,13 +13,14 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def empty_like_rows(like: Tensor, dtype: torch.dtype | None = None, *, heads: int | None = None) -> Tensor:
     """Uninitialised (B, H, N, D); the heads of a position are adjacent in memory where they are so in ``like``.
 
     A model views its heads in (B, N, H * D) and joins them again: in that order, results are joined without a copy.
+    ``heads``: H, where it is not that of ``like``.
     """
-    batch, heads, context, width = like.shape
-    dtype = dtype or like.dtype
+    batch, _, context, width = like.shape
+    heads, dtype = heads or like.shape[1], dtype or like.dtype
     if like.stride(1) < like.stride(2):
         return like.new_empty((batch, context, heads, width), dtype=dtype).transpose(1, 2)
     return like.new_empty((batch, heads, context, width), dtype=dtype)

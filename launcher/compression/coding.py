@@ -39,7 +39,8 @@ class DamagedError(ValueError):
 def rows_for(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
     """How many contexts stand side by side, for content of ``size`` bytes."""
     widths = [block.mixer.head_widths(config) for block in config.blocks() if block.mixer is not None]
-    kept = config.heads * sum(each.query_key + each.value for each in widths) * dtype.itemsize  # of a position
+    values = sum((each.kept_heads or config.heads) * (each.query_key + each.value) for each in widths)
+    kept = values * dtype.itemsize  # of a position
     fitting = _MOST_CACHE_BYTES // (kept * min(max(size, 1), config.context))
     return max(1, min(fitting, MOST_ROWS, -(-size // config.context)))
 

@@ -32,6 +32,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,
 }
+SHARED = "key_value_heads"
 COMBINATIONS = ("merged", "interleaved", "multihead")
 RESOLVED_BY_HEAD = ("index",)  # fields of a pattern that are set head by head, and so not in the configuration
 
@@ -43,6 +44,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     ``{"heads": [{"count": 4, "type": "local", "window": 256}, …]}`` with a pattern for some of the heads each; or the
     type and the keys of another mixer. ``combine`` says how a pattern's factors meet: "merged" (one softmax over their
     union, the default), "interleaved" (a factor a layer, in turn) or "multihead" (heads split over them).
+    ``key_value_heads`` beside these says how many heads of keys and values serve all heads of queries, in groups.
 
     Raises:
         ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
@@ -77,19 +79,27 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
         raise ConfigError(Problem("", "must be a pattern object, or a list of them"))
     kind = entry.get("type")
     if isinstance(kind, str) and kind in MIXERS:
+        if SHARED in entry and SHARED not in MIXERS[kind].model_fields:
+            raise ConfigError.at(
+                SHARED, entry[SHARED], f"must be left out: in {kind} each head has keys and values of its own"
+            )
         mixer: Any = MIXERS[kind].model_validate(entry)
         return [mixer]
+    shared = entry.get(SHARED)
+    if shared is not None and (not isinstance(shared, int) or isinstance(shared, bool) or shared < 1):
+        raise ConfigError.at(SHARED, shared, f"must be an integer of at least 1, which divides heads={network.heads}")
+    entry = {key: value for key, value in entry.items() if key != SHARED}
     if "heads" in entry:
-        return [HeadPatterns(_patterns_of_groups(entry, network))]
-    pattern, combine = _pattern_and_combination(entry, network.context, others=["heads", *MIXERS])
+        return [HeadPatterns(_patterns_of_groups(entry, network), shared)]
+    pattern, combine = _pattern_and_combination(entry, network.context, beside=[SHARED], others=["heads", *MIXERS])
     factors = pattern.factors()
     if combine == "merged":
-        return [HeadPatterns(_split([pattern], range(network.heads)))]
+        return [HeadPatterns(_split([pattern], range(network.heads)), shared)]
     if combine == "multihead":
-        return [HeadPatterns(_split(_shared_out(factors, entry, network.heads), range(network.heads)))]
+        return [HeadPatterns(_split(_shared_out(factors, entry, network.heads), range(network.heads)), shared)]
     if listed and len(factors) > 1:
         raise ConfigError.at("combine", combine, "a list is a cycle already: make each factor an entry of the list")
-    return [HeadPatterns(_split([factor], range(network.heads))) for factor in factors]
+    return [HeadPatterns(_split([factor], range(network.heads)), shared) for factor in factors]
 
 
 def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[Pattern, ...]:
@@ -167,11 +177,13 @@ def _shared_out(factors: Sequence[Pattern], entry: dict[str, Any], heads: int) -
 def attention_schema() -> dict[str, Any]:
     """JSON schema of `model.attention`, from the fields of the registered patterns and mixers."""
     combine = {"combine": {"enum": list(COMBINATIONS)}}
+    shared: dict[str, Any] = {SHARED: {"type": ["integer", "null"], "minimum": 1}}
     count = {"count": {"type": "integer", "minimum": 1}}
     groups = {"type": "array", "items": {"anyOf": _pattern_schemas(combine | count, "count")}, "minItems": 1}
-    by_head = {"type": "object", "properties": {"heads": groups}, "required": ["heads"], "additionalProperties": False}
+    properties = {"heads": groups, **shared}
+    by_head = {"type": "object", "properties": properties, "required": ["heads"], "additionalProperties": False}
     mixers = [_whole(mixer.model_json_schema()) for mixer in MIXERS.values()]
-    choices = [*_pattern_schemas(combine), *mixers, by_head]
+    choices = [*_pattern_schemas(combine | shared), *mixers, by_head]
     return {"anyOf": [*choices, {"type": "array", "items": {"anyOf": choices}, "minItems": 1}]}
 
 

@@ -1,7 +1,7 @@
 """Attention whose heads learn how far back they read (Sukhbaatar et al. 2019, adaptive attention span).
 
-Letters: B batch, H heads, N positions, D head width of queries and keys, Dv of values, R positions of the ramp, z span,
-x distance of a key before its query, C rows of a block.
+Letters: B batch, H heads of queries, K heads of keys and values, N positions, D head width of queries and keys, Dv of
+values, R positions of the ramp, z span, x distance of a key before its query, C rows of a block.
 
 A head weighs a key at distance x by m(x)·exp(score), divided by the sum of these over all keys, with
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, Problem, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import Rotary
@@ -49,9 +49,11 @@ class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     penalty: Annotated[float, Field(ge=0)]  # the paper's λ: nats that a position of the mean span costs
     initial: Annotated[float, Field(ge=0)] = 0.0  # span of every head before training
     limit: Annotated[int, POSITIVE] | None = None  # the most that a span becomes; null: the context
+    key_value_heads: Annotated[int, POSITIVE] | None = None  # null: as many as heads
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where spans cannot be as long as they are to be."""
+        """Raise ConfigError where spans cannot be as long as they are to be, or heads do not share keys evenly."""
+        check_key_value_heads(self.key_value_heads, network)
         problems, most = [], self.most(network)
         if most > context:
             problems.append(Problem("limit", f"must be at most context {context}; nearest {context}", most))
@@ -81,7 +83,7 @@ class AdaptiveSpan(Attention):
     part = "adaptive_span"
 
     def __init__(self, network: NetworkConfig, config: AdaptiveSpanConfig, rotary: Rotary | None) -> None:
-        super().__init__(network, config.head_patterns(network), rotary)
+        super().__init__(network, config.head_patterns(network), rotary, key_value_heads=config.key_value_heads)
         self.config, self.limit = config, config.most(network)
         # Shares of the limit, so that a step of an optimiser moves a span as far as it should at any limit.
         self.spans = nn.Parameter(torch.empty(network.heads))
@@ -96,7 +98,7 @@ class AdaptiveSpan(Attention):
         return Bounded.apply(self.spans.to(wide_of(self.spans))) * self.limit
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
-        """q, k and v (B, H, N, D) to (B, H, N, Dv); in training with the penalty."""
+        """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv); in training with the penalty."""
         spans = self.positions_read()
         out = span_attention(q, k, v, spans, self.config.ramp, self.limit, self.backend)
         if not (self.training and self.config.penalty):
@@ -175,8 +177,8 @@ def span_attention(
     whose weight is 0 so far.
 
     Args:
-        q, k: (B, H, N, D).
-        v: (B, H, N, Dv).
+        q: (B, H, N, D).
+        k, v: (B, K, N, D) and (B, K, N, Dv); a head of them serves H / K heads of q.
         spans: (H,) z, from 0 to ``limit``; fp32 (fp64 for fp64).
         ramp: R.
         limit: the most that a span can be.
@@ -245,8 +247,10 @@ class WithRamp(torch.autograd.Function):
             grad_scores *= scale
             grad_q[:, :, rows] = band.joined(grad_scores @ windows(keys[:, :, columns].to(wide), band.size), rows)
             add_windows(grad_keys[:, :, columns], grad_scores.mT @ band.split(q[:, :, rows].to(wide)))
-        grad_k, grad_v = (rows_at(x, band.positions).to(q.dtype) for x in (grad_keys, grad_values))
-        return grad_q, grad_k, grad_v, (sums * band.slope).sum((1, 2)), grad_near, grad_lse, None
+        grads = [rows_at(x, band.positions) for x in (grad_keys, grad_values)]  # by each head of q
+        if q.shape[1] != k.shape[1]:
+            grads = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in grads]
+        return grad_q, *(x.to(q.dtype) for x in grads), (sums * band.slope).sum((1, 2)), grad_near, grad_lse, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,16 +321,17 @@ def add_windows(total: Tensor, x: Tensor) -> None:
 
 
 def rows_at(x: Tensor, places: Tensor) -> Tensor:
-    """Rows of x (B, H, N, D) at places (H, M) of each head: (B, H, M, D), 0 where a place is outside."""
+    """Rows of x (B, K, N, D) at places (H, M) of each head of queries: (B, H, M, D), 0 where a place is outside."""
     inside = (places >= 0) & (places < x.shape[2])
-    index = places.clamp(0, x.shape[2] - 1)[None, :, :, None].expand(len(x), -1, -1, x.shape[-1])
-    return x.gather(2, index).masked_fill_(~inside[..., None], 0.0)
+    index = places.clamp(0, x.shape[2] - 1)[None, :, :, None].unflatten(1, (x.shape[1], -1))
+    return x[:, :, None].take_along_dim(index, 3).flatten(1, 2).masked_fill_(~inside[..., None], 0.0)
 
 
 class RecentKeyValues:
-    """Keys (B, H, N, D) and values (B, H, N, Dv) of which a step reads those within each head's span and ramp.
+    """Keys (B, K, N, D) and values (B, K, N, Dv) of which a step reads those within each head's span and ramp.
 
-    Heads are kept in the order of their spans. Those of about the same are read together, as far back as the longest.
+    Heads of queries of about the same span are read together, as far back as the longest. So where each has keys of its
+    own, heads are kept in the order of their spans.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, spans: Tensor, ramp: int, limit: int, backend: str) -> None:
@@ -335,6 +340,7 @@ class RecentKeyValues:
         self.ramp, self.limit, self.backend = ramp, limit, backend
         self.order = spans.argsort()
         self.back = self.order.argsort()
+        self.shared = None if keys.shape[1] == len(spans) else self.order // (len(spans) // keys.shape[1])
         far = reaches(spans[self.order], ramp)
         groups = itertools.groupby(range(len(far)), key=lambda head: far[head].bit_length())
         self.groups: list[tuple[slice, Tensor]] = []  # some heads, and their log m by position, the query's last
@@ -345,22 +351,27 @@ class RecentKeyValues:
             self.groups.append((slice(heads[0], heads[-1] + 1), bias))
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
-        self.keys[:, :, : k.shape[2]] = k[:, self.order]
-        self.values[:, :, : v.shape[2]] = v[:, self.order]
+        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
+        self._write(slice(k.shape[2]), k, v)
         return span_attention(q, k, v, self.spans, self.ramp, self.limit, self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
-        self.keys[:, :, position], self.values[:, :, position] = k[:, self.order], v[:, self.order]
+        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        self._write(position, k, v)
         ordered, wide = q[:, self.order, None].to(self.spans.dtype) * q.shape[-1] ** -0.5, self.spans.dtype
         out = []
         for heads, bias in self.groups:
             read = slice(max(0, position + 1 - bias.shape[1]), position + 1)
-            scores = ordered[:, heads] @ self.keys[:, heads, read].to(wide).mT
-            weights = (scores + bias[:, None, read.start - read.stop :]).softmax(-1)
-            out.append(weights @ self.values[:, heads, read].to(wide))
+            kept = heads if self.shared is None else self.shared[heads]
+            keys, values = (x[:, :, read][:, kept].to(wide) for x in (self.keys, self.values))
+            weights = (ordered[:, heads] @ keys.mT + bias[:, None, read.start - read.stop :]).softmax(-1)
+            out.append(weights @ values)
         return torch.cat(out, 1)[:, self.back].squeeze(2).to(q.dtype)
+
+    def _write(self, rows: int | slice, k: Tensor, v: Tensor) -> None:
+        """Set rows of all heads, (B, K, ·) or (B, K, n, ·)."""
+        order = self.order if self.shared is None else slice(None)
+        self.keys[:, :, rows], self.values[:, :, rows] = k[:, order], v[:, order]
 
     def rearrange(self, order: Tensor, known: int) -> None:
         """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""

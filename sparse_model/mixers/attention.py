@@ -1,4 +1,7 @@
-"""Attention over a pattern, the paper's mixer. Letters: B batch, H heads, N positions, C width, D head width."""
+"""Attention over a pattern, the paper's mixer.
+
+Letters: B batch, H heads of queries, K heads of keys and values, N positions, C width, D head width, Dv that of values.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from longstride.kernels import empty_cache, num_pairs, selected_attention, sparse_attention
+from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Pattern
 from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
-from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.network import NetworkConfig, nearest_divisor
 from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
 
@@ -31,7 +34,16 @@ class OfQueriesAndKeys:
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
         """Each head's share of both widths."""
-        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads)
+        kept = getattr(self, "key_value_heads", None)  # a choice that not all mixers have
+        return HeadWidths(network.query_key_width // network.heads, network.width // network.heads, kept_heads=kept)
+
+
+def check_key_value_heads(key_value_heads: int | None, network: NetworkConfig) -> None:
+    """Raise ConfigError unless so many heads of keys and values can serve the network's heads of queries evenly."""
+    heads = network.heads
+    if key_value_heads is not None and heads % key_value_heads:
+        rule = f"must divide heads={heads}; nearest {nearest_divisor(heads, key_value_heads)}"
+        raise ConfigError.at("key_value_heads", key_value_heads, rule)
 
 
 @dataclass(frozen=True)
@@ -39,10 +51,12 @@ class HeadPatterns(OfQueriesAndKeys):
     """Attention as the configuration asks for it: a pattern for each head."""
 
     patterns: tuple[Pattern, ...]
+    key_value_heads: int | None = None
     within_documents: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError unless all patterns divide the context evenly."""
+        """Raise ConfigError unless all patterns divide the context evenly, and heads of keys those of queries."""
+        check_key_value_heads(self.key_value_heads, network)
         for pattern in dict.fromkeys(self.patterns):
             pattern.check(context)
 
@@ -52,7 +66,7 @@ class HeadPatterns(OfQueriesAndKeys):
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
         """The module."""
-        return Attention(network, self.patterns, rotary)
+        return Attention(network, self.patterns, rotary, key_value_heads=self.key_value_heads)
 
 
 @dataclass(slots=True)
@@ -84,11 +98,25 @@ class Attention(nn.Module):
         patterns: tuple[Pattern, ...],
         rotary: Rotary | None,
         widths: tuple[int, ...] | None = None,
+        key_value_heads: int | None = None,
     ) -> None:
-        """``widths``: channels of what is projected, where that is not queries, keys and values of all heads."""
+        """An attention of H heads.
+
+        Args:
+            network: its sizes and options.
+            patterns: one a head, of those that do not choose by content.
+            rotary: by which queries and keys are turned.
+            widths: channels of what is projected, where that is not queries, keys and values of all heads.
+            key_value_heads: K, each for a group of H / K heads of queries (Ainslie et al. 2023, section 2.2; of K = 1
+                Shazeer 2019, section 3); None: H.
+        """
         super().__init__()
         self.network, self.heads, self.backend, self.patterns = network, network.heads, network.backend, patterns
-        self.widths = widths or (network.query_key_width, network.query_key_width, network.width)
+        self.key_value_heads = key_value_heads or network.heads
+        self.group = self.heads // self.key_value_heads
+        shared = network.query_key_width // self.group, network.width // self.group
+        self.widths = widths or (network.query_key_width, *shared)
+        self.part_heads = (self.heads,) + (len(self.widths) - 1) * (self.key_value_heads,)  # of each of these
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
@@ -135,7 +163,7 @@ class Attention(nn.Module):
         return given._replace(rows=out) if isinstance(given, Mixed) else out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
-        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D), with what there is to tell beside that.
+        """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
 
         What attends otherwise overrides this, ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
         """
@@ -147,9 +175,10 @@ class Attention(nn.Module):
         return KeyValues(keys, values, self.patterns, self.backend)
 
     def empty_rows(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Uninitialised keys (B, H, length, D) and values (B, H, length, Dv), as its patterns read them best."""
+        """Uninitialised keys (B, K, length, D) and values (B, K, length, Dv), as its patterns read them best."""
+        kept = self.key_value_heads
         keys, values = (
-            empty_cache(batch, self.heads, length, width // self.heads, self.patterns, device=device, dtype=dtype)
+            empty_cache(batch, kept, length, width // kept, self.patterns, device=device, dtype=dtype)
             for width in self.widths[-2:]
         )
         return keys, values
@@ -159,7 +188,7 @@ class Attention(nn.Module):
         return sum(count * num_pairs(pattern, positions) for pattern, count in Counter(self.patterns).items())
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
+        """Which positions a head reads in one context, q and k as ``heads_of`` has them: (P,) int64 to (P, N) bool."""
         positions = torch.arange(k.shape[2], device=k.device)
         return lambda queries: self.patterns[head].mask(queries[:, None], positions)
 
@@ -168,11 +197,11 @@ class Attention(nn.Module):
         return torch.softmax(scores, -1)
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, H, N, D) of ``heads_of`` as scores are made of them."""
+        """Queries (B, H, N, D) and keys (B, K, N, D) of ``heads_of`` as scores are made of them."""
         return q, k
 
     def heads_of(self, rows: Tensor, places: Tensor | None = None) -> Sequence[Tensor]:
-        """q, k and v (B, H, N, D) as attention takes them, from what ``query_key_value`` gives, (B, N, channels).
+        """q (B, H, N, D), k and v (B, K, N, ·), from what ``query_key_value`` gives, (B, N, channels).
 
         Positions are ``places`` (B, N) where these are given, else 0 to N - 1.
         """
@@ -182,7 +211,8 @@ class Attention(nn.Module):
             if self.rotary is not None:
                 table = self.rotary.table(rows.device)[slice(rows.shape[1]) if places is None else places]
             rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
-        return [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in rows.split(self.widths, dim=-1)]
+        parts = zip(rows.split(self.widths, dim=-1), self.part_heads, strict=True)
+        return [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts]
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
         """An empty state with room for ``length`` positions; a CPU takes memory only as it is written.
@@ -197,8 +227,8 @@ class Attention(nn.Module):
         """Of the pairs that its heads read, its projections, and its convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
-        scores, values = (2 * pairs * width // self.heads for width in (self.network.query_key_width, self.widths[-1]))
-        own = Work(pairs, 2 * positions * weights, scores, values)
+        scores = 2 * pairs * self.network.query_key_width // self.heads
+        own = Work(pairs, 2 * positions * weights, scores, 2 * pairs * self.network.width // self.heads)
         return own if self.convolution is None else own + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor) -> Callable[[Tensor, int], Tensor]:
@@ -216,7 +246,8 @@ class Attention(nn.Module):
 
         def of_head(queries: Tensor, head: int) -> Tensor:
             allowed = self.allowed(q, k, head)(queries)
-            scores = (left[0, head, queries].double() @ right[0, head].double().T) * q.shape[-1] ** -0.5
+            keys = right[0, head // self.group].double()
+            scores = (left[0, head, queries].double() @ keys.T) * q.shape[-1] ** -0.5
             weights = self.weigh(scores.masked_fill(~allowed, -math.inf), queries, head)
             return weights.masked_fill(~allowed, 0.0)  # a query without keys has a softmax of NaN
 
@@ -227,18 +258,20 @@ class Attention(nn.Module):
         return self.allowed(*self._queries_and_keys(h), head)
 
     def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (1, H, N, D) of one context (1, N, C)."""
+        """Queries (1, H, N, D) and keys (1, K, N, D) of one context (1, N, C)."""
         rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
         q, k, _ = self.heads_of(rows)
         return q, k
 
     def _heads_of_one(self, row: Tensor, position: int) -> Sequence[Tensor]:
-        """q, k and v (B, H, D) of one position, (B, 1, ·), with few views: each takes as long as a row's arithmetic."""
+        """q (B, H, D), k and v (B, K, ·) of one position, (B, 1, ·), with few views: each takes as long as a row's
+        arithmetic."""
         if self.as_projected:
             if self.equal_widths:
                 return row.view(len(row), len(self.widths), self.heads, -1).unbind(1)
-            return [part.view(len(row), self.heads, -1) for part in row.split(self.widths, dim=-1)]
+            parts = zip(row.split(self.widths, dim=-1), self.part_heads, strict=True)
+            return [part.view(len(row), heads, -1) for part, heads in parts]
         turns = None if self.rotary is None else self.rotary.table(row.device)[position]
         prepared, v = row.split((sum(self.widths[:-1]), self.widths[-1]), dim=-1)
         prepared = prepared_row(prepared.view(len(row), -1, self.widths[0] // self.heads), self.normed, turns)
-        return *prepared.split(self.heads, 1), v.view(len(row), self.heads, -1)
+        return *prepared.split(self.part_heads[:-1], 1), v.view(len(row), self.key_value_heads, -1)

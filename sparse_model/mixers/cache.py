@@ -1,6 +1,7 @@
 """Keys and values kept for later positions, and attention that adds to them.
 
-Letters: B batch, H heads, N positions of the cache, n new positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads of queries, K heads of keys and values, N positions of the cache, n new positions, D width of
+q and k, Dv width of v.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ class Cache(Protocol):
     """What an attention keeps of earlier positions, and how more of them read it."""
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
         ...
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         ...
 
     def rearrange(self, order: Tensor, known: int) -> None:
@@ -31,7 +32,7 @@ class Cache(Protocol):
 
 
 class KeyValues:
-    """Keys (B, H, N, D) and values (B, H, N, Dv) of one attention; rows that are not written yet hold anything."""
+    """Keys (B, K, N, D) and values (B, K, N, Dv) of one attention; rows that are not written yet hold anything."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class KeyValues:
 
         Args:
             keys, values: the memory to write to.
-            patterns: one a head.
+            patterns: one a head of queries.
             backend: of attention. For "flex", which has no single queries, those run on "auto".
             scale: factor of the scores; 1/sqrt(D) where None.
 
@@ -55,7 +56,7 @@ class KeyValues:
         self.keys, self.values, self.patterns, self.backend, self.scale = keys, values, patterns, backend, scale
         self._key_rows, self._value_rows = (x.permute(2, 0, 1, 3) for x in (keys, values))
         single = "auto" if backend == "flex" else backend
-        self._attend_one = CachedAttention(keys, values, patterns, scale=scale, backend=single)
+        self._attend_one = CachedAttention(keys, values, patterns, heads=len(patterns), scale=scale, backend=single)
 
     def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...]]:
         """A copy has its own memory, and makes its own views of it."""
@@ -65,8 +66,8 @@ class KeyValues:
         """Write the first n rows and return their ``sparse_attention``.
 
         Args:
-            q, k: (B, H, n, D).
-            v: (B, H, n, Dv).
+            q: (B, H, n, D).
+            k, v: (B, K, n, D) and (B, K, n, Dv).
 
         Returns:
             (B, H, n, Dv).
@@ -81,8 +82,8 @@ class KeyValues:
         """Write one row and return its row of ``sparse_attention``, from the keys that its pattern allows.
 
         Args:
-            q, k: (B, H, D).
-            v: (B, H, Dv).
+            q: (B, H, D).
+            k, v: (B, K, D) and (B, K, Dv).
             position: of the row; all rows before it are written.
 
         Returns:

@@ -1,7 +1,8 @@
 """Attention whose weights are exactly zero where scores are low, as each head has learned (Correia et al. 2019).
 
-Letters: B batch, H heads, N positions, D head width of queries and keys, Dv of values, P pairs of a context and a head,
-n rows of a piece, W keys of a row; of a part of a pattern T blocks of C rows, each of which reads U columns.
+Letters: B batch, H heads of queries, K heads of keys and values, N positions, D head width of queries and keys, Dv of
+values, P pairs of a context and a head, n rows of a piece, W keys of a row; of a part of a pattern T blocks of C rows,
+each of which reads U columns.
 
 The weights of a row with scores s are α-entmax of them (Peters et al. 2019):
 
@@ -34,9 +35,9 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, allowed_keys
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
-from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import HeadWidths
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
@@ -55,9 +56,11 @@ class EntmaxConfig(OfQueriesAndKeys, StrictModel):
 
     type: Literal["entmax"]
     pattern: Annotated[Any, BeforeValidator(one_pattern), WithJsonSchema(PATTERN_SCHEMA)]  # its factors merged
+    key_value_heads: Annotated[int, POSITIVE] | None = None  # null: as many as heads
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where the pattern does not fit the context, or its rows are long."""
+        """Raise ConfigError where the pattern does not fit the context, its rows are long, or heads do not fit."""
+        check_key_value_heads(self.key_value_heads, network)
         try:
             self.pattern.check(context)
         except ConfigError as error:
@@ -78,7 +81,7 @@ class EntmaxConfig(OfQueriesAndKeys, StrictModel):
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> EntmaxAttention:
         """The module."""
-        return EntmaxAttention(network, self.head_patterns(network), rotary)
+        return EntmaxAttention(network, self.head_patterns(network), rotary, key_value_heads=self.key_value_heads)
 
 
 class EntmaxAttention(Attention):
@@ -86,8 +89,14 @@ class EntmaxAttention(Attention):
 
     part = "entmax"
 
-    def __init__(self, network: NetworkConfig, patterns: tuple[Pattern, ...], rotary: Rotary | None) -> None:
-        super().__init__(network, patterns, rotary)
+    def __init__(
+        self,
+        network: NetworkConfig,
+        patterns: tuple[Pattern, ...],
+        rotary: Rotary | None,
+        key_value_heads: int | None = None,
+    ) -> None:
+        super().__init__(network, patterns, rotary, key_value_heads=key_value_heads)
         self.excess_logits = nn.Parameter(torch.empty(network.heads))  # a
 
     def initialize(self) -> None:
@@ -100,7 +109,7 @@ class EntmaxAttention(Attention):
         return self.excess_logits.to(wide_of(self.excess_logits)).sigmoid().clamp_min(LEAST_EXCESS)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k and v (B, H, N, D) to (B, H, N, Dv)."""
+        """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv)."""
         return entmax_attention(q, k, v, self.excess(), self.patterns)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> EntmaxKeyValues:
@@ -114,25 +123,28 @@ class EntmaxAttention(Attention):
 
 
 class EntmaxKeyValues:
-    """Keys (B, H, N, D) and values (B, H, N, Dv) of which a step reads those that its pattern allows."""
+    """Keys (B, K, N, D) and values (B, K, N, Dv) of which a step reads those that its pattern allows."""
 
     def __init__(self, keys: Tensor, values: Tensor, patterns: tuple[Pattern, ...], excess: Tensor) -> None:
         """An empty cache in this memory, of heads with these patterns and α - 1, (H,)."""
         self.keys, self.values, self.patterns, self.excess = keys, values, patterns, excess
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
         self.keys[:, :, : k.shape[2]], self.values[:, :, : v.shape[2]] = k, v
         return entmax_attention(q, k, v, self.excess, self.patterns)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         self.keys[:, :, position], self.values[:, :, position] = k, v
-        out, wide = torch.zeros_like(v), self.excess.dtype
+        out, wide = q.new_zeros(*q.shape[:2], v.shape[2]), self.excess.dtype
+        group = q.shape[1] // k.shape[1]
+        shared = None if group == 1 else torch.arange(q.shape[1], device=q.device) // group
         for pattern, heads in alike(self.patterns):
             read = allowed_keys(pattern, position, self.keys.shape[2]).to(q.device)
             if len(read):  # else there is nothing to add up
-                keys, values = (x[:, heads][:, :, read].to(wide) for x in (self.keys, self.values))
+                kept = heads if shared is None else shared[heads]
+                keys, values = (x[:, :, read][:, kept].to(wide) for x in (self.keys, self.values))
                 scores = (keys @ q[:, heads, :, None].to(wide)).squeeze(-1).mul_(q.shape[-1] ** -0.5)
                 weights = entmax(scores, self.excess[heads])
                 out[:, heads] = (weights[:, :, None] @ values).squeeze(2).to(q.dtype)
@@ -210,8 +222,8 @@ def entmax_attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: 
     Scores and sums are in fp32 (fp64 for fp64), so many rows at a time, and are computed again in the backward pass.
 
     Args:
-        q, k: (B, H, N, D).
-        v: (B, H, N, Dv).
+        q: (B, H, N, D).
+        k, v: (B, K, N, D) and (B, K, N, Dv); a head of them serves H / K heads of q.
         excess: α - 1 of each head, (H,), above 0 and at most 1, in the precision of sums.
         patterns: of each head.
 
@@ -224,7 +236,7 @@ def entmax_attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: 
 
 @torch.library.custom_op("longstride::entmax_attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> tuple[Tensor, Tensor]:
-    out, shift = torch.empty_like(v), excess.new_empty(q.shape[:3])
+    out, shift = _empty_out(q, v), excess.new_empty(q.shape[:3])
     for some in _pieces(q, k, v, excess, patterns):
         scores = some.scores(q.shape[-1] ** -0.5)
         found = threshold(scores, some.power)
@@ -236,7 +248,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -
 
 @_attention.register_fake
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(v), excess.new_empty(q.shape[:3])
+    return _empty_out(q, v), excess.new_empty(q.shape[:3])
+
+
+def _empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """(B, H, N, Dv); where K is H, in the order of v in memory, else with the heads of a position side by side."""
+    if q.shape[1] == v.shape[1]:
+        return torch.empty_like(v)
+    return v.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
 
 @torch.library.custom_op("longstride::entmax_attention_backward", mutates_args=())
@@ -244,7 +263,10 @@ def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, excess: Tensor, shift: Tensor, patterns: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide, scale = excess.dtype, q.shape[-1] ** -0.5
-    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    own = q.shape[1] == k.shape[1]  # each head of q has keys and values of its own; else gradients are by head of q
+    grad_q, grad_k, grad_v = (
+        torch.zeros_like(x, dtype=wide) if own else q.new_zeros(*q.shape[:3], x.shape[3], dtype=wide) for x in (q, k, v)
+    )
     grad_power = excess.new_zeros(q.shape[:2])
     for some in _pieces(q, k, v, excess, patterns):
         scores, grad = some.scores(scale), some.read(grad_out)
@@ -257,8 +279,12 @@ def _attention_backward(
         by_power = (weights * ratio.log1p().clamp_min_(torch.finfo(wide).min)).sub_(slopes * ratio)
         some.add_sums(grad_power, by_power.mul_(grad_weights))
         some.add_gradients(grad_weights.mul_(slopes), weights, grad, scale, (grad_q, grad_k, grad_v))
+    dk, dv = (
+        total.to(x.dtype) if own else torch.empty_like(x).copy_(total.unflatten(1, (x.shape[1], -1)).sum(2))
+        for total, x in ((grad_k, k), (grad_v, v))
+    )
     # β = 1 / (α - 1).
-    return grad_q.to(q.dtype), grad_k.to(q.dtype), grad_v.to(q.dtype), -grad_power.sum(0) / excess.square()
+    return grad_q.to(q.dtype), dk, dv, -grad_power.sum(0) / excess.square()
 
 
 @_attention_backward.register_fake
@@ -367,7 +393,8 @@ def _pieces(q: Tensor, k: Tensor, v: Tensor, excess: Tensor, patterns: str) -> I
             count = max(1, SCORES_IN_WORK // scores)
             for context, head in zip(contexts.split(count), numbers.split(count), strict=True):
                 b, h = context.to(q.device), head.to(q.device)
-                yield Piece(b, h, rows, parts, q[b, h], k[b, h], v[b, h], 1 / excess[h, None, None])
+                shared = h // (q.shape[1] // k.shape[1])
+                yield Piece(b, h, rows, parts, q[b, h], k[b, shared], v[b, shared], 1 / excess[h, None, None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 It is the selected branch of native sparse attention too (Yuan et al. 2025), but for what scores a block: there a
 learned compression of its keys, here their mean.
 
-Letters: B batch, H heads, N positions, C whole blocks, T chosen blocks of a query, D head width.
+Letters: B batch, H heads of queries, K heads of keys and values, N positions, C whole blocks, T chosen blocks of a
+query, D head width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from longstride.kernels import ConfigError, attend_listed, selected_attention
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import chosen_blocks
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.rotary import Rotary
@@ -33,9 +34,11 @@ class MobaConfig(OfQueriesAndKeys, StrictModel):
     type: Literal["moba"]
     block: Annotated[int, POSITIVE]  # positions; the last block of a context may be shorter
     top: Annotated[int, POSITIVE]  # blocks that a query reads, its own one counted, as the paper does
+    key_value_heads: Annotated[int, POSITIVE] | None = None  # null: as many as heads
 
     def check(self, network: NetworkConfig, context: int) -> None:
-        """Raise ConfigError where the model's context has fewer blocks."""
+        """Raise ConfigError where the model's context has fewer blocks, or heads do not share keys evenly."""
+        check_key_value_heads(self.key_value_heads, network)
         if self.block > network.context:
             raise ConfigError.at("block", self.block, f"must be at most context {network.context}")
         blocks = -(-network.context // self.block)
@@ -60,19 +63,19 @@ class BlockAttention(Attention):
     """
 
     def __init__(self, network: NetworkConfig, config: MobaConfig, rotary: Rotary | None) -> None:
-        super().__init__(network, (), rotary)
+        super().__init__(network, (), rotary, key_value_heads=config.key_value_heads)
         self.block, self.top = config.block, config.top
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D)."""
+        """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv)."""
         selection = chosen_blocks(choices(q, means(k, self.block), self.block, self.top), self.block)
         return selected_attention(q, k, v, selection, backend=self.backend)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BlockCache:
         """Empty keys and values, and room for the means of whole blocks."""
+        kept = self.key_value_heads
         keys, values = (
-            torch.empty(batch, self.heads, length, width // self.heads, device=device, dtype=dtype)
-            for width in self.widths[1:]
+            torch.empty(batch, kept, length, width // kept, device=device, dtype=dtype) for width in self.widths[1:]
         )
         return BlockCache(self, keys, values)
 
@@ -89,8 +92,8 @@ class BlockAttention(Attention):
         return super().work(positions, batch) + Work(choosing=2 * blocks * self.widths[0])
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
-        """Which positions a head reads in one context, q and k (1, H, N, D): queries (P,) int64 to (P, N) bool."""
-        q, k = q[:, head : head + 1], k[:, head : head + 1]
+        """Which positions a head reads in one context, q and k as ``heads_of`` has them: (P,) int64 to (P, N) bool."""
+        q, k = q[:, head, None], k[:, head // self.group, None]
         numbers = choices(q, means(k, self.block), self.block, self.top)[0, 0]  # (N, T)
         position = torch.arange(k.shape[2], device=k.device)
 
@@ -103,7 +106,7 @@ class BlockAttention(Attention):
 
 
 class BlockCache:
-    """Keys (B, H, N, D) and values (B, H, N, Dv) of one attention, and the means of the keys of whole blocks.
+    """Keys (B, K, N, D) and values (B, K, N, Dv) of one attention, and the means of the keys of whole blocks.
 
     A mean is taken when the last key of its block is written, from the keys as they lie. So it is the one that a whole
     context has, and a step that is taken again writes the same.
@@ -115,7 +118,7 @@ class BlockCache:
         self.means = keys.new_zeros((batch, heads, length // owner.block, width), dtype=wide_of(keys))
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
+        """Write the first n rows, (B, K, n, ·), and return what they read, (B, H, n, Dv)."""
         rows, block = q.shape[2], self.owner.block
         self.keys[:, :, :rows] = k
         self.values[:, :, :rows] = v
@@ -123,7 +126,7 @@ class BlockCache:
         return self.owner.attend(q, k, v)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
-        """Write one row, (B, H, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
+        """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         block, top = self.owner.block, self.owner.top
         self.keys[:, :, position] = k
         self.values[:, :, position] = v
@@ -143,18 +146,19 @@ class BlockCache:
 
 
 def means(k: Tensor, block: int) -> Tensor:
-    """The mean key of each whole block of k (B, H, N, D): (B, H, C, D) in fp32 (fp64 for fp64), without gradients."""
+    """The mean key of each whole block of k (B, K, N, D): (B, K, C, D) in fp32 (fp64 for fp64), without gradients."""
     whole = k.shape[2] // block
     return k.detach()[:, :, : whole * block].unflatten(2, (whole, block)).mean(3, dtype=wide_of(k))
 
 
 def best(q: Tensor, means: Tensor, count: int, later: Tensor | None = None) -> Tensor:
-    """The blocks whose mean keys (B, H, C, D) match some queries (B, H, n, D) best: (B, H, n, count) int64.
+    """The blocks whose mean keys (B, K, C, D) match some queries (B, H, n, D) best: (B, H, n, count) int64.
 
     ``later``: (n, C) bool, the blocks that are out of the question; a query with too few others gets some of them last.
     """
     # No less than the least number, so that what is taken, or out of the question, comes behind all that is left.
-    scores = (q.to(means.dtype) @ means.mT).clamp_(min=torch.finfo(means.dtype).min)
+    rows = q.to(means.dtype).reshape(*means.shape[:2], -1, means.shape[3])  # of a group of heads one after another
+    scores = (rows @ means.mT).view(*q.shape[:3], means.shape[2]).clamp_(min=torch.finfo(means.dtype).min)
     if later is not None:
         scores.masked_fill_(later, -torch.inf)
     found = [torch.empty((*scores.shape[:-1], 0), dtype=torch.int64, device=scores.device)]
@@ -165,7 +169,7 @@ def best(q: Tensor, means: Tensor, count: int, later: Tensor | None = None) -> T
 
 
 def choices(q: Tensor, means: Tensor, block: int, top: int) -> Tensor:
-    """The blocks before its own that each query q (B, H, N, D) reads, by the mean keys (B, H, C, D) of whole blocks.
+    """The blocks before its own that each query q (B, H, N, D) reads, by the mean keys (B, K, C, D) of whole blocks.
 
     Returns:
         (B, H, N, T) int64, T at most top - 1; -1 where a query has fewer blocks before it.

@@ -44,6 +44,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
         "ROWS": rows,
         "COLUMNS": columns,
         "BOUNDS": bounds,
+        "GROUP": 1,
         "STORED": bool(stored),
         "ACCUMULATOR": tl.float32,
     }

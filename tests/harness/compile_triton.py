@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 
@@ -32,10 +32,11 @@ KERNELS = {
     "closed": closed_kernel,
     "delta": delta_kernel,
     "gather": gather_kernel,
+    "groups": groups_kernel,
 }
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
-WIDE = {"lse", "delta", "grad_lse", "previous", "workspace"}
+WIDE = {"lse", "delta", "grad_lse", "previous", "workspace", "dk_by_head", "dv_by_head"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
 PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
@@ -142,6 +143,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "BLOCK_Q": chosen.block_q,
         "BLOCK_K": chosen.block_k,
         "ROUND_BF16": False,
+        "GROUP": 4 if name == "groups" else 1,
         "ACCUMULATOR": tl.float32,
     }
 

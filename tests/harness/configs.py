@@ -142,6 +142,23 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "routing", "clusters": 4, "window": 5, "local": {"heads": 3, "window": 9}, "keys": "random"},
         ],
     },
+    "keys and values that heads share": {
+        "layers": 4,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "query_key_ratio": 0.5,
+        "attention": [
+            {**ATTENTIONS["heads"], "key_value_heads": 2},
+            {"type": "moba", "block": 6, "top": 3, "key_value_heads": 2},
+            {"type": "adaptive_span", "ramp": 5, "penalty": 0.01, "initial": 9.5, "key_value_heads": 2},
+            {"type": "entmax", "pattern": {"type": "strided", "stride": 8}, "key_value_heads": 1},
+        ],
+    },
+    "keys and values of one head": {
+        "layers": 2,
+        "convolution": 3,
+        "attention": {"type": "strided", "stride": 8, "combine": "interleaved", "key_value_heads": 1},
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "one expert a row": {
         "bias": False,

@@ -6,11 +6,15 @@ Run as a program, in a process without TRITON_INTERPRET. Nothing is compiled: a 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
-from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longstride.kernels import sparse_attention
@@ -19,38 +23,12 @@ from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Block, Column, Fixed, Local, Pattern, Strided
 from tests.harness.dry_card import DryCard
 
+ROOT = Path(__file__).resolve().parents[2]
 Inputs = tuple[Tensor, ...]  # q, k, v, and a gradient of the output
 # The paper's on enwik8, as a model has them: eight heads whose summaries differ, or of two kinds.
 FIXED = Fixed(128, 32, num_summaries=4)
 STRIDED = [Local(128), Column(128)] * 4
 DESCRIBED = configurations.Configuration(128, 64, 8, 3, described=True)
-
-
-class Uncompiled:
-    """Stands for a compiled kernel, and notes its launches."""
-
-    function, packed_metadata = object(), ()
-
-    def __init__(self, name: str, launched: list[tuple[Any, ...]]) -> None:
-        self.run = lambda *arguments: launched.append((name, arguments[:3], arguments[9:]))
-
-    def launch_metadata(self, *arguments: Any) -> None:
-        """None."""
-
-
-def install() -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Put the card in place, and return the names of all kernels it has compiled and all launches, as they come."""
-    DryCard("sm_90").install()
-    compiled: list[str] = []
-    launched: list[tuple[Any, ...]] = []
-
-    def do_compile(self: Any, key: Any, *_: Any) -> Uncompiled:
-        compiled.append(self.__name__)
-        kernel = self.device_caches[0][0][key] = Uncompiled(self.__name__, launched)
-        return kernel
-
-    JITFunction._do_compile = do_compile  # type: ignore[method-assign]
-    return compiled, launched
 
 
 def inputs_of(batch: int, context: int, heads: int = 8, width: int = 64) -> Inputs:
@@ -65,8 +43,8 @@ def inputs_of(batch: int, context: int, heads: int = 8, width: int = 64) -> Inpu
 def step(inputs: Inputs, pattern: Pattern | list[Pattern]) -> Inputs:
     """A forward and a backward pass."""
     *leaves, grad_out = inputs
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    out = sparse_attention(*leaves, pattern, backend="triton")
+    leaves = q, k, v = [leaf.detach().requires_grad_() for leaf in leaves]
+    out = sparse_attention(q, k, v, pattern, backend="triton")
     return out, *torch.autograd.grad(out, leaves, grad_out)
 
 
@@ -92,9 +70,28 @@ def addresses(launches: list[tuple[Any, ...]]) -> set[int]:
     return {a.data_ptr() for _, _, arguments in launches for a in arguments if isinstance(a, Tensor)}
 
 
+def python_calls(call: Callable[[], object]) -> dict[str, int]:
+    """How many Python functions a call enters, of ours and of triton's."""
+    counts = {"longstride": 0, "triton": 0}
+    roots = {str(ROOT / "kernels"): "longstride", str(Path(triton.__file__).parent): "triton"}
+
+    def entered(frame: Any, event: str, _: Any) -> None:
+        path = os.path.realpath(frame.f_code.co_filename)
+        for root, name in roots.items():
+            counts[name] += event == "call" and path.startswith(root)
+
+    sys.setprofile(entered)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
 def main() -> None:
-    """Print how many kernels come with each batch and context, and whether calls made again launch the same."""
-    compiled, launched = install()
+    """Print how many kernels come with each batch and context, whether calls made again launch the same."""
+    card = DryCard("sm_90", compiles=False).install()
+    compiled, launched = card.compiled, card.launched
     counts = {}
     for name, pattern in (("fixed", FIXED), ("strided", STRIDED)):
         for batch, context in ((1, 12288), (2, 12288), (3, 8192), (1, 4096)):
@@ -121,7 +118,12 @@ def main() -> None:
             equal = told(again, second, kept) == told(written, second, kept)
             same[f"{name} {pattern}"] = recorded == [True, True] and len(kept) > 0 and equal
             launched.clear()
-    print(json.dumps({"kernels": counts, "again": same}))
+    inputs = inputs_of(1, 12288)
+    entered = {}
+    for name, pattern in (("one launch", Block(128)), ("several", Strided(128))):
+        step(inputs, pattern)
+        entered[name] = python_calls(lambda pattern=pattern: step(inputs, pattern))
+    print(json.dumps({"kernels": counts, "again": same, "python": entered}))
 
 
 if __name__ == "__main__":

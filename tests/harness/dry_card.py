@@ -13,28 +13,56 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from longstride.kernels.backends import triton as backend
-from longstride.kernels.backends.triton import call
+from longstride.kernels.backends.triton import call, launch
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_90": 227 * 1024}  # a program's most
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132}
 
 
 class DryCard:
-    """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order."""
+    """What triton asks of a driver. ``launched`` has the name and the metadata of each launch, in order.
 
-    def __init__(self, architecture: str) -> None:
+    With ``compiles=False`` no kernel is compiled either: ``compiled`` has the names of those that would be, and
+    ``launched`` the name, the grid and the arguments of each launch.
+    """
+
+    def __init__(self, architecture: str, *, compiles: bool = True) -> None:
         self.architecture = architecture
-        self.launched: list[tuple[str, Any]] = []
+        self.compiles = compiles
+        self.compiled: list[str] = []
+        self.launched: list[tuple[Any, ...]] = []
         self.utils = self  # triton asks it for what follows
 
     def install(self) -> DryCard:
         """Put the card in place, for the rest of the process."""
         triton.runtime.driver.set_active(self)
+        if not self.compiles:
+            self._stand_in_for_compiled_kernels()
         backend.why_not = lambda q, k, v: None
+        launch.RECORDINGS.clear()  # of another card
         call.architecture = lambda device: self.architecture
         call.num_processors = lambda device: PROCESSORS[self.architecture]
-        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
         return self
+
+    def _stand_in_for_compiled_kernels(self) -> None:
+        card = self
+
+        class Uncompiled:
+            function, packed_metadata = object(), ()
+
+            def __init__(self, name: str) -> None:
+                self.run = lambda *given: card.launched.append((name, given[0], given[9:]))
+
+            def launch_metadata(self, *given: Any) -> None:
+                pass
+
+        def do_compile(kernel: Any, key: Any, *_: Any) -> Uncompiled:
+            card.compiled.append(kernel.__name__)
+            found = kernel.device_caches[0][0][key] = Uncompiled(kernel.__name__)
+            return found
+
+        triton.JITFunction._do_compile = do_compile
 
     # A driver
 

@@ -1,6 +1,6 @@
 """What every backend is held against: attention in fp64, and the error that its own precision explains.
 
-Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
+Letters: B batch, H heads, K heads of keys and values, N positions, D width of queries and keys, Dv width of values.
 
 A result passes where the root of its mean squared error against fp64 is at most twice that of the same computation
 done densely in the dtype itself (``dense_same_precision``). Where that error happens to be 0 (one key a query, say), a
@@ -62,14 +62,15 @@ class Shape(NamedTuple):
     context: int
     width: int
     value_width: int
+    key_heads: int | None = None  # of k and v, where they are fewer than q's
 
 
 class Inputs(NamedTuple):
     """What attention and its gradient are computed from; the gradient of lse may be None."""
 
     q: Tensor  # (B, H, N, D)
-    k: Tensor  # (B, H, N, D)
-    v: Tensor  # (B, H, N, Dv)
+    k: Tensor  # (B, K, N, D)
+    v: Tensor  # (B, K, N, Dv)
     grad_out: Tensor  # (B, H, N, Dv)
     grad_lse: Tensor | None  # (B, H, N)
 
@@ -129,8 +130,9 @@ def make_inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, grad_lse: bo
         return torch.randn(*size, generator=generator, dtype=torch.float64)
 
     lead = (shape.batch, shape.heads, shape.context)
-    q, k = (normal(*lead, shape.width).to(dtype) for _ in range(2))
-    v, grad_out = (normal(*lead, shape.value_width).to(dtype) for _ in range(2))
+    shared = (shape.batch, shape.key_heads or shape.heads, shape.context)
+    q, k = (normal(*sizes, shape.width).to(dtype) for sizes in (lead, shared))
+    v, grad_out = (normal(*sizes, shape.value_width).to(dtype) for sizes in (shared, lead))
     return Inputs(q, k, v, grad_out, normal(*lead).to(accumulator_dtype(dtype)) if grad_lse else None)
 
 
@@ -170,6 +172,7 @@ def allowed_by(reads: Reads, heads: int, context: int) -> Tensor:
 def dense_same_precision(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """What a plain dense layer computes in this dtype: products in the dtype, softmax in fp32, weights rounded."""
     blind = ~allowed.any(-1, keepdim=True)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(accumulator_dtype(q.dtype)) * scale
     scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
     weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
@@ -256,7 +259,7 @@ def _errors(found: Tensor, wanted: Tensor, name: str) -> _Error:
 
 def magnitudes(inputs: Inputs, scale: float) -> dict[str, float]:
     """The largest intermediate behind each result: what rounding is relative to where terms cancel."""
-    q, k, v, grad_out = (t.double() for t in inputs[:4])
+    q, k, v, grad_out = (t.double().repeat_interleave(len(inputs.q[0]) // t.shape[1], 1) for t in inputs[:4])
     gradient = float((grad_out.abs() @ v.abs().transpose(-1, -2)).max())  # of a weight
     if inputs.grad_lse is not None:
         gradient += float(inputs.grad_lse.abs().max())

@@ -99,7 +99,8 @@ def test_the_op_is_what_it_tells_compilers_of_columns_apart(backend: str, device
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
-    *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if heads_side_by_side else 2)
+    *leaves, _ = leaves_of(shape, device, heads_side_by_side=heads_side_by_side)
     patterns = repr([{"type": "local", "window": 5}] * 2)
     torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend))
 
@@ -134,7 +135,8 @@ def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: st
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_the_op_of_selections_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
-    *leaves, _ = leaves_of(Shape(1, 2, 16, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if heads_side_by_side else 2)
+    *leaves, _ = leaves_of(shape, device, heads_side_by_side=heads_side_by_side)
     parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]
     op = torch.ops.longstride.selected_attention.default
     torch.library.opcheck(op, (*leaves, parts, 7, False, 0.25, backend))

@@ -277,7 +277,7 @@ def test_splits_follow_from_pattern_and_context() -> None:
     [
         (((1, 2, 1, 16), (1, 2, 9, 16), (1, 2, 9, 16)), r"q must be \(B, H, D\), not \(1, 2, 1, 16\)"),
         (((1, 2, 16), (2, 9, 16), (1, 2, 9, 16)), r"k must be \(B, H, N, D\), not \(2, 9, 16\)"),
-        (((1, 2, 16), (1, 2, 9, 8), (1, 2, 9, 8)), r"k \(1, 2, 9, 8\) must have the batch, heads and channels of q"),
+        (((1, 2, 16), (1, 2, 9, 8), (1, 2, 9, 8)), r"k \(1, 2, 9, 8\) must have the batch and channels of q"),
         (
             ((1, 2, 16), (1, 2, 9, 16), (1, 2, 8, 16)),
             r"v \(1, 2, 8, 16\) must have the batch, heads and positions of k",

@@ -27,6 +27,7 @@ DEFAULTS = [
     "closed:bfloat16:64:folded:resume",
     "delta:bfloat16:64",
     "gather:bfloat16:64",
+    "groups:bfloat16:64",
     # Selections, and rounds of hashing.
     *(f"{kernel}:bfloat16:64:listed" for kernel in KERNELS),
     *(f"{kernel}:bfloat16:64:listed:resume:overlap3" for kernel in KERNELS),
@@ -81,7 +82,7 @@ def test_default_and_shipped_kernels_compile_without_spilling(architecture: str)
         assert found["shared"] <= SHARED_BYTES[architecture], found
         assert found["spilled_bytes"] == 0, found
         case = found["case"].removeprefix(f"{architecture}:")
-        if architecture == "sm_90" and case in defaults and not case.startswith(("delta", "gather")):
+        if architecture == "sm_90" and case in defaults and not case.startswith(("delta", "gather", "groups")):
             assert found["wgmma"], found
 
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,19 @@ def test_a_call_made_again_gives_the_bits_of_one_as_it_is_written(
         assert torch.equal(found, wanted) and found.stride() == wanted.stride()
 
 
+def test_a_call_with_shared_keys_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstride.kernels.backends.triton import launch
+
+    q, k, v, *gradients = inputs_of(0)
+    given = [q, k[:, :1], v[:, :1], *gradients]
+    calls(HEADS[0], inputs_of(1)[:1] + given[1:], SCALE, with_grad_lse=True)
+    assert len(recordings()) == 2 and None not in recordings()
+    again = calls(HEADS[0], given, SCALE, with_grad_lse=True)
+    monkeypatch.setattr(launch, "RECORDINGS", Kept())
+    for found, wanted in zip(again, calls(HEADS[0], given, SCALE, with_grad_lse=True), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("scale, dtype", [(-SCALE, torch.float16), (SCALE, torch.bfloat16)], ids=str)
 def test_what_is_computed_from_copies_is_not_made_again(scale: float, dtype: torch.dtype) -> None:
     """A negated q, or in the interpreter bf16 in fp32, is a new tensor in each call."""
@@ -109,7 +123,7 @@ def test_calls_that_look_different_have_recordings_of_their_own(monkeypatch: pyt
 
 
 @pytest.fixture(scope="module")
-def dry_calls() -> dict[str, dict[str, int]]:
+def dry_calls() -> dict[str, dict[str, Any]]:
     """What ``tests/harness/dry_calls.py`` prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -122,13 +136,20 @@ def dry_calls() -> dict[str, dict[str, int]]:
     return json.loads(done.stdout)
 
 
-def test_a_card_is_told_the_same_by_a_call_made_again(dry_calls: dict[str, dict[str, int]]) -> None:
+def test_a_card_is_told_the_same_by_a_call_made_again(dry_calls: dict[str, dict[str, Any]]) -> None:
     assert dry_calls["again"] and all(dry_calls["again"].values()), dry_calls["again"]
 
 
-def test_other_batches_and_contexts_compile_no_other_kernels(dry_calls: dict[str, dict[str, int]]) -> None:
+def test_other_batches_and_contexts_compile_no_other_kernels(dry_calls: dict[str, dict[str, Any]]) -> None:
     """Forward and backward passes of a layer take five kernels where patterns are merged, three where heads differ."""
     assert {size: count for size, count in dry_calls["kernels"].items() if count} == {
         "fixed 1 12288": 5,
         "strided 1 12288": 3,
     }
+
+
+def test_a_call_made_again_enters_few_functions(dry_calls: dict[str, dict[str, Any]]) -> None:
+    """Forward and backward: nothing of triton's own launching, and one function more a launch."""
+    one, several = (dry_calls["python"][name] for name in ("one launch", "several"))
+    assert one["triton"] <= 2 and several["triton"] <= 2, dry_calls["python"]
+    assert one["longstride"] <= 60 and several["longstride"] - one["longstride"] <= 6, dry_calls["python"]

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **{name: {"attention": attention} for name, attention in ATTENTIONS.items()},
     "all later parts": {**LATER, "initialization": "released", "ngrams": {"orders": [2, 4], "rows": 300}},
     "position tables and rotary": {"rotary": {"base": 1000}, "ngrams": {"orders": [3], "rows": 50}},
+    "keys and values that heads share": {"attention": {**ATTENTIONS["fixed merged"], "key_value_heads": 2}},
     "feed-forwards alone too": {"layers": 2, "order": "f s2 f"},
     "experts": SYSTEMS["experts every other layer"],
 }

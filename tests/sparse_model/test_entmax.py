@@ -163,8 +163,10 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_the_op_is_as_torch_wants_it() -> None:
-    inputs = [x.detach().requires_grad_() for x in tensors(16)]
-    torch.library.opcheck(torch.ops.longstride.entmax_attention.default, (*inputs, repr([{"type": "dense"}] * 4)))
+    q, k, v, excess = (x.detach() for x in tensors(16))
+    for keys, values in ((k, v), (k.transpose(1, 2).contiguous().transpose(1, 2)[:, :2], v[:, :2])):
+        inputs = [x.requires_grad_() for x in (q, keys, values, excess)]
+        torch.library.opcheck(torch.ops.longstride.entmax_attention.default, (*inputs, repr([{"type": "dense"}] * 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -20,7 +20,10 @@ from longstride.kernels.backends.cpu.slabs import (
     Numbers,
     Piece,
     Scratch,
+    add_groups,
+    empty_by_query_head,
     merge,
+    of_piece,
     put,
     rows_of_backward,
     shared,
@@ -41,13 +44,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scal
     if dense.serves(q, v, patterns, scale):
         return dense.forward(q, k, v, scale)
     numbers = Numbers.of(q.dtype)
-    out = empty_like_rows(v)
+    out = empty_like_rows(v, heads=q.shape[1])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
 
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
         for piece in pieces:
-            rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in (("q", q), ("k", k), ("v", v))}
+            rows = {
+                name: scratch.rows(name, of_piece(x, piece, q.shape[1]), numbers.narrow)
+                for name, x in (("q", q), ("k", k), ("v", v))
+            }
             first, *others = pattern.parts()
             target = scratch.results("out", out, piece)
             merged = target, _part_forward(scratch, target, rows, first, scale)
@@ -76,7 +82,7 @@ def backward(
     if grad_lse is None and dense.serves(q, v, patterns, scale):
         return dense.backward(grad_out, q, k, v, out, lse, scale)
     numbers = Numbers.of(q.dtype)
-    grads = tuple(empty_like_rows(x) for x in (q, k, v))
+    grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
 
     def work(pattern: Pattern, pieces: list[Piece]) -> None:
         scratch = Scratch(numbers)
@@ -89,7 +95,7 @@ def backward(
                 put(whole, piece, total)
 
     shared(work, patterns, q, v)
-    return grads[0], grads[1], grads[2]
+    return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
 
 
 def _part_forward(scratch: Scratch, out: Tensor, rows: dict[str, Tensor], part: PatternPart, scale: float) -> Tensor:

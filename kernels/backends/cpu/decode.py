@@ -1,6 +1,7 @@
 """One query on the CPU: a softmax over the rows of the cache that it reads.
 
-Letters: B batch, H heads of one pattern, N positions, M keys that are read, D and E widths of keys and values.
+Letters: B batch, H heads of one pattern, K heads of the cache that they read, N positions, M keys that are read, D and
+E widths of keys and values.
 CachedRows are read in place where they lie regularly, and otherwise from copies that are made once.
 """
 
@@ -33,8 +34,8 @@ class PreparedCache:
         self.unread = torch.empty(1, dtype=self.wide, device=k.device)
         self.last = -1  # position of the last query
         self.groups = [
-            (pattern, heads, CachedRows(k[:, heads], once), CachedRows(v[:, heads], once))
-            for pattern, heads in _groups(patterns)
+            (pattern, heads, CachedRows(k[:, shared], once), CachedRows(v[:, shared], once))
+            for pattern, heads, shared in _groups(patterns, k.shape[1])
         ]
 
     def __call__(self, q: Tensor, position: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -84,15 +85,15 @@ class PreparedCache:
         # Each small operation costs its start: hence three axes, and sums within the products. And q·K, not K·q, which
         # torch would give to one thread.
         batch, heads, width = q.shape
-        query = in_dtype(q.reshape(batch * heads, 1, width), self.wide)
+        query = in_dtype(q.reshape(batch * k.heads, heads // k.heads, width), self.wide)
         products = [
             torch.baddbmm(self.unread, query, rows.permute(1, 2, 0), beta=0, alpha=self.scale) for rows in k.of(keys)
         ]
-        scores = torch.cat(products, 2) if len(products) > 1 else products[0]  # (B·H, 1, M)
+        scores = torch.cat(products, 2) if len(products) > 1 else products[0]  # (B·K, H / K, M)
         weights = scores.softmax(2)
         values = v.of(keys)
         if len(values) == 1:
-            out = torch.bmm(weights, values[0].transpose(0, 1))  # (B·H, 1, E)
+            out = torch.bmm(weights, values[0].transpose(0, 1))  # (B·K, H / K, E)
         else:
             parts = weights.split([len(rows) for rows in values], 2)
             out = torch.bmm(parts[0], values[0].transpose(0, 1))
@@ -103,35 +104,45 @@ class PreparedCache:
 
 
 @lru_cache(maxsize=4096)
-def _groups(patterns: tuple[Pattern, ...]) -> tuple[tuple[Pattern, slice], ...]:
-    """Each distinct pattern with its heads: as one slice where they lie regularly, else head by head."""
-    groups: list[tuple[Pattern, slice]] = []
+def _groups(patterns: tuple[Pattern, ...], key_heads: int) -> tuple[tuple[Pattern, slice, slice], ...]:
+    """Each distinct pattern with its heads, and the heads of the cache that they read.
+
+    As one slice each where they lie regularly, and equally many share a head of the cache; else head by head.
+    """
+    groups: list[tuple[Pattern, slice, slice]] = []
     for pattern in dict.fromkeys(patterns):
         heads = [head for head, other in enumerate(patterns) if other == pattern]
-        step = heads[1] - heads[0] if len(heads) > 1 else 1
-        regular = slice(heads[0], heads[-1] + 1, step)
-        if list(range(len(patterns))[regular]) == heads:
-            groups.append((pattern, regular))
+        read = [head * key_heads // len(patterns) for head in heads]
+        together, shared = _regular(heads), _regular(list(dict.fromkeys(read)))
+        if together is not None and shared is not None and len(set(map(read.count, read))) == 1:
+            groups.append((pattern, together, shared))
         else:
-            groups += [(pattern, slice(head, head + 1)) for head in heads]
+            groups += [(pattern, slice(x, x + 1), slice(y, y + 1)) for x, y in zip(heads, read, strict=True)]
     return tuple(groups)
 
 
+def _regular(numbers: list[int]) -> slice | None:
+    """Ascending numbers as a slice, if they have equal steps."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    found = range(numbers[0], numbers[-1] + 1, step)
+    return slice(found.start, found.stop, step) if list(found) == numbers else None
+
+
 class CachedRows:
-    """Rows of the keys or the values of some heads, read in the accumulator's dtype and as (M, B·H, ·)."""
+    """Rows of the keys or the values of some heads, read in the accumulator's dtype and as (M, B·K, ·)."""
 
     def __init__(self, x: Tensor, once: bool) -> None:
         """Nothing is read yet.
 
         Args:
-            x: (B, H, N, ·), a view of the cache, whose rows are written later.
+            x: (B, K, N, ·), a view of the cache, whose rows are written later.
             once: there is a single query, for which no copy is worth keeping.
         """
         self.once = once
-        batch, heads = x.shape[:2]
+        batch, self.heads = x.shape[:2]
         by_position = x.permute(2, 0, 1, 3)
         # Flattened here where that is a view; otherwise what is read is flattened.
-        flat = batch == 1 or heads == 1 or x.stride(0) == heads * x.stride(1)
+        flat = batch == 1 or self.heads == 1 or x.stride(0) == self.heads * x.stride(1)
         self.x = by_position.flatten(1, 2) if flat else by_position
         self.whole_rows = self.x.is_contiguous()  # of all heads
         self.wide = accumulator_dtype(x.dtype)

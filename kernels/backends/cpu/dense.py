@@ -18,7 +18,7 @@ def serves(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) ->
     """Whether torch's kernel computes this call, and not slower than chunks do."""
     return (
         q.dtype in (torch.float32, torch.float64)
-        and q.shape == v.shape  # of one width, which that kernel asks for
+        and q.shape == v.shape  # of one width and as many heads, which that kernel asks for
         and q.numel() > 0
         and scale > 0  # it masks before it scales
         and all(_reads_all(pattern, q.shape[2]) for pattern in dict.fromkeys(patterns))

@@ -26,8 +26,11 @@ from longstride.kernels.backends.cpu.slabs import (
     Piece,
     Scratch,
     Slab,
+    add_groups,
+    empty_by_query_head,
     merge,
     num_at_once,
+    of_piece,
     put,
     rows_of_backward,
     shared,
@@ -46,7 +49,7 @@ STEP = 16  # rows and columns of a chunk are multiples of it
 def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
     numbers = Numbers.of(q.dtype)
-    out = empty_like_rows(v)
+    out = empty_like_rows(v, heads=q.shape[1])
     lse = torch.empty(q.shape[:3], dtype=numbers.wide)
     parts = _cut_parts(selection)
 
@@ -54,7 +57,10 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
         scratch = Scratch(numbers)
         for piece in pieces:
             heads = _heads(piece, q.shape)
-            rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in (("q", q), ("k", k), ("v", v))}
+            rows = {
+                name: scratch.rows(name, of_piece(x, piece, q.shape[1]), numbers.narrow)
+                for name, x in (("q", q), ("k", k), ("v", v))
+            }
             merged = reduce(merge, (_part_forward(scratch, rows, parts, i, heads, scale) for i in range(len(parts))))
             put(out, piece, merged[0])
             put(lse, piece, merged[1].squeeze(-1))
@@ -76,7 +82,7 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole selection and serve each of its parts."""
     numbers = Numbers.of(q.dtype)
-    grads = tuple(empty_like_rows(x) for x in (q, k, v))
+    grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))
     parts = _cut_parts(selection)
 
     def work(_: Selection, pieces: list[Piece]) -> None:
@@ -90,7 +96,7 @@ def selected_backward(
                 put(whole, piece, total)
 
     shared(work, (selection,) * q.shape[1], q, v)
-    return grads[0], grads[1], grads[2]
+    return grads[0], add_groups(grads[1], k), add_groups(grads[2], v)
 
 
 def _heads(piece: Piece, shape: torch.Size) -> range:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import accumulator_dtype, has_bf16_products
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows, has_bf16_products
 from longstride.kernels.backends.cpu.chunks import Chunks, EqualChunks
 from longstride.kernels.forms import Fold
 
@@ -282,7 +282,7 @@ def rows_of_backward(
     """What ``slab_backward`` reads of a piece, (G, N, .) each: q, k, v, grad_out, minus_lse and minus_delta."""
     numbers = scratch.numbers
     by_name = zip(("q", "k", "v", "grad_out"), (*inputs, grad_out), strict=True)
-    rows = {name: scratch.rows(name, x[piece], numbers.narrow) for name, x in by_name}
+    rows = {name: scratch.rows(name, of_piece(x, piece, out.shape[1]), numbers.narrow) for name, x in by_name}
     lse_rows = lse[piece].reshape(-1, lse.shape[2], 1)
     # d loss / d score = weight x (grad_out . v - delta); a gradient of the logsumexp adds weight x grad_lse.
     products = grad_out[piece].to(numbers.wide) * out[piece].to(numbers.wide)
@@ -331,6 +331,27 @@ def _pieces(kind: Kind, kinds: tuple[Kind, ...], q: Tensor, v: Tensor) -> list[P
             neighbours = group[-1] - group[0] == len(group) - 1  # a slice is quicker than a list
             pieces.append((slice(entry, entry + entries), slice(group[0], group[-1] + 1) if neighbours else group))
     return pieces
+
+
+def of_piece(x: Tensor, piece: Piece, heads: int) -> Tensor:
+    """What the piece has of (B, H, N, ·); or reads of keys and values, which may have fewer heads than its queries."""
+    group = heads // x.shape[1]
+    if group == 1:
+        return x[piece]
+    read = range(heads)[piece[1]] if isinstance(piece[1], slice) else piece[1]
+    return x[piece[0], [head // group for head in read]]
+
+
+def empty_by_query_head(like: Tensor, heads: int, wide: torch.dtype) -> Tensor:
+    """Room for the gradient of k or v by so many heads of q: ``wide`` where these share heads, to be rounded once."""
+    return empty_like_rows(like, None if heads == like.shape[1] else wide, heads=heads)
+
+
+def add_groups(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient of k or v, (B, K, N, ·), from that by each of q's heads: sums in one order, for the same bits."""
+    if gradient.shape[1] == like.shape[1]:
+        return gradient
+    return empty_like_rows(like).copy_(gradient.unflatten(1, (like.shape[1], -1)).sum(2))
 
 
 def put(whole: Tensor, piece: Piece, rows: Tensor) -> None:

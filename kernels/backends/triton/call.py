@@ -1,6 +1,6 @@
 """The host side of a launch: sizes, dtypes and device of one call, and what surrounds a kernel.
 
-Letters: B batch, H heads, N positions, D width of q and k, Dv width of v.
+Letters: B batch, H heads of q, N positions, D width of q and k, Dv width of v.
 
 The tensor memory accelerator of some cards copies tiles of keys (or queries) by itself, given a descriptor. A
 descriptor sees (B, H, N, D) as (B, H, outer, inner, D): position = outer index * inner + inner index. A tile of the
@@ -80,6 +80,7 @@ class Call:
     def __init__(self, q: Tensor, v: Tensor, patterns: tuple[Pattern, ...], recorder: Recorder | None = None) -> None:
         self.recorder = recorder
         self.batch, self.heads, self.context, width = q.shape
+        self.group = self.heads // v.shape[1]  # heads of q that read the same head of k and v
         self.patterns = patterns
         self.dtype = q.dtype
         self.device = q.device
@@ -103,9 +104,9 @@ class Call:
         """New memory for what is accumulated, contiguous."""
         return self._new(torch.empty(shape, dtype=self.wide, device=self.device))
 
-    def empty_like_rows(self, like: Tensor) -> Tensor:
+    def empty_like_rows(self, like: Tensor, heads: int | None = None) -> Tensor:
         """New memory for a result that lies as a tensor does, in a dtype that the kernels write."""
-        return self._new(empty_like_rows(like, self.readable_dtype))
+        return self._new(empty_like_rows(like, self.readable_dtype, heads=heads))
 
     def _new(self, tensor: Tensor) -> Tensor:
         return tensor if self.recorder is None else self.recorder.allocated(tensor)
@@ -137,6 +138,7 @@ class Call:
             "COLUMNS": columns,
             "BOUNDS": bounds,
             "EARLIER": one.earlier,
+            "GROUP": self.group,
         }
 
     def ends_with_every_key(self, parts: Parts) -> bool:

@@ -82,6 +82,7 @@ def closed_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
     RESUME: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     SOURCE_FORM: tl.constexpr,
@@ -96,11 +97,13 @@ def closed_kernel(
     if first_row > last_row:
         return
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK, ROWS)
-    k_tile = load_rows(k + batch * stride_kb + head * stride_kh, position, stride_kn, inside, WIDTH, W, True)
+    k_tile = load_rows(k + batch * stride_kb + head // GROUP * stride_kh, position, stride_kn, inside, WIDTH, W, True)
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)
     grad_out += batch * stride_gb + head * stride_gh
     grad_tile = load_rows(grad_out, position, stride_gn, inside, VALUE_WIDTH, WV, True)
-    v_tile = load_rows(v + batch * stride_vb + head * stride_vh, position, stride_vn, inside, VALUE_WIDTH, WV, True)
+    v_tile = load_rows(
+        v + batch * stride_vb + head // GROUP * stride_vh, position, stride_vn, inside, VALUE_WIDTH, WV, True
+    )
     first = lead * context
     row_lse = tl.load(lse + first + position, mask=inside, other=0.0)
     if RESUME:

@@ -78,7 +78,7 @@ def attend_one(
 
     Nothing on the host depends on the position, so that a captured launch serves those that its tensor holds later.
     """
-    call = Call(k, v, patterns)
+    call = Call(k[:, :1].expand(-1, len(patterns), -1, -1), v, patterns)
     q, k, v = (call.readable(t) for t in (q.contiguous(), k, v))
     out = v.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=call.wide)
@@ -101,6 +101,7 @@ def attend_one(
         ROWS=tuple(map(int, one.rows)),
         COLUMNS=tuple(map(int, one.columns)),
         BOUNDS=tuple(map(int, one.bounds)),
+        GROUP=call.group,
         STORED=isinstance(position, Tensor),
         num_warps=NUM_WARPS,
     )
@@ -183,6 +184,7 @@ def decode_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
     STORED: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
@@ -194,8 +196,8 @@ def decode_kernel(
     lead = (tl.program_id(0) // SPLITS).to(tl.int64)  # batch * H + head
     batch, head = lead // num_heads, lead % num_heads
     fields = table + head * (SEGMENTS * NUM_FIELDS)
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
     channel = tl.arange(0, W)
     query = tl.load(q + lead * WIDTH + channel, mask=channel < WIDTH, other=0.0).to(ACCUMULATOR)  # (W,)
 

@@ -201,6 +201,7 @@ def dkdv_kernel(
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
+    GROUP: tl.constexpr,
     SHAPE: tl.constexpr,
     FINAL: tl.constexpr,
     SOURCES: tl.constexpr,
@@ -217,8 +218,8 @@ def dkdv_kernel(
     if first_row > last_row:
         return
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // GROUP * stride_kh
+    v += batch * stride_vb + head // GROUP * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
     lse += lead * context
     delta += lead * context
@@ -345,3 +346,44 @@ def gather_kernel(
     position = position.to(tl.int64)
     store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
     store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
+
+
+@triton.jit
+def groups_kernel(
+    dk_by_head,  # (B, H, N, D) contiguous, accumulator dtype: what each head of q gives
+    dv_by_head,  # (B, H, N, Dv) likewise
+    dk,  # (B, K, N, D), K heads for H = K * GROUP
+    dv,
+    stride_dkb,
+    stride_dkh,
+    stride_dkn,
+    stride_dvb,
+    stride_dvh,
+    stride_dvn,
+    num_heads,
+    context,
+    num_blocks,  # of a head of q
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    """dK and dV of heads that several heads of q share: their sums, in the order of those heads."""
+    lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
+    batch, head = lead // num_heads, lead % num_heads
+    shared = head // GROUP
+    block = tl.program_id(0) % num_blocks * GROUP + head % GROUP
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    inside = position < context
+    first = (lead - head % GROUP) * context
+    dk_tile = tl.zeros((BLOCK, W), ACCUMULATOR)
+    dv_tile = tl.zeros((BLOCK, WV), ACCUMULATOR)
+    for _ in range(GROUP):
+        dk_tile += load_rows(dk_by_head + first * WIDTH, position, WIDTH, inside, WIDTH, W, True)
+        dv_tile += load_rows(dv_by_head + first * VALUE_WIDTH, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
+        first += context
+    store_rows(dk + batch * stride_dkb + shared * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
+    store_rows(dv + batch * stride_dvb + shared * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)

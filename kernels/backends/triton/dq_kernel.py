@@ -134,6 +134,7 @@ def dq_kernel(
     COLUMNS: tl.constexpr,
     BOUNDS: tl.constexpr,
     EARLIER: tl.constexpr,
+    GROUP: tl.constexpr,
     SHAPES: tl.constexpr,
     RESUME: tl.constexpr,
     ROUND_BF16: tl.constexpr,
@@ -146,9 +147,10 @@ def dq_kernel(
     first_row, last_row = tile_bounds(tile, fields)
     if first_row > last_row:
         return
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
+    shared = head // GROUP  # the head of k and v
+    k += batch * stride_kb + shared * stride_kh
+    v += batch * stride_vb + shared * stride_vh
+    batch_index, head_index = batch.to(tl.int32), shared.to(tl.int32)
 
     row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_Q, ROWS)
     q_tile = load_rows(q + batch * stride_qb + head * stride_qh, position, stride_qn, inside, WIDTH, W, True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
@@ -27,7 +27,7 @@ from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
 
-BLOCK_ROWS = 64  # rows a program of the delta kernel and of the gather kernel
+BLOCK_ROWS = 64  # rows a program of the kernels of delta, gather and groups
 
 
 class Known(NamedTuple):
@@ -52,9 +52,8 @@ def recorded(what: tuple[Any, ...], device: torch.device, inputs: Inputs, as_wri
     tables = tuple(ARCHITECTURES.values())
     key = (what, device, tuple(map(id, tables)), look(inputs))
     known = RECORDINGS.get(key)
-    if (
-        known is None and torch.version.hip is None
-    ):  # there, kernels also depend on the memory that a tensor is a part of
+    # For AMD's cards kernels also depend on how much memory a tensor is a part of.
+    if known is None and torch.version.hip is None:
         inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
         recorder = Recorder(inputs)
         results = as_written(recorder, *inputs)
@@ -82,10 +81,10 @@ def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scal
 def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """All passes of a call, one after another."""
     q, scale = positive_scale(q, scale)
-    out, lse = call.empty_like_rows(v), call.empty(*q.shape[:3])
+    out, lse = call.empty_like_rows(v, call.heads), call.empty(*q.shape[:3])
     q, k, v = (call.readable(t) for t in (q, k, v))
     choices = call.choices("forward", "all")
-    between = call.empty(*v.shape) if len(choices) > 1 else out
+    between = call.empty(*out.shape) if len(choices) > 1 else out
     for number, choice in enumerate(choices):
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
@@ -183,16 +182,24 @@ def backward_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All passes over keys, then all over queries."""
     dq, dk, dv = (call.empty_like_rows(x) for x in (q, k, v))
+    keys: tuple[Tensor, ...] = (dk, dv)
+    by_head = keys
+    if call.group > 1:  # heads of q that share keys leave sums of their own, to be added up and rounded once
+        by_head = tuple(call.empty(*q.shape[:3], x.shape[3]) for x in keys)
     sign = float(np.sign(scale))
     q, scale = positive_scale(q, scale)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if closed is None:
         inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
-        over_keys(call, inputs, "all", (dk, dv), scale)
+        over_keys(call, inputs, "all", by_head, scale)
         over_queries(call, inputs, "all", dq, scale)
     else:
-        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, dk, dv), scale)
+        over_closed_runs(call, closed, (q, k, v, out, grad_out, lse), grad_lse, (dq, *by_head), scale)
+    if call.group > 1:
+        blocks = triton.cdiv(call.context, BLOCK_ROWS * call.group)  # of a head of q: the group shares out all of them
+        constants = {"BLOCK": BLOCK_ROWS, "GROUP": call.group, **call.widths}
+        call.launch(groups_kernel, blocks, (*by_head, *keys), keys, (blocks,), None, **constants)
     dq = dq if sign == 1 else dq * sign
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
@@ -217,7 +224,7 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
 
 
 def over_keys(
-    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, Tensor] | None, scale: float
+    call: Call, inputs: BackwardInputs, parts: Parts, results: tuple[Tensor, ...] | None, scale: float
 ) -> Sums:
     """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
     choices = call.choices("dkdv", parts)
@@ -254,6 +261,7 @@ def over_keys(
             COLUMNS=int(packed.columns[0]),
             BOUNDS=int(packed.bounds[0]),
             EARLIER=packed.earlier[0],
+            GROUP=call.group,
             SHAPE=shapes[0],
             SCALE=scale,
             FINAL=number == through,
@@ -300,7 +308,7 @@ def over_closed_runs(
     choice: Choice,
     tensors: tuple[Tensor, ...],
     grad_lse: Tensor | None,
-    results: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, ...],
     scale: float,
 ) -> None:
     """All gradients: first those of the other parts, then closed runs add theirs, dQ, dK and dV at once."""
@@ -326,6 +334,7 @@ def over_closed_runs(
         BLOCK=tiles.block_k,
         ROWS=int(packed.rows),
         BOUNDS=int(packed.bounds[0]),
+        GROUP=call.group,
         SCALE=scale,
         RESUME=resume,
         GRAD_LSE=grad_lse is not None,

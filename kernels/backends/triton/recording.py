@@ -46,7 +46,7 @@ class Launch(NamedTuple):
             return
         kernel, hooks = self.kernel, triton.knobs.runtime
         enter, leave, metadata = hooks.launch_enter_hook, hooks.launch_exit_hook, None
-        if enter.calls or leave.calls:  # a profiler is looking
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler is looking
             metadata = kernel.launch_metadata((self.grid,), stream, *arguments)
         else:
             enter = leave = None

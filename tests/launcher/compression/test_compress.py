@@ -231,3 +231,5 @@ def test_large_caches_stand_in_fewer_rows(exported: Path) -> None:
     assert rows_for(large.model_copy(update={"context": 1024}), 10**6, torch.float32) == 5
     without_keys = {"context": 1024, "attention": {"type": "synthesizer", "kind": "random"}}
     assert rows_for(large.model_copy(update=without_keys), 10**6, torch.float32) == 10
+    shared = {"context": 1024, "attention": {"type": "dense", "key_value_heads": 2}}
+    assert rows_for(large.model_copy(update=shared), 10**6, torch.float32) == 21

@@ -66,9 +66,10 @@ EXPERTS_IN_TURN = (
     "model.order=s2 (sf)11 f3",
     "model.layers=13",
 )
+SHARED = ('model.attention={"type": "strided", "stride": 8, "key_value_heads": 1}', "model.rotary.base=1000")
 HASHED = ('model.attention={"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, SHARED)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -80,6 +81,7 @@ DEFAULT_CASES = (
     ("bf16", ONE_LARGE),
     ("fp32", EXPERTS_IN_TURN),
     ("fp32", HASHED),
+    ("bf16", SHARED),
 )
 
 

@@ -18,6 +18,8 @@ from longstride.launcher.planning.plan import run_length
 from longstride.sparse_model import SparseTransformer, dense
 from tests.harness.configs import ATTENTIONS, LATER, small
 
+SHARED = {"attention": {"type": "fixed", "stride": 8, "summary": 2, "key_value_heads": 2}, "rotary": {"base": 1000}}
+
 
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_pairs_of_every_layer_are_those_of_the_masks(attention: Any) -> None:
@@ -34,8 +36,8 @@ def test_pairs_of_every_layer_are_those_of_the_masks(attention: Any) -> None:
 @pytest.mark.parametrize("long_rows", [dense.LONG_ROWS, 39], ids=["short", "long"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"feed_forward_ratio": 2, "query_key_ratio": 0.5}, LATER | {"convolution": None}],
-    ids=["full", "half-size", "later parts"],
+    [{}, {"feed_forward_ratio": 2, "query_key_ratio": 0.5}, LATER | {"convolution": None}, SHARED],
+    ids=["full", "half-size", "later parts", "shared keys and values"],
 )
 def test_linear_operations_are_those_that_torch_counts(
     changes: dict[str, Any], long_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -57,7 +59,7 @@ def test_linear_operations_are_those_that_torch_counts(
 
 def test_attention_operations_are_those_of_its_products() -> None:
     """The reference computes every pair: as many as if each query read the whole context."""
-    config = small(backend="reference", attention={"type": "dense"}, query_key_ratio=0.5)
+    config = small(backend="reference", attention={"type": "dense", "key_value_heads": 2}, query_key_ratio=0.5)
     model, tokens = SparseTransformer(config), torch.randint(256, (1, 40))
     with FlopCounterMode(display=False) as forward:
         model(tokens, return_nats=True)

@@ -27,10 +27,11 @@ MUON = 'train.optimizer={"type": "muon", "rates": {"matrices": 0.02}}'
 ADAFACTOR = 'train.optimizer={"type": "adafactor"}'
 TABLES = 'model.ngrams={"orders": [2, 3, 4], "rows": 997}'
 EXPERTS = 'model.feed_forward=[{"type": "experts", "count": 4}, {"type": "experts", "count": 3, "top": 1}]'
+SHARED = "model.attention.key_value_heads=1"
 RUNS: dict[str, tuple[str, ...]] = {
     "zero0-fp16": ("deepspeed=zero0_fp16", LOW_SCALE),
     "zero0-fp32-adafactor": ("deepspeed=zero0_fp32", ADAFACTOR, EXPERTS),
-    "zero1-bf16": ("deepspeed=zero1_bf16", MUON, "data.workers=2"),
+    "zero1-bf16": ("deepspeed=zero1_bf16", MUON, SHARED, "data.workers=2"),
     "zero2-fp16": ("deepspeed=zero2_fp16", HIGH_SCALE, TABLES),
     "zero3-bf16": ("deepspeed=zero3_bf16", MUON, TABLES, EXPERTS, "train.activation_checkpointing=true"),
 }

@@ -1,0 +1,133 @@
+"""What calls of the Triton backend cost the host, launches left out: ``python benchmarks/attention/host_time.py``.
+
+No card is needed, and nothing is compiled or launched (``tests.harness.dry_card``): what is left is the work of Python
+and torch on tensors of the CPU. Time is that of the thread on its processor, which other programs disturb least, a call
+in the quickest of many groups. "again" is a call that is made again from its recording, as all but the first are;
+"written" is one that plans as the code is written, as the first does, with plans and kernels cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from longstride.kernels import CachedAttention, sparse_attention
+from longstride.kernels.patterns import Block, Fixed, Local, Pattern, Strided
+
+CALLS = 50  # a group
+BARS = {"forward": 60e-6, "backward": 150e-6}  # seconds, of a call that is made again
+
+
+def patterns_of(stride: int, summary: int) -> dict[str, Pattern]:
+    """What is measured, by the name it has in tables."""
+    return {"local": Local(stride), "block": Block(stride), "strided": Strided(stride), "fixed": Fixed(stride, summary)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where a bar is missed."""
+    options = read_options(arguments)
+    torch.set_num_threads(1)
+    from longstride.kernels.backends.triton import launch
+    from tests.harness.dry_card import DryCard
+
+    card = DryCard(options.architecture, compiles=False).install()
+    rows = []
+    for name, pattern in patterns_of(options.stride, options.summary).items():
+        row: dict[str, Any] = {"pattern": name}
+        calls = {"forward": forward_of(pattern, options), "backward": backward_of(pattern, options)}
+        for phase, call in calls.items():
+            row[f"{phase}_again_seconds"] = seconds_of(call, options.repeats, card.launched)
+            with mock.patch.object(launch, "recorded", as_written):
+                row[f"{phase}_written_seconds"] = seconds_of(call, options.repeats, card.launched)
+        row["decode_seconds"] = seconds_of(decode_of(pattern, options), options.repeats, card.launched)
+        rows.append(row)
+    print_table(rows)
+    sizes = {"shape": [1, options.heads, options.context, options.width], "dtype": "bfloat16"}
+    found = {**about(torch.device("cpu")), "clock": "CPU time of the thread", "bars_seconds": BARS, **sizes}
+    write_json(options.output, {**found, "timings": rows})
+    print(f"\nwrote {options.output}")
+    return int(any(row[f"{phase}_again_seconds"] > bar for row in rows for phase, bar in BARS.items()))
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", default="sm_90", help="of the card that is not there")
+    parser.add_argument("--context", type=int, default=12_288)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--stride", type=int, default=128)
+    parser.add_argument("--summary", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=40, help=f"groups of {CALLS} calls")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    check_output(parser, options, f"host-time-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+def as_written(what: object, device: object, inputs: tuple[Tensor | None, ...], call: Callable[..., Any]) -> Any:
+    """What ``launch.recorded`` does with a call that cannot be made again."""
+    return call(None, *inputs)
+
+
+def leaves_of(options: argparse.Namespace) -> list[Tensor]:
+    """q, k and v."""
+    shape = (1, options.heads, options.context, options.width)
+    return [torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+
+def forward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
+    """A forward pass that a backward pass could follow."""
+    q, k, v = leaves_of(options)
+    return lambda: sparse_attention(q, k, v, pattern, backend="triton")
+
+
+def backward_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
+    """A backward pass, autograd's own work included."""
+    leaves = q, k, v = leaves_of(options)
+    out = sparse_attention(q, k, v, pattern, backend="triton")
+    grad_out = torch.empty_like(out)
+    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+
+def decode_of(pattern: Pattern, options: argparse.Namespace) -> Callable[[], object]:
+    """One query against a cache, with its position on the device."""
+    k, v = (leaf.detach() for leaf in leaves_of(options)[:2])
+    attend, q, position = CachedAttention(k, v, pattern, backend="triton"), k[:, :, 0].clone(), torch.tensor(1000)
+    return lambda: attend(q, position)
+
+
+def seconds_of(call: Callable[[], object], repeats: int, launched: list[Any]) -> float:
+    """CPU time of a call in the quickest of ``repeats`` groups."""
+    groups = []
+    for _ in range(repeats + 1):
+        start = time.thread_time()
+        for _ in range(CALLS):
+            call()
+        groups.append((time.thread_time() - start) / CALLS)
+        launched.clear()
+    return float(rounded(min(groups[1:])) or 0.0)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Microseconds."""
+    print("| pattern | forward | as written | backward | as written | one query |\n|---|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join([row['pattern'], *(f'{1e6 * x:.0f}' for x in list(row.values())[1:])])} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

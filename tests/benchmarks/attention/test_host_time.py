@@ -1,0 +1,35 @@
+"""The host's time of a call, and that it is far from what it was before calls were made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.attention.host_time import BARS
+from tests.harness.backends import WITH_TRITON
+
+ROOT = Path(__file__).resolve().parents[3]
+GENEROUS = 2.5  # times the bar: for slower machines, and for what other programs do to the caches
+
+
+@WITH_TRITON
+def test_calls_that_are_made_again_cost_the_host_little(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = str(ROOT / "benchmarks/attention/host_time.py")
+    done = subprocess.run(
+        [sys.executable, program, "--repeats", "5", "--output", str(output)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.stdout.count("\n| ") == 4, done.stderr
+    found = json.loads(output.read_text())
+    assert [row["pattern"] for row in found["timings"]] == ["local", "block", "strided", "fixed"]
+    for row in found["timings"]:
+        assert row["decode_seconds"] > 0
+        for phase, bar in BARS.items():
+            assert row[f"{phase}_again_seconds"] < min(GENEROUS * bar, row[f"{phase}_written_seconds"]), row

@@ -1,0 +1,212 @@
+"""Keys and values with fewer heads than queries, on every backend: each head of them serves a group of query heads.
+
+Letters: B batch, H heads of queries, K heads of keys and values, N positions.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import (
+    CachedAttention,
+    attend_listed,
+    attend_one,
+    empty_cache,
+    selected_attention,
+    sparse_attention,
+)
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided
+from tests.harness.backends import DEVICES, DTYPES, WITH_TRITON, on, repeats, use_tiles
+from tests.harness.oracles import (
+    RESULTS,
+    Shape,
+    assert_within_precision,
+    attention_and_gradients,
+    check_against_reference,
+    exact,
+    make_inputs,
+)
+from tests.kernels.test_selections import selections
+from tests.kernels.test_triton_selections import on_device
+
+HALF, BRAIN, SINGLE, DOUBLE = DTYPES
+# Of four heads: alike, of closed runs, of groups that differ inside, and in turn.
+READS: dict[str, Pattern | list[Pattern]] = {
+    "dense": Dense(),
+    "fixed": Fixed(8, 2, 2),
+    "blocks and columns": [Block(8), Block(8), Column(8), Column(8)],
+    "closed and open": Strided(8),
+    "within a group": [Local(5), Dense(), Fixed(8, 2), Local(5)],
+    "in turn": [Strided(8), Local(7), Strided(8), Local(7)],
+}
+CASES = [
+    *(on(b, d, reads, K) for b in ("cpu", "reference") for d in DTYPES for reads in READS for K in (1, 2)),
+    *(
+        on("triton", dtype, reads, 1 + (i + j) % 2, marks=repeats(i + j))
+        for i, dtype in enumerate(DTYPES[:3])
+        for j, reads in enumerate(READS)
+    ),
+]
+
+
+def each_its_own(x: Tensor, heads: int) -> Tensor:
+    """(B, K, …) as (B, H, …)."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_the_specification_is_that_of_heads_with_keys_of_their_own(
+    reads: Pattern | list[Pattern], key_heads: int
+) -> None:
+    inputs = make_inputs(Shape(2, 4, 40, 16, 24, key_heads), DOUBLE, grad_lse=True)
+    found = exact(inputs, reads)
+    wanted = exact(inputs._replace(k=each_its_own(inputs.k, 4), v=each_its_own(inputs.v, 4)), reads)
+    for name in RESULTS:
+        if name in ("dk", "dv"):
+            wanted[name] = wanted[name].unflatten(1, (key_heads, -1)).sum(2)
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend, dtype, reads, key_heads", CASES, ids=str)
+def test_results_are_within_precision(backend: str, dtype: torch.dtype, reads: str, key_heads: int) -> None:
+    shape = Shape(1 if backend == "triton" else 2, 4, 45, 16, 24, key_heads)
+    check_against_reference(backend, READS[reads], dtype, shape, grad_lse=True, device=DEVICES[backend])
+
+
+def test_gradients_pass_gradcheck() -> None:
+    leaves = [x.requires_grad_() for x in make_inputs(Shape(1, 4, 19, 3, 2, 2), DOUBLE)[:3]]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, [Strided(4), Block(4), Fixed(4, 1), Local(3)], backend="cpu")
+
+    assert torch.autograd.gradcheck(attend, leaves)
+
+
+@WITH_TRITON
+@pytest.mark.parametrize("reads", ["fixed", "closed and open", "blocks and columns"])
+def test_descriptors_find_the_shared_head(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, (16, 16), closed=None, described=True)
+    shape = Shape(1, 4, 48, 16, 16, 2)
+    check_against_reference("triton", READS[reads], SINGLE, shape, device=DEVICES["triton"])
+
+
+@pytest.mark.parametrize("backend", [on("cpu"), on("triton")])
+def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) -> None:
+    """On any number of threads; heads are cut from rows, as in models."""
+    inputs = make_inputs(Shape(1 if backend == "triton" else 2, 4, 33, 16, 16, 2), BRAIN)
+    inputs = inputs._replace(
+        **{name: getattr(inputs, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return sparse_attention(q, k, v, Strided(8), backend=backend, return_lse=True)
+
+    runs, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        runs.append(attention_and_gradients(attend, inputs, DEVICES[backend]))
+    torch.set_num_threads(before)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in RESULTS)
+    assert all(runs[0][f"d{name}"].stride() == getattr(inputs, name).stride() for name in "qkv")
+
+
+@pytest.mark.parametrize(
+    "backend, dtype, name",
+    [
+        on(backend, dtype, name, marks=repeats(i + j) if backend == "triton" else ())
+        for backend in ("cpu", "reference", "triton")
+        for i, dtype in enumerate((SINGLE, BRAIN))
+        for j, name in enumerate(("random 9", "rounds", "any orders, twice"))
+    ],
+)
+def test_selections_are_those_of_query_heads(backend: str, dtype: torch.dtype, name: str) -> None:
+    inputs, selection = make_inputs(Shape(2, 4, 33, 16, 24, 2), dtype), selections(2, 4, 33)[name]
+    there = on_device(selection) if backend == "triton" else selection
+    found = attention_and_gradients(
+        lambda q, k, v: selected_attention(q, k, v, there, backend=backend, return_lse=True), inputs, DEVICES[backend]
+    )
+    assert_within_precision(found, inputs, selection)
+
+
+def test_flex_agrees() -> None:
+    q, k, v = make_inputs(Shape(1, 4, 70, 16, 16, 2), SINGLE)[:3]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        found = sparse_attention(q, k, v, READS["in turn"], backend="flex", return_lse=True)
+    wanted = sparse_attention(q, k, v, READS["in turn"], backend="reference", return_lse=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "backend, reads, key_heads",
+    [
+        on(backend, reads, key_heads, marks=repeats(i + key_heads) if backend == "triton" else ())
+        for backend in ("cpu", "reference", "triton")
+        for i, reads in enumerate(READS)
+        for key_heads in (1, 2)
+    ],
+)
+def test_single_queries_read_their_groups_keys(backend: str, reads: str, key_heads: int) -> None:
+    """From caches in the order in memory of ``empty_cache``, written row by row; forward again after a step back."""
+    shape, pattern, device = Shape(2, 4, 40, 16, 24, key_heads), READS[reads], DEVICES[backend]
+    given = make_inputs(shape, SINGLE)
+    wanted = sparse_attention(*(x.double() for x in given[:3]), pattern, backend="reference")
+    q, *rows = (x.to(device) for x in given[:3])
+    k, v = (
+        empty_cache(2, key_heads, 40, width, pattern, device=torch.device(device), dtype=SINGLE).fill_(math.nan)
+        for width in (16, 24)
+    )
+    attend = CachedAttention(k, v, pattern, heads=4, backend=backend)
+    for position in (*range(20), *range(9, 40)) if backend == "cpu" else (0, 7, 8, 39):
+        for cache, row in zip((k, v), rows, strict=True):
+            cache[:, :, : position + 1] = row[:, :, : position + 1]
+        found = [attend(q[:, :, position], position)]
+        found.append(attend_one(q[:, :, position], k, v, pattern, position, backend=backend))
+        for each in found:
+            torch.testing.assert_close(each.cpu().double(), wanted[:, :, position], rtol=1e-5, atol=1e-5)
+
+
+def test_listed_rows_are_those_of_a_groups_keys() -> None:
+    q, k, v = make_inputs(Shape(2, 4, 12, 16, 8, 2), DOUBLE)[:3]
+    positions = torch.stack([torch.randperm(12)[:5] for _ in range(8)]).view(2, 4, 5)
+    positions[0, 0, 2:] = -1
+    found = attend_listed(q[:, :, 11], k, v, positions)
+    wanted = attend_listed(q[:, :, 11], each_its_own(k, 4), each_its_own(v, 4), positions)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def attend_with_cache(q: Tensor, k: Tensor, v: Tensor, patterns: Sequence[Pattern] | Pattern) -> Tensor:
+    return CachedAttention(k, v, patterns, heads=q.shape[1])(q[:, :, 3], 3)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        sparse_attention,
+        lambda q, k, v, pattern: attend_one(q[:, :, 3], k, v, pattern, 3),
+        lambda q, k, v, pattern: attend_listed(q[:, :, 3], k, v, torch.zeros(*q.shape[:2], 1)),
+        attend_with_cache,
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(attend: Callable[..., Any]) -> None:
+    q, k = torch.zeros(1, 4, 9, 16), torch.zeros(1, 3, 9, 16)
+    with pytest.raises(ValueError, match="k and v have 3 heads: their number must divide the 4 heads of q"):
+        attend(q, k, k, Local(3))
+    with pytest.raises(ValueError, match=r"v \(1, 2, 9, 16\) must have the batch, heads and positions of k"):
+        attend(q, torch.zeros(1, 1, 9, 16), torch.zeros(1, 2, 9, 16), Local(3))
+
+
+def test_a_cache_serves_the_heads_that_were_asked_for() -> None:
+    k = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match=r"q \(1, 4, 16\) must have the heads that were asked for: 2"):
+        CachedAttention(k, k, Local(3))(torch.zeros(1, 4, 16), 3)
+    with pytest.raises(ValueError, match="3 patterns for 2 heads"):
+        empty_cache(1, 2, 9, 16, [Local(3)] * 3, device=torch.device("cpu"), dtype=SINGLE)

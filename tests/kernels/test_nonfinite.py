@@ -1,0 +1,265 @@
+"""NaN and inf reach what reads them, and nothing else: each backend, both passes, patterns, selections, single queries.
+
+The rule, as an oracle over the mask: a query's scores are lost where it or a key that it reads is not finite; its
+gradients where its scores are, or the gradients that it is given, or a value that it reads. Whatever does not follow
+from that has the same bits as in a run in which all is finite.
+
+Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longstride.kernels import CachedAttention, attend_listed, attend_one, selected_attention, sparse_attention
+from longstride.kernels.patterns import BigBird, Block, Column, Dense, Fixed, Local, LongNet, Pattern, Strided, Summary
+from longstride.kernels.selections import Selection
+from tests.harness.backends import DEVICES, MIXES, on, repeats
+from tests.harness.oracles import (
+    RESULTS,
+    Inputs,
+    Reads,
+    Shape,
+    allowed_by,
+    attention_and_gradients,
+    heads_to_see,
+    make_inputs,
+)
+from tests.kernels.test_selections import NAMES, selections
+from tests.kernels.test_triton_selections import on_device
+
+# The interpreter's maximum, which passes over NaN as a card's does, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+
+BRAIN, SINGLE = torch.bfloat16, torch.float32
+PLACES = ("q", "k", "v", "grad_out", "grad_lse")
+VALUES = (math.nan, math.inf, -math.inf)
+KINDS = (Local(5), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2), Dense())
+FURTHER = (BigBird(4, 2, 1, 2), LongNet((8, 24), (1, 2)), Local(5, 4))
+
+
+def results(backend: str, inputs: Inputs, reads: Reads) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv; of ``flex``, which has no backward on a CPU, the first two."""
+    attend: Any = selected_attention if isinstance(reads, Selection) else sparse_attention
+    if backend == "flex":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            found = attend(*inputs[:3], reads, backend=backend, return_lse=True)
+        return dict(zip(RESULTS, found, strict=False))
+    if isinstance(reads, Selection) and backend == "triton":
+        reads = on_device(reads)
+    return attention_and_gradients(
+        lambda q, k, v: attend(q, k, v, reads, backend=backend, return_lse=True), inputs, DEVICES[backend]
+    )
+
+
+def spoilt(inputs: Inputs, places: dict[str, Sequence[int]], value: float) -> Inputs:
+    """One number of these rows of the first context and the last head is not finite."""
+    changed = inputs._asdict()
+    for name, rows in places.items():
+        changed[name] = changed[name].clone()
+        target = changed[name][0, -1]
+        for row in rows:
+            target[row if name == "grad_lse" else (row, 3)] = value
+    return Inputs(**changed)
+
+
+def lost(inputs: Inputs, allowed: Tensor) -> dict[str, Tensor]:
+    """Where the results of (B, H, N, N) pairs hold no number, by the rule."""
+    q, k, v, grad_out = (~x.isfinite() for x in inputs[:4])
+    assert inputs.grad_lse is not None
+    pairs, some = allowed.float(), allowed.any(-1, keepdim=True)
+
+    def of_keys(keys: Tensor) -> Tensor:
+        return pairs @ keys.float() > 0
+
+    def of_queries(queries: Tensor) -> Tensor:
+        return pairs.mT @ queries.float() > 0
+
+    scores = some & q.any(-1, keepdim=True) | of_keys(k.any(-1, keepdim=True))
+    given = grad_out.any(-1, keepdim=True) | ~inputs.grad_lse.isfinite()[..., None]
+    gradients = scores | some & given | of_keys(v.any(-1, keepdim=True))
+    return {
+        "out": scores | of_keys(v),
+        "lse": scores[..., 0],
+        "dq": gradients.expand_as(q),
+        "dk": of_queries(gradients).expand_as(k),
+        "dv": of_queries(scores | grad_out),
+    }
+
+
+def check(backend: str, reads: Reads, dtype: torch.dtype, shape: Shape, places: dict[str, Any], value: float) -> None:
+    """Assert that a value is lost where the rule says so, and changes no bit of anything else."""
+    inputs = make_inputs(shape, dtype, seed=3, grad_lse=True)
+    bad = spoilt(inputs, places, value)
+    allowed = allowed_by(reads, shape.heads, shape.context).expand(*shape[:3], shape.context)
+    whole, found = results(backend, inputs, reads), results(backend, bad, reads)
+    # An inf leaves a number where its sign makes a weight 0. Whether it does is arithmetic's to say.
+    arithmetic = None if math.isnan(value) else results("reference", bad, reads)
+    for name, where in lost(spoilt(inputs, places, math.nan), allowed).items():
+        if name not in found:
+            continue
+        # Of a row that reads one number that is not finite, a backend may lose those that do not depend on it.
+        apart = ~where if name == "lse" else ~where.any(-1)
+        assert torch.equal(found[name][apart], whole[name][apart]), f"{name}: {places} crossed a forbidden pair"
+        gone = where if arithmetic is None else where & ~arithmetic[name].isfinite()
+        assert not found[name][gone].isfinite().any(), f"{name}: {places} was hidden from a row that reads it"
+
+
+def shape_of(backend: str, reads: Reads) -> Shape:
+    """Several tiles, the last one ragged; of the slow interpreter no more than is needed."""
+    if isinstance(reads, list):
+        return Shape(1, len(reads), 50, 16, 16)
+    return Shape(1, heads_to_see(reads), 50, 16, 16) if backend == "triton" else Shape(2, 2, 90, 16, 24)  # type: ignore[arg-type]
+
+
+# A query and a key inside a tile, a block and a window; and some at once, in which a row is bad for several reasons.
+ALONE = [{place: [21]} for place in PLACES]
+# Of a summary, the first block reads nothing.
+TOGETHER: dict[str, Any] = {"q": [3, 34], "k": [33], "v": [20, 33], "grad_out": [4, 19], "grad_lse": [5, 26]}
+LATE = {"k": [49], "v": [49]}  # what a causal mask alone forbids to nearly all
+QUICK = ("cpu", "reference")
+
+
+@pytest.mark.parametrize(
+    "backend, pattern, dtype, places",
+    [
+        *(
+            on(backend, pattern, dtype, places)
+            for backend in QUICK
+            for pattern in (*KINDS, *FURTHER, *MIXES)
+            for dtype in (BRAIN, SINGLE)
+            for places in ((*ALONE, TOGETHER) if dtype == SINGLE else (TOGETHER,))
+        ),
+        *(
+            on(
+                "triton",
+                pattern,
+                dtype,
+                TOGETHER,
+                marks=[pytest.mark.campaign] if pattern in FURTHER else repeats(i + j),
+            )
+            for i, pattern in enumerate((*KINDS, *MIXES[::-1], *FURTHER))
+            for j, dtype in enumerate((SINGLE, BRAIN))
+        ),
+        *(
+            on("triton", pattern, SINGLE, places, marks=[pytest.mark.campaign])
+            for pattern in (*KINDS, *FURTHER, *MIXES)
+            for places in ALONE
+        ),
+        *(on("flex", pattern, SINGLE, places) for pattern in (Strided(8), Fixed(8, 2)) for places in ALONE[:3]),
+    ],
+    ids=str,
+)
+def test_nan_reaches_its_readers_alone(
+    backend: str, pattern: Pattern | list[Pattern], dtype: torch.dtype, places: dict[str, Any]
+) -> None:
+    check(backend, pattern, dtype, shape_of(backend, pattern), places, math.nan)
+
+
+@pytest.mark.parametrize(
+    "backend, pattern, value, places",
+    [
+        *(
+            on(backend, pattern, value, places)
+            for backend in QUICK
+            for pattern in (Dense(), Strided(8), Fixed(8, 2), MIXES[0])
+            for value in (math.inf, -math.inf, 1e30)
+            for places in (*ALONE, TOGETHER, LATE)
+        ),
+        *(
+            on("triton", pattern, value, places, marks=repeats(i + j) or repeats(i + k))
+            for i, pattern in enumerate((Fixed(8, 2), Strided(8), Dense(), MIXES[0]))
+            for j, value in enumerate((math.inf, -math.inf, 1e30))
+            for k, places in enumerate((TOGETHER, LATE))
+        ),
+        *(on("flex", Fixed(8, 2), value, ALONE[i]) for value in (math.inf, -math.inf, 1e30) for i in range(3)),
+    ],
+    ids=str,
+)
+def test_inf_and_what_overflows_reach_their_readers_alone(
+    backend: str, pattern: Pattern | list[Pattern], value: float, places: dict[str, Any]
+) -> None:
+    """Products of 1e30 with itself overflow; the readers of one such number may keep theirs."""
+    check(backend, pattern, SINGLE, shape_of(backend, pattern), places, value)
+
+
+@pytest.mark.parametrize(
+    "backend, name, dtype, value",
+    [
+        *(
+            on(backend, name, dtype, value)
+            for backend in QUICK
+            for name in NAMES
+            for dtype, value in ((SINGLE, math.nan), (BRAIN, math.nan), (SINGLE, math.inf))
+        ),
+        *(
+            on("triton", name, SINGLE, math.nan, marks=marks)
+            for name in NAMES
+            for marks in ([] if name in ("rounds", "any orders", "apart") else [pytest.mark.campaign],)
+        ),
+    ],
+)
+def test_selections_keep_what_is_not_finite_to_its_readers(
+    backend: str, name: str, dtype: torch.dtype, value: float
+) -> None:
+    """Overlapping parts, orders and bounds of each head, rows without keys."""
+    shape = Shape(1, 2, 50, 16, 16) if backend == "triton" else Shape(2, 2, 90, 16, 24)
+    places = {place: [21 + number] for number, place in enumerate(PLACES)}
+    check(backend, selections(*shape[:3])[name], dtype, shape, places, value)
+
+
+# One query at a time
+
+
+@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2), Dense(), MIXES[0]], ids=str)
+@pytest.mark.parametrize("backend", [on(name) for name in (*QUICK, "triton")])
+def test_a_cached_row_that_is_not_read_may_hold_anything(backend: str, pattern: Pattern | list[Pattern]) -> None:
+    """Not a bit of the output and the logsumexp depends on it; of a row that is read, all of its readers do."""
+    heads, context, position = 3, 72, 37
+    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(2, heads, context, 16, 24), SINGLE)[:3])
+    q = q[:, :, position]
+    read = allowed_by(pattern, heads, context)[:, position].to(q.device)  # (H, N)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        cached = CachedAttention(k, v, pattern, backend=backend)
+        cached(q, position - 1)  # after which copies may be kept
+        return [cached(q, position), *attend_one(q, k, v, pattern, position, backend=backend, return_lse=True)]
+
+    wanted = attend(q, k, v)
+    for value in VALUES if backend in QUICK else VALUES[:1]:
+        hidden = (x.masked_fill(~read[..., None], value) for x in (k, v))
+        # What the query before reads and this one does not may be anything as well: it goes into that one's row alone.
+        assert all(map(torch.equal, attend(q, *hidden), wanted))
+        bad = q.clone()
+        bad[0, 1] = value  # reaches neither other heads nor other contexts
+        for found, whole in zip(attend(bad, k, v), wanted, strict=True):
+            assert not found[0, 1].isfinite().any()
+            found[0, 1] = whole[0, 1]
+            assert torch.equal(found, whole)
+    for value in VALUES:
+        bad = v.clone()
+        bad[0, :, position, 3] = value
+        for found in attend(q, k, bad)[:2]:
+            assert torch.equal(found[0, :, 3].isfinite(), ~read[:, position])
+
+
+def test_a_listed_row_that_is_not_read_may_hold_anything() -> None:
+    q, k, v = make_inputs(Shape(2, 3, 20, 8, 12), SINGLE)[:3]
+    rows = torch.tensor([3, -1, 7]).expand(2, 3, 3)
+    wanted = attend_listed(q[:, :, 0], k, v, rows)
+    for value in VALUES:
+        bad = [x.clone() for x in (k, v)]
+        for x in bad:
+            x[:, :, [0, 1, 2, *range(8, 20)]] = value
+        assert torch.equal(attend_listed(q[:, :, 0], *bad, rows), wanted)
+        bad[1][0, 1, 7, 2] = value
+        found = attend_listed(q[:, :, 0], *bad, rows)
+        assert not found[0, 1, 2].isfinite() and int(found.isfinite().sum()) == found.numel() - 1
