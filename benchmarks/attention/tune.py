@@ -36,11 +36,11 @@ from longstride.kernels.backends.triton.call import Call, architecture
 from longstride.kernels.backends.triton.configurations import Configuration, closed_choice
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
-    delta_of,
     forward,
     over_closed_runs,
     over_keys,
     over_queries,
+    per_query_of,
 )
 from longstride.kernels.patterns import Block, Column, Local, Pattern
 
@@ -196,7 +196,7 @@ def prepared(case: Case) -> tuple[Callable[[], object], Callable[[], list[Tensor
     out, lse = forward(q, k, v, patterns, SCALE)
     call = Call(q, v, patterns)
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
-    inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, None))
+    inputs = BackwardInputs(q, k, v, grad_out, per_query_of(call, out, grad_out, lse, None))
     dq, dk, dv = (torch.full_like(t, float("nan")) for t in (q, k, v))
 
     def run_backward() -> None:

@@ -42,12 +42,17 @@ def repeats(number: int) -> list[pytest.MarkDecorator]:
 
 
 def use_tiles(
-    monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None, described: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    edges: tuple[int, int],
+    closed: int | None,
+    described: bool = False,
+    specialized: bool = False,
 ) -> None:
     """Have the interpreter use these edges, and serve closed runs of up to ``closed`` rows at once, or not at all."""
     from longstride.kernels.backends.triton import configurations
 
     tiles = (configurations.Configuration(*edges, 1, 1, described=described),)
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
-    entry = configurations.Candidates(tiles, tiles, tiles, runs)
+    forward = tuple(one._replace(specialized=specialized) for one in tiles)
+    entry = configurations.Candidates(forward, tiles, tiles, runs)
     monkeypatch.setitem(configurations.ARCHITECTURES, "interpreter", {configurations.Widest(8, 256): entry})

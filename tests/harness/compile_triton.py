@@ -3,7 +3,8 @@
 Run as a program, in a process without TRITON_INTERPRET: ``python compile_triton.py sm_90:forward:bfloat16:64 …``.
 Further fields: ``block_q,block_k,num_warps,num_stages`` (and ``,maxnreg``) for other tiles than the first candidate, a
 name in SHAPES for how queries and keys are read, ``resume`` for kernels of a second pass, ``between`` for those before
-the last one, ``overlap3`` for the fourth of a selection's parts that may have the same pairs.
+the last one, ``marked`` for one that repairs what another computed, ``overlap3`` for the fourth of a selection's parts
+that may have the same pairs.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.attention.generated_code import CARDS, fewest_products, read, repeats
+from longstride.kernels.backends.triton.call import SPECIALIZES
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
 from longstride.kernels.backends.triton.configurations import Configuration, candidates, pipelined
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
+from longstride.kernels.backends.triton.specialized_kernel import specialized_kernel
+from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 
 KERNELS = {
     "forward": forward_kernel,
+    "specialized": specialized_kernel,
     "dkdv": dkdv_kernel,
     "dq": dq_kernel,
     "closed": closed_kernel,
@@ -36,7 +41,7 @@ KERNELS = {
 }
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
-WIDE = {"lse", "delta", "grad_lse", "previous", "workspace", "dk_by_head", "dv_by_head"}
+WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 DESCRIBED = {"k_first", "v_first", "k_second", "v_second", "q_described", "grad_described"}
 PLANNED = ("forward", "dkdv", "dq", "closed")  # kernels with configurations of their own
@@ -67,6 +72,8 @@ def compile_kernel(case: str) -> dict[str, Any]:
     )
     if "listed" in further:
         chosen = pipelined(chosen)
+    if name == "specialized" and not SPECIALIZES:
+        chosen = chosen._replace(specialized=True).ordinary()
     kernel = KERNELS[name]
     known = _constants(name, chosen, width, further)
     constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
@@ -75,6 +82,9 @@ def compile_kernel(case: str) -> dict[str, Any]:
         kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
         if parameter.name in DESCRIBED:
             kind = f"*{TYPES[dtype]}" if "described" not in further else _described(name, chosen, dtype, width)
+        if name == "specialized" and parameter.name in ("q", "k", "v"):
+            rows = chosen.block_q if parameter.name == "q" else chosen.block_k
+            kind = f"tensordesc<{TYPES[dtype]}[{rows}, {width}]>"
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
@@ -102,6 +112,7 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
         "programs": code.programs(architecture) if architecture in CARDS else None,
         "local_in_loops": sum(loop.local for loop in code.hot),
         "local_outside": code.outside.local,
+        "specializes": "setmaxnreg" in compiled.asm["ptx"],
         "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
     }
     if name not in PLANNED:
@@ -125,14 +136,17 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
         "SEGMENTS": len(segments),
         "ROWS": keys[0] if by_key else queries[0],
         "COLUMNS": (queries[0] if by_key else keys),
-        "BOUNDS": (bounds[0] if by_key else bounds),
+        "BOUNDS": (bounds[0] if by_key or name == "specialized" else bounds),
         "EARLIER": earlier if by_key else (earlier,) * len(segments),
         "SHAPE": int("described" in further),
         "SHAPES": tuple(int("described" in further) for _ in segments),
+        "DOUBLINGS": chosen.pair_doublings(),
         "RESUME": "resume" in further,
         "SOURCES": "resume" in further,
         "SOURCE_FORM": 1,
         "FINAL": "between" not in further,
+        "MARKED": "marked" in further,
+        "SPECIALIZE": SPECIALIZES,
         "GRAD_LSE": True,
         "WIDTH": width,
         "W": width,

@@ -86,6 +86,22 @@ def test_default_and_shipped_kernels_compile_without_spilling(architecture: str)
             assert found["wgmma"], found
 
 
+def test_warps_specialise_where_the_compiler_can() -> None:
+    """One producer and two consumers, by their registers; elsewhere the same program for twice as many warps."""
+    from longstride.kernels.backends.triton.call import SPECIALIZES
+
+    cases = [
+        "specialized:bfloat16:128:natural:128,128,4,2",
+        "specialized:float16:64:stairs:128,128,4,3",
+        "forward:bfloat16:128:natural:128,128,8,1,128:marked",
+    ]
+    for found in _compiled("sm_90", cases):
+        print(found)
+        assert found["shared"] <= SHARED_BYTES["sm_90"], found
+        assert found["wgmma"] and found["local_in_loops"] == 0, found
+        assert found["specializes"] == (SPECIALIZES and "specialized" in found["case"]), found
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_second_passes_in_16_bits_keep_next_to_nothing_on_the_stack(architecture: str) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from longstride.kernels.backends.triton.configurations import Configuration, chosen, num_slices
+from longstride.kernels.backends.triton.configurations import (
+    Configuration,
+    balanced_slices,
+    chosen,
+    makespan,
+    num_slices,
+    slices_of,
+)
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     SOURCE_FIELDS,
@@ -117,3 +125,24 @@ def test_a_pass_is_split_where_its_programs_would_leave_a_card_idle() -> None:
     assert num_slices(num_programs=12, longest=20, num_processors=132) == 5  # slices of four tiles at least
     assert num_slices(num_programs=1000, longest=96, num_processors=132) == 1
     assert num_slices(num_programs=0, longest=0, num_processors=132) == 1
+
+
+def test_programs_are_split_where_that_evens_out_the_last_wave() -> None:
+    few, whole = np.full(12, 96), np.full(264, 96)
+    assert balanced_slices(few, 132, extra=4) == 11  # every place has one
+    assert balanced_slices(np.full(12, 20), 132, extra=4) == 5  # slices of four visits at least
+    assert balanced_slices(whole, 132, extra=4) == balanced_slices(np.zeros(9, np.int64), 132, extra=4) == 1
+    assert balanced_slices(np.repeat(whole, 100), 132, extra=4) == 1
+    # What is longest begins first: the longest alone may take as long as all others together.
+    uneven = np.array([64] + [8] * 8)
+    assert makespan(uneven, 2) == 64 < makespan(uneven[::-1], 2) == 96
+    assert balanced_slices(uneven, 4, extra=1) == 2
+
+
+def test_summary_keys_are_split_by_how_many_queries_read_them() -> None:
+    """Six tiles of 16 blocks a head, visited by 190 tiles of queries down to 30: of one context, not of eight."""
+    heads = (Fixed(128, 8),) * 8
+    wide = Configuration(64, 128, 8, 2)
+    (summaries, _) = chosen((wide,), heads, 12288, "keys", "all")
+    slices = [slices_of(summaries, heads, 12288, "all", 0, batch, processors=132) for batch in (1, 8)]
+    assert slices == [4, 1]

@@ -7,6 +7,9 @@ descriptor sees (B, H, N, D) as (B, H, outer, inner, D): position = outer index 
 natural order is a run of the outer index (inner 1); of a column, a run of the outer index at one inner index; of the
 summary keys, the same few inner indices of a run of blocks. Nothing is moved or gathered, and a kernel is spared the
 addresses. What does not fit this form is read by addresses, as on all other cards.
+
+``specialized_kernel`` takes descriptors of two axes alone (``Flat``): all rows of all batch entries and heads that lie
+apart by the same stride, and the columns of all heads that lie side by side.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from longstride.kernels.backends.triton.configurations import (
     Kernel,
     candidates,
     chosen,
-    num_slices,
+    slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, Shape, groups, packed, row_edge, sources
@@ -40,6 +43,8 @@ from longstride.kernels.forms import Bounds
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View
 
+# The triton that makes warps specialise, found by compiling: 3.7 slices a tile, not its descriptor, and gives up.
+SPECIALIZES = tuple(map(int, triton.__version__.split(".")[:2])) == (3, 6)
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # settled when triton was imported
 SEGMENTS = 2  # segments with descriptors: a kernel has parameters for no more
 
@@ -54,6 +59,16 @@ class Box(NamedTuple):
 
 
 ADDRESSES = Box(Shape.ADDRESSES, 0, 0, 0)
+
+
+class Flat(NamedTuple):
+    """A tensor (B, H, N, D) as one of two axes, and where there a batch entry and a head begin."""
+
+    rows: int
+    columns: int
+    row_of_batch: int
+    row_of_head: int
+    column_of_head: int
 
 
 def interpreter_trouble() -> str | None:
@@ -171,10 +186,31 @@ class Call:
                 arguments.append(tensor if plain else descriptor_of(tensor, box, sizes[1], width))
         return arguments, tuple(int(box.shape) for box in by_segment)
 
-    def num_slices(self, one: Pass, choice: Choice) -> int:
+    def flat_descriptors(self, one: Configuration, *tensors: Tensor) -> tuple[list[Any], list[int]] | None:
+        """Descriptors of q, k, v for ``specialized_kernel``, and where their heads begin; None where it cannot serve.
+
+        Widths must not be padded: what lies beyond a head's columns may be those of the next one.
+        """
+        flat = [flat_of(tensor) for tensor in tensors]
+        padded = self.widths["WIDTH"] < self.widths["W"] or self.widths["VALUE_WIDTH"] < self.widths["WV"]
+        if padded or None in flat or not describable(*tensors):
+            return None
+        descriptors: list[Any] = []
+        begins: list[int] = []
+        for tensor, view, rows in zip(tensors, flat, (one.block_q, one.block_k, one.block_k), strict=True):
+            assert view is not None
+            strides = [tensor.stride(2), 1]
+            descriptors.append(TensorDescriptor(tensor, [view.rows, view.columns], strides, [rows, tensor.shape[-1]]))
+            begins += view[2:]
+        return descriptors, begins
+
+    def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
         """Into how many slices of queries to split a pass over keys."""
-        programs = one.num_row_tiles * self.batch * self.heads
-        return num_slices(programs, choice.longest, num_processors(self.device))
+        return slices_of(choice, self.patterns, self.context, parts, number, self.batch, self.processors())
+
+    def processors(self) -> int:
+        """Multiprocessors of the device."""
+        return num_processors(self.device)
 
     def launch(
         self,
@@ -303,3 +339,16 @@ def descriptor_of(tensor: Tensor, box: Box, block: int, width: int) -> TensorDes
     shape = [batch, heads, box.outer, box.inner, columns]
     strides = [stride_b, stride_h, box.inner * stride_n, stride_n, 1]
     return TensorDescriptor(tensor, shape, strides, [1, 1, block // box.tile_inner, box.tile_inner, width])
+
+
+def flat_of(tensor: Tensor) -> Flat | None:
+    """(B, H, N, D) as two axes; None where batch entries do not begin with whole rows, or heads lie across rows."""
+    (batch, heads, context, width), (stride_b, stride_h, stride_n, _) = tensor.shape, tensor.stride()
+    if stride_n < width or stride_b % stride_n:
+        return None
+    row_of_head, column_of_head = divmod(stride_h, stride_n)
+    columns = (heads - 1) * column_of_head + width
+    rows = (batch - 1) * (stride_b // stride_n) + (heads - 1) * row_of_head + context
+    if columns > stride_n or rows >= 2**31:
+        return None
+    return Flat(rows, columns, stride_b // stride_n, row_of_head, column_of_head)

@@ -8,16 +8,24 @@ its tiles are small enough for its products to stay in registers.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from functools import lru_cache
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View, edge_of, tiles, view
 
+MOST_WAVES = 8  # programs that a place for them ever has, at most, for the sake of being even
 WAVES = 2  # programs that a card's multiprocessors should have each, at least
 SHORTEST_SLICE = 4  # tiles of queries: less would not pay for another program
+# What a program over keys costs besides its visits, in queries: keys and values read, sums written, and read again.
+PROGRAM_QUERIES = 256
+RESIDENT_WARPS = 8  # that a multiprocessor has registers for, as such programs use them
+LEAST_GAIN = 0.05  # of the time of a pass, for which it is split: another kernel may have to add up then
 
 Kernel = Literal["forward", "dkdv", "dq", "closed"]
 
@@ -35,14 +43,28 @@ class Configuration(NamedTuple):
         None  # registers a thread at most, so that more programs share a multiprocessor; NVIDIA's alone
     )
 
+    specialized: bool = False  # of the forward kernel: warps that copy, and warps that multiply, where it can serve
+
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
         """Rows and columns of a tile."""
         return (self.block_q, self.block_k) if rows == "queries" else (self.block_k, self.block_q)
+
+    def pair_doublings(self) -> int:
+        """How often ``tile.load_pairs`` doubles its block of queries, until it has an element a thread."""
+        return max(0, (32 * self.num_warps // (2 * self.block_q)).bit_length() - 1)
 
     def options(self) -> dict[str, int]:
         """What Triton compiles a kernel with, besides its constants."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    def ordinary(self) -> Configuration:
+        """The same tiles by warps that all do the same, twice as many: a specialized kernel makes two groups."""
+        return self._replace(specialized=False, num_warps=2 * self.num_warps) if self.specialized else self
+
+    def repairing(self) -> Configuration:
+        """The same tiles for a launch in which hardly a program does more than look: many at a time, however slow."""
+        return self._replace(described=False, specialized=False, num_warps=8, num_stages=1, maxnreg=128)
 
 
 class Widest(NamedTuple):
@@ -119,7 +141,7 @@ SM_90: Table = {
 GFX942: Table = {
     Widest(2, 64): one_each((128, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1), closed=squares((64, 4, 1.0))),
     Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1)),
-    Widest(2, 256): one_each((64, 32, 8, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
+    Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
     Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
 }
 # For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
@@ -171,9 +193,13 @@ def chosen(
 ) -> tuple[Choice, ...]:
     """For each pass, the candidate with the fewest computed pairs for its rate; the first of equals."""
     choices = []
-    for group in groups(patterns, context, rows, parts):
+    passes = groups(patterns, context, rows, parts)
+    for group in passes:
         heads = Counter(group)
-        priced = (_priced(candidate, heads, rows, aligned) for candidate in candidates for aligned in (True, False))
+        whole = len(group[0]) == 1 and len(passes) == 1
+        natural = whole and all(one.row_order is one.column_order is None for (one,) in heads)
+        serving = [one for one in candidates if natural or not one.specialized] or candidates
+        priced = (_priced(candidate, heads, rows, aligned) for candidate in serving for aligned in (True, False))
         choices.append(min(priced, key=lambda pair: pair[0])[1])
     return tuple(choices)
 
@@ -202,6 +228,8 @@ def chosen_by_span(candidates: tuple[Configuration, ...], span: int, context: in
     """
     choices = []
     for candidate in candidates:
+        if candidate.specialized:
+            continue
         tile_rows, tile_columns = candidate.tile_sizes(rows)
         visited = min(span + tile_rows, context) + tile_columns // 2
         choices.append(Choice(candidate, -(-visited // tile_columns), context * visited, False))
@@ -233,6 +261,58 @@ def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern
 
 
 def num_slices(num_programs: int, longest: int, num_processors: int) -> int:
-    """Into how many slices of queries to split a pass over keys: several where its programs would not fill the card."""
+    """Into how many slices of queries to split a pass over keys: several where its programs would not fill the card.
+
+    For where no more is known than the ``longest`` of the programs.
+    """
     wanted = WAVES * num_processors // max(num_programs, 1)
     return max(1, min(wanted, longest // SHORTEST_SLICE))
+
+
+@lru_cache(maxsize=4096)
+def slices_of(
+    choice: Choice, patterns: tuple[Pattern, ...], context: int, parts: Parts, number: int, batch: int, processors: int
+) -> int:
+    """The same for a pass whose visits are known: see ``balanced_slices``."""
+    one = choice.configuration
+    group = groups(patterns, context, "keys", parts)[number]
+    edges = {head: row_edge(head, one.block_k, choice.aligned) for head in group}  # heads that are alike share one
+    counts = {head: tiles(head[0], one.block_k, one.block_q, edge).count for head, edge in edges.items()}
+    visits = np.zeros((max(map(len, counts.values())), batch, len(group)), dtype=np.int64)  # heads begin side by side
+    for number, head in enumerate(group):
+        visits[: len(counts[head]), :, number] = counts[head][:, None]
+    programs = max(1, RESIDENT_WARPS // one.num_warps)
+    return balanced_slices(visits.reshape(-1), programs * processors, PROGRAM_QUERIES / one.block_q)
+
+
+def balanced_slices(visits: np.ndarray, places: int, extra: float) -> int:
+    """Into how many slices to split programs of so many visits, which begin in this order, to be done soonest.
+
+    Args:
+        visits: (P,), 0 of programs that have nothing to do.
+        places: how many programs run at a time.
+        extra: what a program costs besides its visits, in visits.
+    """
+    visits = visits[visits > 0]
+    longest = int(visits.max(initial=0))
+    ideal = float((visits + extra).sum()) / places
+    if longest + extra <= LEAST_GAIN * ideal:  # at most so much later than the ideal are all done
+        return 1
+    best, soonest = 1, makespan(visits + extra, places) * (1 - LEAST_GAIN)
+    slices = 2
+    while slices * SHORTEST_SLICE <= longest and slices * len(visits) <= MOST_WAVES * places:
+        part = np.arange(slices)
+        shares = visits[:, None] // slices + (part < visits[:, None] % slices)
+        time = makespan((shares + extra).reshape(-1), places)
+        if time < soonest:
+            best, soonest = slices, time
+        slices += max(1, slices // 8)
+    return best
+
+
+def makespan(costs: np.ndarray, places: int) -> float:
+    """When the last of some programs is done, if each begins, in this order, at the place that is free first."""
+    free = [0.0] * places
+    for cost in costs.tolist():
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)

@@ -8,9 +8,15 @@ With P the weights, recomputed from lse (that of the whole pattern, whatever par
     dV = P^T dOut        dP = dOut V^T        dS = scale * P * (dP - delta)        dK = dS^T Q        dQ = dS K
 
 The scale goes into dS before it is rounded to 16 bits, so that gradients under a loss scale neither overflow nor vanish
-there. Each pass writes its sums into its rows of a workspace, one set for each slice of queries that it is split into.
+there. ``per_query`` has what all passes read of a query: its lse, in units of log2, beside its delta.
+
+Each pass writes its sums into its rows of a workspace, one set for each slice of queries that it is split into.
 The last pass adds them up in a fixed order as it finishes each key. Where the last pass does not hold every key, or is
 split itself, it writes to the workspace too and ``gather_kernel`` adds up.
+
+A NaN or inf of a query must not reach keys that it does not read. Where a mask has put 0, 0 times it is NaN in dS,
+and so in dK. A tile whose dK turned out so is computed again, *isolated*: by products that leave out what is not
+finite, and few rows at a time, so that what nobody may ever need takes no registers from the rest.
 """
 
 from __future__ import annotations
@@ -18,22 +24,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longstride.kernels.backends.triton.sums_kernel import store_sums
 from longstride.kernels.backends.triton.tile import (
     COLUMN_FOLD,
     COLUMN_LIST,
     COUNTS,
     EARLIER_LIST,
+    ISOLATED_ROWS,
     LOG2E,
     NUM_FIELDS,
     NUM_SOURCE_FIELDS,
+    allowed_columns,
+    has_nan,
     intervals,
     load_fold,
+    load_pairs,
     load_rows,
     load_tile,
     narrow,
     original_positions,
-    source_rows,
-    store_rows,
+    read_product,
     tile_bounds,
     tile_rows,
     visited_tiles,
@@ -47,7 +57,7 @@ def delta_kernel(
     grad_out,
     lse,  # (B, H, N)
     grad_lse,  # (B, H, N), where GRAD_LSE
-    delta,  # (B, H, N)
+    per_query,  # (B, H, N, 2)
     stride_ob,
     stride_oh,
     stride_on,
@@ -76,8 +86,10 @@ def delta_kernel(
     if GRAD_LSE:
         result -= tl.load(grad_lse + first_row + position, mask=inside, other=0.0).to(ACCUMULATOR)
     # A query without keys has no gradient, whatever gradient a caller that merges by lse gives its -inf.
-    blind = tl.load(lse + first_row + position, mask=inside, other=0.0) == float("-inf")
-    tl.store(delta + first_row + position, tl.where(blind, 0.0, result), mask=inside)
+    row_lse = tl.load(lse + first_row + position, mask=inside, other=0.0)
+    result = tl.where(row_lse == float("-inf"), 0.0, result)
+    address = per_query + ((first_row + position) * 2)[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(address, tl.join(row_lse * LOG2E, result), mask=inside[:, None])
 
 
 @triton.jit
@@ -88,8 +100,7 @@ def _add_to_dkdv(
     v_tile,  # (BLOCK_K, WV)
     q,  # of this batch entry and head, or a descriptor of all
     grad_out,
-    lse,
-    delta,
+    per_query,
     batch,
     head,
     stride_q,
@@ -111,6 +122,8 @@ def _add_to_dkdv(
     SHAPE: tl.constexpr,
     PARTIAL: tl.constexpr,
     EARLIER: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    ISOLATED: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
     """Add what one tile of queries gives; scores are transposed, so that no product needs P or dS transposed."""
@@ -120,15 +133,11 @@ def _add_to_dkdv(
     q_tile = load_tile(
         q, batch, head, first, position, stride_q, inside, query_fold, WIDTH, W, BLOCK_Q, SHAPE, PARTIAL
     )  # (BLOCK_Q, W)
-    if PARTIAL:
-        row_lse = tl.load(lse + position, mask=inside, other=0.0)
-        row_delta = tl.load(delta + position, mask=inside, other=0.0)
-    else:
-        row_lse, row_delta = tl.load(lse + position), tl.load(delta + position)
+    row_lse, row_delta = load_pairs(per_query, position, inside, BLOCK_Q, DOUBLINGS, PARTIAL)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
-    p = tl.exp2(s * (SCALE * LOG2E) - (row_lse * LOG2E)[None, :])
+    p = tl.exp2(s * (SCALE * LOG2E) - row_lse[None, :])
     if PARTIAL:
-        allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+        allowed = allowed_columns(first, low, high, BLOCK_Q)
         if EARLIER > 0:
             rows, exist, lists, context = earlier
             allowed = without_earlier(
@@ -138,11 +147,106 @@ def _add_to_dkdv(
     grad_tile = load_tile(
         grad_out, batch, head, first, position, stride_g, inside, query_fold, VALUE_WIDTH, WV, BLOCK_Q, SHAPE, PARTIAL
     )  # (BLOCK_Q, WV)
-    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
+    if ISOLATED:
+        dv = read_product(p, allowed, grad_tile, dv, ROUND_BF16)
+    else:
+        dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
     dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
     ds = p * (dp - row_delta[None, :]) * SCALE
+    if ISOLATED:  # where q is not finite, neither is dS, for the keys that the query reads
+        ds = tl.where(allowed, ds, 0.0)
+        q_tile = tl.where(tl.abs(q_tile) < float("inf"), q_tile, tl.zeros_like(q_tile))
     dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
     return dk, dv
+
+
+@triton.jit
+def _sums_of_keys(
+    first_row,
+    last_row,
+    tiles,  # of queries: see ``_tiles_of_slice``
+    tensors,  # k, v and per_query of this batch entry and head, and q and grad_out likewise or as descriptors
+    batch,
+    head,
+    fields,
+    data,
+    context,
+    strides,  # from a position to the next, of q, k, v and grad_out
+    SCALE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    W: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    EARLIER: tl.constexpr,
+    SHAPE: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    ISOLATED: tl.constexpr,
+    ROUND_BF16: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
+    """dK (BLOCK_K, W) and dV (BLOCK_K, WV) of rows from some tiles of their queries, and those rows."""
+    k, v, per_query, queries, grads = tensors
+    stride_qn, stride_kn, stride_vn, stride_gn = strides
+    origin, begin, full_first, full_last, stop, end = tiles
+    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
+    k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
+    v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
+    dk_tile = tl.zeros((BLOCK_K, W), ACCUMULATOR)
+    dv_tile = tl.zeros((BLOCK_K, WV), ACCUMULATOR)
+    query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
+    query_list = data + tl.load(fields + COLUMN_LIST)
+    low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
+    if EARLIER > 0:
+        earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
+    else:
+        earlier = (position, inside, data, context)
+    if EARLIER == 0 and not ISOLATED:
+        for number in range(full_first, full_last):
+            dk_tile, dv_tile = _add_to_dkdv(
+                dk_tile, dv_tile, k_tile, v_tile, queries, grads, per_query, batch, head, stride_qn, stride_gn,
+                origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV,
+                BLOCK_Q, COLUMNS, SHAPE, False, 0, DOUBLINGS, False, ROUND_BF16,
+            )  # fmt: skip
+    before = full_first - begin
+    for partial in tl.range(before + stop - full_last, num_stages=1 if ISOLATED else None):
+        number = tl.where(partial < before, begin + partial, full_last + partial - before)
+        dk_tile, dv_tile = _add_to_dkdv(
+            dk_tile, dv_tile, k_tile, v_tile, queries, grads, per_query, batch, head, stride_qn, stride_gn,
+            origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
+            SCALE, WIDTH, W, VALUE_WIDTH, WV,
+            BLOCK_Q, COLUMNS, SHAPE, True, EARLIER, DOUBLINGS, ISOLATED, ROUND_BF16,
+        )  # fmt: skip
+    return dk_tile, dv_tile, row, inside, position
+
+
+@triton.jit
+def _tiles_of_slice(
+    first_row,
+    last_row,
+    part,
+    num_slices,
+    fields,
+    data,
+    BLOCK_Q: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    EARLIER: tl.constexpr,
+):
+    """The tiles ``begin <= number < stop`` of queries that a slice visits; those without a mask; where columns end."""
+    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
+    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
+    begin = part * share + tl.minimum(part, rest)
+    stop = begin + share + (part < rest).to(tl.int32)
+    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
+        full_first, full_last = stop, stop
+    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
+    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
+    return origin, begin, full_first, full_last, stop, end
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -151,8 +255,7 @@ def dkdv_kernel(
     k,
     v,
     grad_out,
-    lse,
-    delta,
+    per_query,  # (B, H, N, 2)
     workspace,  # (B, H, R, D + Dv) accumulator dtype, R rows of all sources
     dk,
     dv,
@@ -203,15 +306,18 @@ def dkdv_kernel(
     EARLIER: tl.constexpr,
     GROUP: tl.constexpr,
     SHAPE: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     FINAL: tl.constexpr,
     SOURCES: tl.constexpr,
     SOURCE_FORM: tl.constexpr,
     ROUND_BF16: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    tile = tl.program_id(0) % num_tiles
-    part = tl.program_id(0) // num_tiles % num_slices
-    lead = (tl.program_id(0) // num_tiles // num_slices).to(tl.int64)  # batch * H + head
+    # Heads side by side and slices of a tile side by side, so that what is longest, the first tiles, begins first.
+    num_leads = tl.num_programs(0) // (num_tiles * num_slices)
+    lead = (tl.program_id(0) % num_leads).to(tl.int64)  # batch * H + head
+    part = tl.program_id(0) // num_leads % num_slices
+    tile = tl.program_id(0) // num_leads // num_slices
     batch, head = lead // num_heads, lead % num_heads
     fields = table + batch * table_stride + head * NUM_FIELDS
     first_row, last_row = tile_bounds(tile, fields)
@@ -221,169 +327,48 @@ def dkdv_kernel(
     k += batch * stride_kb + head // GROUP * stride_kh
     v += batch * stride_vb + head // GROUP * stride_vh
     grad_out += batch * stride_gb + head * stride_gh
-    lse += lead * context
-    delta += lead * context
-
-    row, inside, position = tile_rows(first_row, last_row, fields, data, BLOCK_K, ROWS)
-    k_tile = load_rows(k, position, stride_kn, inside, WIDTH, W, True)
-    v_tile = load_rows(v, position, stride_vn, inside, VALUE_WIDTH, WV, True)
-    dk_tile = tl.zeros((BLOCK_K, W), ACCUMULATOR)
-    dv_tile = tl.zeros((BLOCK_K, WV), ACCUMULATOR)
-
-    query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
-    query_list = data + tl.load(fields + COLUMN_LIST)
-    low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
-    origin, end, count, full_first, full_last = visited_tiles(first_row, last_row, fields, data, BLOCK_Q, BOUNDS)
-    share, rest = count // num_slices, count % num_slices  # the first slices take one tile more
-    begin = part * share + tl.minimum(part, rest)  # the tiles of this slice
-    stop = begin + share + (part < rest).to(tl.int32)
-    full_first = tl.minimum(tl.maximum(full_first, begin), stop)
-    full_last = tl.minimum(tl.maximum(full_last, full_first), stop)
-    if SHAPE == 0:
-        queries, grads = q, grad_out
-    else:
-        queries, grads = q_described, grad_described
+    per_query += lead * context * 2
     batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
-    if EARLIER > 0:  # any tile may hold pairs that an earlier part has
-        full_first, full_last = stop, stop
-        earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
+    if SHAPE == 0:
+        tensors = (k, v, per_query, q, grad_out)
     else:
-        earlier = (position, inside, data, context)
-        for number in range(full_first, full_last):
-            dk_tile, dv_tile = _add_to_dkdv(
-                dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index,
-                stride_qn, stride_gn, origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, False, 0, ROUND_BF16,
-            )  # fmt: skip
-    before = full_first - begin
-    for partial in range(before + stop - full_last):
-        number = tl.where(partial < before, begin + partial, full_last + partial - before)
-        dk_tile, dv_tile = _add_to_dkdv(
-            dk_tile, dv_tile, k_tile, v_tile, queries, grads, lse, delta, batch_index, head_index, stride_qn, stride_gn,
-            origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, SHAPE, True, EARLIER, ROUND_BF16,
-        )  # fmt: skip
-
-    workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
-    if FINAL:
-        if SOURCES:
-            dk_tile, dv_tile = add_sources(
-                dk_tile, dv_tile, position, inside, workspace,
-                source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS),
-                source_data, num_sources,
-                WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
-            )  # fmt: skip
-        store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
-        store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
-    else:
-        row = (workspace_base + part * slice_rows + row).to(tl.int64)
-        store_rows(workspace, row, WIDTH + VALUE_WIDTH, inside, dk_tile, WIDTH, W)
-        store_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, inside, dv_tile, VALUE_WIDTH, WV)
-
-
-@triton.jit
-def add_sources(
-    dk,  # (BLOCK_K, W)
-    dv,  # (BLOCK_K, WV)
-    position,  # (BLOCK_K,)
-    inside,
-    workspace,
-    fields,
-    data,
-    num_sources,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Add what earlier passes found for these keys, in the order of the passes and slices."""
-    for number in range(num_sources):
-        row, found = source_rows(position, inside, fields + number * NUM_SOURCE_FIELDS, data, FORM)
-        dk += load_rows(workspace, row, WIDTH + VALUE_WIDTH, found, WIDTH, W, True)
-        dv += load_rows(workspace + WIDTH, row, WIDTH + VALUE_WIDTH, found, VALUE_WIDTH, WV, True)
-    return dk, dv
-
-
-@triton.jit(do_not_specialize=COUNTS)
-def gather_kernel(
-    workspace,  # (B, H, R, D + Dv) accumulator dtype
-    dk,
-    dv,
-    source_table,
-    source_data,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    num_heads,
-    context,
-    num_blocks,
-    workspace_rows,
-    num_sources,
-    source_stride,
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SOURCE_FORM: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """dK and dV of every position from the workspace, 0 where no source has it."""
-    lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
-    batch, head = lead // num_heads, lead % num_heads
-    position = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = position < context
-    dk_tile, dv_tile = add_sources(
-        tl.zeros((BLOCK, W), ACCUMULATOR), tl.zeros((BLOCK, WV), ACCUMULATOR), position, inside,
-        workspace + lead * workspace_rows * (WIDTH + VALUE_WIDTH),
-        source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS), source_data, num_sources,
-        WIDTH, W, VALUE_WIDTH, WV, SOURCE_FORM,
+        tensors = (k, v, per_query, q_described, grad_described)
+    strides, to = (stride_qn, stride_kn, stride_vn, stride_gn), (stride_dkn, stride_dvn)
+    tiles = _tiles_of_slice(first_row, last_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
+    dk_tile, dv_tile, _row, _inside, _position = _sums_of_keys(
+        first_row, last_row, tiles, tensors, batch_index, head_index, fields, data, context, strides,
+        SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, BLOCK_K, ROWS, COLUMNS, BOUNDS, EARLIER, SHAPE, DOUBLINGS, False,
+        ROUND_BF16, ACCUMULATOR,
     )  # fmt: skip
-    position = position.to(tl.int64)
-    store_rows(dk + batch * stride_dkb + head * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
-    store_rows(dv + batch * stride_dvb + head * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
-
-
-@triton.jit
-def groups_kernel(
-    dk_by_head,  # (B, H, N, D) contiguous, accumulator dtype: what each head of q gives
-    dv_by_head,  # (B, H, N, Dv) likewise
-    dk,  # (B, K, N, D), K heads for H = K * GROUP
-    dv,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    num_heads,
-    context,
-    num_blocks,  # of a head of q
-    WIDTH: tl.constexpr,
-    W: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-):
-    """dK and dV of heads that several heads of q share: their sums, in the order of those heads."""
-    lead = (tl.program_id(0) // num_blocks).to(tl.int64)  # batch * H + head
-    batch, head = lead // num_heads, lead % num_heads
-    shared = head // GROUP
-    block = tl.program_id(0) % num_blocks * GROUP + head % GROUP
-    position = block * BLOCK + tl.arange(0, BLOCK)
-    inside = position < context
-    first = (lead - head % GROUP) * context
-    dk_tile = tl.zeros((BLOCK, W), ACCUMULATOR)
-    dv_tile = tl.zeros((BLOCK, WV), ACCUMULATOR)
-    for _ in range(GROUP):
-        dk_tile += load_rows(dk_by_head + first * WIDTH, position, WIDTH, inside, WIDTH, W, True)
-        dv_tile += load_rows(dv_by_head + first * VALUE_WIDTH, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
-        first += context
-    store_rows(dk + batch * stride_dkb + shared * stride_dkh, position, stride_dkn, inside, dk_tile, WIDTH, W)
-    store_rows(dv + batch * stride_dvb + shared * stride_dvh, position, stride_dvn, inside, dv_tile, VALUE_WIDTH, WV)
+    dk += batch * stride_dkb + head * stride_dkh
+    dv += batch * stride_dvb + head * stride_dvh
+    workspace += lead * workspace_rows * (WIDTH + VALUE_WIDTH)
+    own_sources = source_table + batch * source_stride + head * (num_sources * NUM_SOURCE_FIELDS)
+    sources = (own_sources, source_data, num_sources)
+    base = workspace_base + part * slice_rows
+    # What follows reads the table anew, so that registers hold none of it during the visits.
+    if has_nan(dk_tile):  # where dOut is not finite, dP is not either, so there is no need to look at dV too
+        FEW_Q: tl.constexpr = BLOCK_Q if BLOCK_Q < ISOLATED_ROWS else ISOLATED_ROWS
+        FEW_K: tl.constexpr = BLOCK_K if BLOCK_K < ISOLATED_ROWS else ISOLATED_ROWS
+        begin_row, end_row = tile_bounds(tile, fields)
+        again = _tiles_of_slice(begin_row, end_row, part, num_slices, fields, data, BLOCK_Q, BOUNDS, EARLIER)
+        origin, begin, _full_first, _full_last, stop, end = again
+        few_tiles = (origin + begin * BLOCK_Q, 0, 0, 0, (stop - begin) * (BLOCK_Q // FEW_Q), end)
+        for first in tl.range(begin_row, end_row + 1, FEW_K, num_stages=1):
+            dk_few, dv_few, few, exist, at = _sums_of_keys(
+                first, end_row, few_tiles, (k, v, per_query, q, grad_out), batch_index, head_index,
+                fields, data, context, strides,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, FEW_Q, FEW_K, ROWS, COLUMNS, BOUNDS, EARLIER, 0, 0, True,
+                ROUND_BF16, ACCUMULATOR,
+            )  # fmt: skip
+            store_sums(
+                dk_few, dv_few, few, exist, at, dk, dv, workspace, base, sources, to,
+                WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
+            )  # fmt: skip
+    else:
+        begin_row, end_row = tile_bounds(tile, fields)
+        row, inside, position = tile_rows(begin_row, end_row, fields, data, BLOCK_K, ROWS)
+        store_sums(
+            dk_tile, dv_tile, row, inside, position, dk, dv, workspace, base, sources, to,
+            WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
+        )  # fmt: skip

@@ -14,15 +14,17 @@ import torch
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends.triton.call import Call, again, batch_stride, positive_scale
+from longstride.kernels.backends.triton.call import SPECIALIZES, Call, again, batch_stride, positive_scale
 from longstride.kernels.backends.triton.closed_kernel import closed_kernel
-from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, closed_choice
-from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel, gather_kernel, groups_kernel
+from longstride.kernels.backends.triton.configurations import ARCHITECTURES, Choice, Configuration, closed_choice
+from longstride.kernels.backends.triton.dkdv_kernel import delta_kernel, dkdv_kernel
 from longstride.kernels.backends.triton.dq_kernel import dq_kernel
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, groups
+from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups
 from longstride.kernels.backends.triton.recording import Inputs, Recorder, Recording, look
 from longstride.kernels.backends.triton.selected import SelectedCall
+from longstride.kernels.backends.triton.specialized_kernel import specialized_kernel
+from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.kept import Kept
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection
@@ -89,22 +91,65 @@ def forward_of(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
         final = number == len(choices) - 1
         packed = call.packed("queries", "all", number, choice)
         target = out if final else between
-        descriptors, shapes = call.descriptors(choice, "queries", "all", number, k, v)
+        sizes = (packed.num_row_tiles, batch_stride(packed.table))
+        configuration = choice.configuration.ordinary()
+        marked = choice.configuration.specialized and specialized_forward(
+            call, choice.configuration, packed, (q, k, v), target, lse, sizes, scale
+        )
+        if marked:
+            configuration = configuration.repairing()
+        descriptors, shapes = call.descriptors(
+            choice._replace(configuration=configuration), "queries", "all", number, k, v
+        )
         call.launch(
             forward_kernel,
             packed.num_row_tiles,
             (q, k, v, between, target, lse, packed.table, packed.data, *descriptors),
             (q, k, v, target),
-            (packed.num_row_tiles, batch_stride(packed.table)),
-            choice.configuration,
+            sizes,
+            configuration,
             **call.widths,
             **call.forms(packed),
             SHAPES=shapes,
             SCALE=scale,
             RESUME=number > 0,
             FINAL=final,
+            MARKED=marked,
         )
     return out.to(call.dtype), lse
+
+
+def specialized_forward(
+    call: Call,
+    configuration: Configuration,
+    packed: Pass,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    sizes: tuple[int, int],
+    scale: float,
+) -> bool:
+    """A pass by ``specialized_kernel``, where it can serve: whether it did."""
+    natural = packed.rows == Form.NATURAL and packed.columns == (Form.NATURAL,)
+    found = call.flat_descriptors(configuration, *tensors) if natural else None
+    if found is None:
+        return False
+    descriptors, begins = found
+    call.launch(
+        specialized_kernel,
+        packed.num_row_tiles,
+        (*descriptors, out, lse, packed.table, packed.data),
+        (out,),
+        (*sizes, *begins),
+        configuration if SPECIALIZES else configuration.ordinary(),
+        W=call.widths["W"],
+        WV=call.widths["WV"],
+        BOUNDS=int(packed.bounds[0]),
+        GROUP=call.group,
+        SCALE=scale,
+        SPECIALIZE=SPECIALIZES,
+    )
+    return True
 
 
 class BackwardInputs(NamedTuple):
@@ -114,8 +159,7 @@ class BackwardInputs(NamedTuple):
     k: Tensor
     v: Tensor
     grad_out: Tensor
-    lse: Tensor  # (B, H, N)
-    delta: Tensor  # (B, H, N)
+    per_query: Tensor  # (B, H, N, 2), accumulator dtype: logsumexp in units of log2, and delta
 
 
 class Sums(NamedTuple):
@@ -191,7 +235,7 @@ def backward_of(
     q, k, v, out, grad_out = (call.readable(t) for t in (q, k, v, out, grad_out))
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if closed is None:
-        inputs = BackwardInputs(q, k, v, grad_out, lse, delta_of(call, out, grad_out, lse, grad_lse))
+        inputs = BackwardInputs(q, k, v, grad_out, per_query_of(call, out, grad_out, lse, grad_lse))
         over_keys(call, inputs, "all", by_head, scale)
         over_queries(call, inputs, "all", dq, scale)
     else:
@@ -204,14 +248,14 @@ def backward_of(
     return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)
 
 
-def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """For each query the sum of out * grad_out, minus the gradient of lse: (B, H, N)."""
-    delta = call.empty(*lse.shape)
+def per_query_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """For each query lse / ln 2, and delta, the sum of out * grad_out minus the gradient of lse: (B, H, N, 2)."""
+    per_query = call.empty(*lse.shape, 2)
     blocks = triton.cdiv(call.context, BLOCK_ROWS)
     call.launch(
         delta_kernel,
         blocks,
-        (out, grad_out, lse, lse if grad_lse is None else grad_lse, delta),
+        (out, grad_out, lse, lse if grad_lse is None else grad_lse, per_query),
         (out, grad_out),
         (blocks,),
         None,
@@ -220,7 +264,7 @@ def delta_of(call: Call, out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: T
         BLOCK=BLOCK_ROWS,
         GRAD_LSE=grad_lse is not None,
     )
-    return delta
+    return per_query
 
 
 def over_keys(
@@ -229,7 +273,7 @@ def over_keys(
     """dK and dV of some parts, in the workspace that is returned and, where given, summed into ``results``."""
     choices = call.choices("dkdv", parts)
     passes = [call.packed("keys", parts, number, choice) for number, choice in enumerate(choices)]
-    slices = [call.num_slices(packed, choice) for packed, choice in zip(passes, choices, strict=True)]
+    slices = [call.num_slices(parts, number, choice) for number, choice in enumerate(choices)]
     # Where the last pass holds every key of every head and is not split, it adds up as it finishes each key.
     in_place = results is not None and slices[-1] == 1 and call.ends_with_every_key(parts)
     through = len(passes) - in_place
@@ -264,6 +308,7 @@ def over_keys(
             GROUP=call.group,
             SHAPE=shapes[0],
             SCALE=scale,
+            DOUBLINGS=choice.configuration.pair_doublings(),
             FINAL=number == through,
             SOURCES=sums.table.shape[-2] > 0,
             SOURCE_FORM=int(sums.form),
@@ -318,8 +363,8 @@ def over_closed_runs(
     previous, sums = lse, Sums(lse, *call.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse
     if resume:
-        delta = delta_of(call, out, grad_out, lse, grad_lse)
-        inputs = BackwardInputs(q, k, v, grad_out, lse, delta)
+        delta = per_query_of(call, out, grad_out, lse, grad_lse)
+        inputs = BackwardInputs(q, k, v, grad_out, delta)
         sums = over_keys(call, inputs, "open", None, scale)
         previous = over_queries(call, inputs, "open", None, scale)
     packed, tiles = call.packed("keys", "closed", 0, choice), choice.configuration

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.backends.triton.call import SEGMENTS, Call
-from longstride.kernels.backends.triton.configurations import Choice, Kernel, chosen_by_span, pipelined
+from longstride.kernels.backends.triton.configurations import (
+    Choice,
+    Kernel,
+    chosen_by_span,
+    num_slices,
+    pipelined,
+)
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     SOURCE_FIELDS,
@@ -164,6 +170,12 @@ class SelectedCall(Call):
     def ends_with_every_key(self, parts: Parts) -> bool:
         """Whether the last pass over keys holds all of them."""
         return self.num_keys(self.by_keys[-1]) == self.context
+
+    def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
+        """As far as the longest of the programs tells: the host does not know how many visits each has."""
+        tile_rows, _ = choice.configuration.tile_sizes("keys")
+        programs = -(-self.num_keys(self.by_keys[number]) // tile_rows) * self.batch * self.heads
+        return num_slices(programs, choice.longest, self.processors())
 
     def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
         """As ``packing.sources``, but the table is (B, H, sources, SOURCE_FIELDS)."""

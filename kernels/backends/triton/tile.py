@@ -15,6 +15,9 @@ from longstride.kernels.backends.triton.packing import FIELDS, SOURCE_FIELDS, Fo
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number of fp32
+
+ISOLATED_ROWS = tl.constexpr(16)  # at a time, where a kernel computes anew what turned out to hold NaN
 
 NATURAL = tl.constexpr(int(Form.NATURAL))
 FOLDED = tl.constexpr(int(Form.FOLDED))
@@ -149,6 +152,16 @@ def visited_tiles(first_row, last_row, fields, data, BLOCK: tl.constexpr, FORM: 
 
 
 @triton.jit
+def allowed_columns(first, low, high, BLOCK: tl.constexpr):
+    """(BLOCK_R, BLOCK): whether low <= first + i < high, for bounds of (BLOCK_R,).
+
+    One unsigned comparison, as what is below ``low`` wraps around: half the instructions of two.
+    """
+    beyond_low = tl.arange(0, BLOCK)[None, :] - (low - first)[:, None]
+    return beyond_low.to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)[:, None]
+
+
+@triton.jit
 def without_earlier(allowed, query, query_inside, key, key_inside, lists, context, EARLIER: tl.constexpr):
     """The pairs of ``allowed`` that none of the ``EARLIER`` parts before this one has.
 
@@ -178,6 +191,28 @@ def load_rows(base, position, stride, inside, WIDTH: tl.constexpr, W: tl.constex
     else:
         tile = tl.load(address, mask=(column < WIDTH)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def load_pairs(base, position, inside, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, CHECKED: tl.constexpr):
+    """Both numbers of each row of (N, 2), as two of (BLOCK,).
+
+    With ``DOUBLINGS`` the block is so many times as large again, and none of that is read. Triton 3.6 takes a block of
+    fewer elements than threads for so cheap that every thread loads by itself whatever its part of a product needs:
+    32 loads where one does.
+    """
+    copy = tl.arange(0, 1 << DOUBLINGS)[:, None, None]
+    address = base + (position * 2)[None, :, None] + tl.arange(0, 2)[None, None, :] + copy * 0
+    if CHECKED:
+        pairs = tl.load(address, mask=inside[None, :, None] & (copy == 0), other=0.0)
+    elif DOUBLINGS > 0:
+        pairs = tl.load(address, mask=copy == 0, other=0.0)
+    else:
+        pairs = tl.load(address)
+    for doubling in tl.static_range(DOUBLINGS):
+        pairs = pairs.reshape(2, 1 << (DOUBLINGS - 1 - doubling), BLOCK, 2)
+        pairs, _copies = tl.split(tl.permute(pairs, 1, 2, 3, 0))
+    return tl.split(pairs.reshape(BLOCK, 2))
 
 
 @triton.jit
@@ -255,19 +290,22 @@ def narrow(tile, dtype: tl.constexpr, ROUND_BF16: tl.constexpr):
 
 @triton.jit
 def has_nan(tile):
-    """Whether a tile (BLOCK_R, W) has a NaN: what 0 times a NaN or an inf leaves, wherever it came from."""
-    return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) > 0
+    """Whether a tile (BLOCK_R, W) has a NaN: what 0 times a NaN or an inf leaves. Infs of both signs look like one."""
+    sums = tl.sum(tl.sum(tile, 1), 0)  # an addition an element, and no more
+    return sums != sums
 
 
 @triton.jit
 def read_product(weights, allowed, tile, acc, ROUND_BF16: tl.constexpr):
-    """acc + weights @ tile, in which what is not finite reaches no row but those that read it, as NaN.
+    """acc + weights @ tile; a row that reads a row which is not finite all through is NaN, and no other row is.
 
     ``weights`` (BLOCK_R, BLOCK_C) must be 0 where they are not ``allowed``; ``tile`` (BLOCK_C, W), acc (BLOCK_R, W).
-    A plain product brings 0 * NaN to every row. This one costs a product more: it is for tiles that turned out so.
+    A plain product brings 0 * NaN to every row. This one is for tiles that turned out so. That all columns of a reader
+    become NaN spares it a second accumulator, for which the kernels have no registers.
     """
     finite = tl.abs(tile) < float("inf")
-    clean = tl.where(finite, tile, tl.zeros_like(tile))
-    acc = tl.dot(narrow(weights, tile.dtype, ROUND_BF16), clean, acc, input_precision="ieee", out_dtype=acc.dtype)
-    met = tl.dot(allowed.to(tile.dtype), (~finite).to(tile.dtype), input_precision="ieee")
-    return tl.where(met > 0, float("nan"), acc)
+    lost = tl.min(finite.to(tl.int32), 1) == 0  # (BLOCK_C,)
+    met = tl.max((allowed & lost[None, :]).to(tl.int32), 1) > 0  # (BLOCK_R,)
+    acc = tl.where(met[:, None], float("nan"), acc)
+    tile = tl.where(finite, tile, tl.zeros_like(tile))
+    return tl.dot(narrow(weights, tile.dtype, ROUND_BF16), tile, acc, input_precision="ieee", out_dtype=acc.dtype)
