@@ -89,7 +89,7 @@ def published_case(dtype: str) -> Group:
 def bars(device_type: str) -> list[Group]:
     """The cases that ``benchmarks/attention/bars.py`` holds against its bars, and few others."""
     if device_type != "cuda":
-        names = ("local", "column", "block", "summary", "fixed merged")
+        names = ("dense", "local", "column", "block", "summary", "fixed merged")
         return [Group(12_288, 128, 64, "float32", CPU_HEADS, names=names)]
 
     def case(context: int, *names: str) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -73,6 +74,20 @@ def test_cpu_hands_what_reads_everything_to_torch(
         )
         for one, other, x in zip(found, wanted, (q, k, v), strict=True):
             assert torch.equal(one, other) and one.stride() == empty_like_rows(x).stride()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("place", [0, 33])
+def test_torch_lets_nothing_that_is_not_finite_through_to_earlier_rows(which: str, place: int, value: float) -> None:
+    inputs = make_inputs(Shape(1, 2, 50, 16, 16), torch.float32)
+    spoilt = inputs._replace(**{which: getattr(inputs, which).clone()})
+    getattr(spoilt, which)[:, :, place, 3] = value
+    whole, found = (attention_and_gradients(lambda q, k, v: _attend(q, k, v, Dense()), x) for x in (inputs, spoilt))
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(found[name][:, :, :place], whole[name][:, :, :place]), name
+        if name == "dq" or which in ("q", "k") or (which == "v" and name == "out"):
+            assert not found[name][:, :, place].isfinite().all(), name
 
 
 @pytest.mark.parametrize(

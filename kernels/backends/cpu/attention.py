@@ -1,7 +1,7 @@
 """Attention over patterns on the CPU: each part as batches of equal chunks, by batched matrix products.
 
-``forward`` and ``backward``, like those of ``selected``, must only see finite tensors: masked pairs have weights of 0,
-by which products multiply, and torch's kernel of ``dense`` does so too.
+``forward`` and ``backward``, like those of ``selected``, are right for finite tensors alone: products multiply by the
+weights of masked pairs, 0, and torch's kernel of ``dense`` does so too. The face sees to the rest.
 
 Letters as in ``slabs``, which has the arithmetic.
 """
@@ -41,7 +41,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) in v's dtype and logsumexp (B, H, N) in fp32 (fp64 for fp64)."""
-    if dense.serves(q, v, patterns, scale):
+    if dense.serves(q, k, v, patterns, scale):
         return dense.forward(q, k, v, scale)
     numbers = Numbers.of(q.dtype)
     out = empty_like_rows(v, heads=q.shape[1])
@@ -79,7 +79,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. ``out`` and ``lse`` are those of the whole pattern and serve each of its parts."""
-    if grad_lse is None and dense.serves(q, v, patterns, scale):
+    if grad_lse is None and dense.serves(q, k, v, patterns, scale):
         return dense.backward(grad_out, q, k, v, out, lse, scale)
     numbers = Numbers.of(q.dtype)
     grads = tuple(empty_by_query_head(x, q.shape[1], numbers.wide) for x in (q, k, v))

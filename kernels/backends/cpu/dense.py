@@ -14,7 +14,7 @@ from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import num_pairs
 
 
-def serves(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> bool:
+def serves(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> bool:
     """Whether torch's kernel computes this call, and not slower than chunks do."""
     return (
         q.dtype in (torch.float32, torch.float64)
@@ -22,6 +22,7 @@ def serves(q: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) ->
         and q.numel() > 0
         and scale > 0  # it masks before it scales
         and all(_reads_all(pattern, q.shape[2]) for pattern in dict.fromkeys(patterns))
+        and bool((q.sum() + k.sum()).isfinite())  # it hides from ``nonfinite`` a row whose scores are all -inf
     )
 
 
