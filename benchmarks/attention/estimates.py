@@ -41,7 +41,7 @@ from longstride.kernels.backends.triton.configurations import (
     chosen,
     closed_choice,
 )
-from longstride.kernels.backends.triton.packing import Parts, closed_part, groups, row_edge
+from longstride.kernels.backends.triton.packing import Group, Parts, closed_part, groups, row_edge
 from longstride.kernels.patterns import Column, Fixed, Local, Pattern
 from longstride.kernels.plan import Side, tiles, view
 
@@ -95,6 +95,11 @@ KNOWN = (
         *(128, 128, 128, 8, 1, 492 - 16, 66, True),
     ),
 )
+# What ``generated_code`` read in our forward kernel whose warps specialise, a candidate: Triton 3.6.0, width 128.
+SPECIALISED = {
+    "block_q": 128, "block_k": 128, "num_warps": 8, "programs": 1, "repeats": 1.0, "outside": 393, "specialised": True,
+    "visits": [{"instructions": 736, "products": {"64x128x16": 16}, "special": 66}],
+}  # fmt: skip
 # Dense causal attention, width 64, 16,384 positions, TFLOP/s (Shah et al. 2024, figures 5 and 6).
 DENSE_FORWARD: dict[str, float] = {"flash 2": 299, "cuDNN": 388, "flash 3": 473}
 DENSE_BACKWARD: dict[str, float] = {"flash 2": 291, "cuDNN": 433, "flash 3": 474}
@@ -161,13 +166,16 @@ class Evidence:
         raise LookupError(f"no evidence of {wanted}: run benchmarks/attention/evidence.py again")
 
 
-def seconds_of_pass(
-    evidence: Evidence, kernel: Kernel, choice: Choice, group: tuple, rows: Side, width: int, batch: int
-) -> float:
-    """Of one launch over all heads of a pass."""
+def shape_of(group: Group) -> str:
+    """How the rows and columns of a pass lie, as ``evidence.py`` names it."""
     natural = all(segment.row_order is None and segment.column_order is None for head in group for segment in head)
-    shape = "merged" if max(map(len, group)) > 1 else "natural" if natural else "folded"
-    row = evidence.of(kernel, choice, width, shape)
+    return "merged" if max(map(len, group)) > 1 else "natural" if natural else "folded"
+
+
+def seconds_of_pass(
+    row: dict[str, Any], kernel: Kernel, choice: Choice, group: Group, rows: Side, width: int, batch: int
+) -> float:
+    """Of one launch over all heads of a pass, from its row of evidence."""
     tile_rows, tile_columns = choice.configuration.tile_sizes(rows)
     products = {"forward": 2, "closed_forward": 2, "dkdv": 4, "dq": 3, "closed": 5}[kernel]
     multiply_adds = products * tile_rows * tile_columns * width * row["repeats"]
@@ -183,7 +191,8 @@ def seconds_of_pass(
         )
         for one in (by_cost[0], by_cost[-1])
     )
-    shared = row["programs"] > 1
+    specialised = row.get("specialised", False)
+    shared = row["programs"] > 1 or specialised
     # A closed run is one visit, and all that its program does.
     around = 0.0 if kernel.startswith("closed") else row["outside"] * row["num_warps"] / SCHEDULERS
     durations = []
@@ -194,10 +203,12 @@ def seconds_of_pass(
             without_mask = sum(int(one.full_last[number] - one.full_first[number]) for one in visits)
             masked = sum(int(one.count[number]) for one in visits) - without_mask
             busy = around + without_mask * full.cycles(shared) + masked * partial.cycles(shared)
-            alone = LATENCY + around + without_mask * full.cycles(False) + masked * partial.cycles(False)
+            alone = LATENCY + around + without_mask * full.cycles(specialised) + masked * partial.cycles(specialised)
             durations.append(max(busy * row["programs"], alone))
     if rows == "queries":  # late queries begin first
         durations.reverse()
+    else:  # the longest of all heads do
+        durations.sort(reverse=True)
     return last_to_end(durations * batch, MULTIPROCESSORS * row["programs"]) / CLOCK
 
 
@@ -234,6 +245,14 @@ class Case:
         choices = chosen(self._candidates("forward"), self.patterns, self.context, "queries", "all", of_runs)
         return self._passes(evidence, "forward", "queries", "all", choices, 4)
 
+    def specialised(self) -> tuple[float, float]:
+        """Seconds of the forward kernel whose warps specialise, and operations on the pairs that it visits."""
+        one = Configuration(SPECIALISED["block_q"], SPECIALISED["block_k"], 4, 2)  # type: ignore[arg-type]
+        choice = chosen((one,), self.patterns, self.context, "queries", "all")[0]
+        group = groups(self.patterns, self.context, "queries", "all")[0]
+        seconds = seconds_of_pass(SPECIALISED, "forward", choice, group, "queries", self.width, self.batch)
+        return seconds, 4.0 * self.width * self.batch * choice.pairs
+
     def backward(self, evidence: Evidence) -> float:
         """Seconds: delta, passes over keys and over queries; and closed runs, at once."""
         closed = closed_choice(self._candidates("closed"), self.patterns, self.context)
@@ -248,7 +267,8 @@ class Case:
         if closed is not None:
             runs = [closed_part(pattern, self.context) for pattern in self.patterns]
             group = tuple((view(run, self.context, "keys"),) for run in runs if run is not None)
-            seconds = seconds_of_pass(evidence, "closed", closed, group, "keys", self.width, self.batch)
+            row = evidence.of("closed", closed, self.width, shape_of(group))
+            seconds = seconds_of_pass(row, "closed", closed, group, "keys", self.width, self.batch)
             busy += max(seconds, self._bytes(8) / BANDWIDTH)
         return busy
 
@@ -274,7 +294,8 @@ class Case:
         busy = 0.0
         for choice, group in zip(choices, groups(self.patterns, self.context, rows, parts), strict=True):
             used: Kernel = "closed_forward" if choice.closed else kernel
-            seconds = seconds_of_pass(evidence, used, choice, group, rows, self.width, self.batch)
+            row = evidence.of(used, choice, self.width, shape_of(group))
+            seconds = seconds_of_pass(row, used, choice, group, rows, self.width, self.batch)
             busy += max(seconds, self._bytes(tensors) / BANDWIDTH)
         return busy
 
@@ -290,6 +311,8 @@ FIXED = Case("fixed merged, c = 8, n = 12,288, l = 128, D = 64", Fixed(128, 8), 
 def estimates(evidence: Evidence) -> Iterator[tuple[str, float, float, str]]:
     """What, bar, estimate, unit."""
     yield f"{WINDOW.what}, forward", 480, WINDOW.visited("forward") / WINDOW.forward(evidence) / 1e12, "TFLOP/s"
+    seconds, operations = WINDOW.specialised()
+    yield f"{WINDOW.what}, forward, specialised warps (a candidate)", 480, operations / seconds / 1e12, "TFLOP/s"
     yield f"{WINDOW.what}, backward", 320, WINDOW.visited("backward") / WINDOW.backward(evidence) / 1e12, "TFLOP/s"
     yield f"{COLUMN.what}, forward", 17, COLUMN.dense(DENSE_FORWARD, "flash 2", 4) / COLUMN.forward(evidence), "× flash"
     dense = FIXED.dense(DENSE_FORWARD, "cuDNN", 4) + FIXED.dense(DENSE_BACKWARD, "cuDNN", 10)

@@ -77,7 +77,7 @@ class Code(NamedTuple):
     shared_bytes: int
     num_warps: int
     loops: tuple[Stretch, ...]  # by their place
-    outside: Stretch  # what is in no loop
+    outside: Stretch  # what is in no loop, and no repair
 
     @property
     def hot(self) -> tuple[Stretch, ...]:
@@ -162,8 +162,16 @@ def stretches(text: str) -> tuple[tuple[Stretch, ...], Stretch]:
     blocks = _blocks(text)
     bodies = _loops(blocks, _reached(blocks, 0) | {0})
     inner = [body.difference(*(other for other in bodies if other < body)) for body in bodies]
+    loops = tuple(_stretch(blocks, body) for body in inner)
     outside = frozenset(_reached(blocks, 0) | {0}).difference(*bodies)
-    return tuple(_stretch(blocks, body) for body in inner), _stretch(blocks, outside)
+    repairing = frozenset[int]().union(*(body for body, loop in zip(inner, loops, strict=True) if loop.repairs))
+    hot = frozenset[int]().union(*(body for body, loop in zip(inner, loops, strict=True) if not loop.repairs))
+    if hot:  # then what leads to a repair and to no hot loop any more, or follows a repair, is the repair's too
+        after_repairs = frozenset[int]().union(*(_reached(blocks, block) for block in repairing))
+        ahead = {block: _reached(blocks, block) for block in outside}
+        outside -= after_repairs
+        outside -= {block for block in outside if ahead[block] & repairing and not ahead[block] & hot}
+    return loops, _stretch(blocks, outside)
 
 
 class _Instruction(NamedTuple):

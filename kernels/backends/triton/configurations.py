@@ -136,9 +136,9 @@ SM_80: Table = {
 }
 SM_90: Table = {  # a product takes 64 rows a group of four warps: fewer, and groups would repeat each other's scores
     Widest(2, 64): Candidates(
-        (Configuration(128, 64, 8, 3), MIDDLE._replace(maxnreg=168), *SMALL),
-        (Configuration(64, 128, 8, 2), MIDDLE, *SMALL),
-        (Configuration(128, 64, 8, 2), MIDDLE._replace(maxnreg=168), *SMALL),
+        (Configuration(128, 64, 4, 3), MIDDLE._replace(maxnreg=168), *SMALL),
+        (MIDDLE, *SMALL),
+        (MIDDLE._replace(maxnreg=168), *SMALL),
         squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6)),
         squares((128, 8, 1.0), (64, 4, 1.0), (32, 4, 0.6), maxnreg=128),
     ),
