@@ -151,7 +151,8 @@ def closed_forward_kernel(
                 SCALE, WIDTH, W, VALUE_WIDTH, WV, ROWS, ROUND_BF16,
             )  # fmt: skip
 
-    total = tl.where(total == 0.0, 1.0, total)  # no key: output 0, and m = -inf is the logsumexp
+    # No key: output 0, and m = -inf is the logsumexp. Keys whose scores are all -inf: NaN, as in softmax.
+    total = tl.where(total == 0.0, tl.where(num_keys > 0, float("nan"), 1.0), total)
     out += batch * stride_ob + head * stride_oh
     store_rows(out, position, stride_on, inside, acc * (1.0 / total)[:, None], VALUE_WIDTH, WV)
     log2_sum = new_m + tl.log2(total)
