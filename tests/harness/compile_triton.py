@@ -188,8 +188,9 @@ def target_of(architecture: str) -> GPUTarget:
 
 def amdgcn_usage(assembly: str) -> dict[str, int]:
     registers = re.findall(r"\.vgpr_count:\s+(\d+)", assembly)
-    spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-    return {"registers": int(registers[-1]), "spilled_bytes": 4 * int(spilled[-1])}
+    # Memory of a thread. What is called a spill there may have gone to other registers, those of matrix products.
+    spilled = re.findall(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
+    return {"registers": int(registers[-1]), "spilled_bytes": int(spilled[-1])}
 
 
 if __name__ == "__main__":
