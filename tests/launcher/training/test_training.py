@@ -144,9 +144,13 @@ def test_stages_and_precisions_agree_on_the_first_steps(trained: Trained) -> Non
     Tolerance: bf16 keeps 8 bits, so that a norm of many terms is good to 2^-8 times a few.
     """
     runs = {name: metrics(trained(name, 2, *RUNS[name])) for name in RUNS}
-    references = {False: metrics(trained("zero0-fp32", 2)), True: metrics(trained("zero0-fp32-experts", 2, EXPERTS))}
+    references = {  # by what makes another model of it
+        (): metrics(trained("zero0-fp32", 2)),
+        (EXPERTS,): metrics(trained("zero0-fp32-experts", 2, EXPERTS)),
+        (SHARED,): metrics(trained("zero0-fp32-shared", 2, SHARED)),
+    }
     for name, lines in runs.items():
-        reference = references[EXPERTS in RUNS[name]]
+        reference = references[tuple(override for override in RUNS[name] if override in (EXPERTS, SHARED))]
         assert lines[0]["loss_nats"] == pytest.approx(reference[0]["loss_nats"], rel=2**-8), name
         if name != "zero2-fp16":  # which overflows at first
             assert lines[0]["grad_norm"] == pytest.approx(reference[0]["grad_norm"], rel=2**-4), name
