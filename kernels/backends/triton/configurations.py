@@ -112,7 +112,7 @@ SMALL = (Configuration(32, 32, 4, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
 # For runs of a few tiles, which are bound by memory: several programs fit a multiprocessor.
 MIDDLE = Configuration(64, 64, 4, 2, 0.85)
 FP32: Table = {
-    Widest(4, 64): one_each((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+    Widest(4, 64): one_each((32, 32, 4, 1), (16, 32, 8, 1), (32, 16, 4, 1)),
     Widest(4, 256): one_each((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 }
 # Fits the 99 KiB of shared memory of the smallest cards at every width.
@@ -162,7 +162,7 @@ GFX942: Table = {
     ),
     Widest(2, 128): one_each((64, 64, 4, 1), (32, 64, 4, 1), (64, 64, 4, 1), runs=squares((64, 4, 1.0), (32, 4, 0.6))),
     Widest(2, 256): one_each((64, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)),
-    Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (16, 32, 4, 1)),
+    Widest(4, 256): one_each((16, 16, 4, 1), (16, 16, 4, 1), (32, 16, 4, 1)),
 }
 # For passes whose tiles also test the pairs of earlier parts, which takes registers: two vectors a part.
 OVERLAPPING: Table = {
