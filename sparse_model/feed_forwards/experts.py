@@ -154,8 +154,8 @@ class Experts(nn.Module):
         room = math.ceil(self.config.capacity * chosen.shape[1] * self.division.size / self.count)
         arrivals = (chosen[..., None] == torch.arange(self.count, device=chosen.device)).cumsum(1)  # (B, n·k, E)
         earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
-        place = sum(each.gather(-1, chosen[..., None]) for each in (arrivals, earlier))
-        return (place <= room).view(-1, self.config.top)
+        before, within = (each.gather(-1, chosen[..., None]) for each in (earlier, arrivals))
+        return (before + within <= room).view(-1, self.config.top)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """One position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""

@@ -56,6 +56,7 @@ class HeadPatterns(OfQueriesAndKeys):
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
     within_documents: ClassVar[bool] = True
+    exchanges_keys: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly, and heads of keys those of queries."""

@@ -288,7 +288,7 @@ class Synthesizer(nn.Module):
     def heads_of(self, rows: Tensor, first: int = 0) -> Heads:
         """What the projected rows (B, n, channels) of positions from ``first`` on give to their heads.
 
-        Of a divided context, what the rows of all processes give to the heads of this one. Learned tables do not travel.
+        Of a divided context, what the rows of all processes give to the heads of this one. Learned tables stay.
         """
         division, heads = self.division, self.division.heads(self.heads)
         begin = first + division.positions(rows.shape[1]).start
