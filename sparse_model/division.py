@@ -68,7 +68,13 @@ class Division:
         return exchanged
 
     def before(self, rows: Tensor, count: int) -> Tensor:
-        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C), count <= n; 0 before all."""
+        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C); 0 before all.
+
+        Raises:
+            ValueError: a section has fewer rows.
+        """
+        if count > rows.shape[1]:
+            raise ValueError(f"{count} rows before a section of {rows.shape[1]} lie in several other sections")
         if self.size == 1:
             return rows.new_zeros(len(rows), count, *rows.shape[2:])
         earlier: Tensor = _Before.apply(self, rows, count)

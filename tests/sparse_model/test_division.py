@@ -138,7 +138,10 @@ def test_as_much_is_dropped_as_is_asked_for() -> None:
 
 KEYS = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'
 LINES: dict[str, tuple[dict[str, Any], int, dict[str, Any], list[str]]] = {
-    "context": ({"context": 50, "attention": ATTENTIONS["local"]}, 4, {}, ["context=50: {rule}; nearest 48 or 52, or 2 or 5 processes"]),
+    "context": (
+        {"context": 50, "attention": ATTENTIONS["local"]}, 4, {},
+        ["context=50: {rule}; nearest 48 or 52, or 2 or 5 processes"],
+    ),
     "heads of a mixer": (
         {"attention": SYSTEMS["hash rounds"]["attention"]}, 8, {},
         ["heads=4: {rule}, as lsh exchanges them; nearest 4 processes"],
@@ -178,3 +181,5 @@ def test_what_can_be_divided_is_taken() -> None:
     small(convolution=11).check_division(4, documents=True)
     with pytest.raises(ValueError, match="50 positions must divide by the 4 processes"):
         Division(0, 4).section(50)
+    with pytest.raises(ValueError, match="11 rows before a section of 10"):
+        Division(0, 4).before(torch.zeros(1, 10, 1), 11)
