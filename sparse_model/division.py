@@ -7,6 +7,10 @@ nothing more. What brings positions together asks its ``Division``, which a mode
 Attention exchanges heads for positions: every process gets H / U heads of whole contexts, and computes them as ever
 (Jacobs et al. 2023, DeepSpeed Ulysses). Every exchange has its gradient, which is the exchange back.
 
+A layer whose heads all read in the column of a query, every l-th position, needs none of that where its rows are divided
+by columns: process u then holds columns u · l / U to (u + 1) · l / U - 1 of every l positions, and whole columns. The
+residual stream is divided anew before and after such layers, which is one exchange of rows for four of heads.
+
 All processes of a group call the same exchanges in the same order, in the backward pass too: a parameter that some of
 them do not use gets zeros there, and never nothing.
 """
@@ -70,6 +74,24 @@ class Division:
     def positions(self, rows: int) -> slice:
         """The positions of a section of n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def positions_in_columns(self, rows: int, stride: int) -> Tensor:
+        """The positions (n,) int64 of this process where n = ``rows`` are divided by columns, ascending."""
+        width = stride // self.size
+        row = torch.arange(rows)
+        return row // width * stride + self.rank * width + row % width
+
+    def divides_columns(self, context: int, stride: int) -> bool:
+        """Whether whole columns of a context can be divided evenly, and sections into them."""
+        return stride % self.size == 0 and context % (self.size * stride) == 0
+
+    def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
+        """Rows (B, n, ·) divided by columns of one stride to those divided by another; 0 is by sections."""
+        if before == after:
+            return rows
+        if before:
+            rows = _Columns.apply(self, rows, before, False)
+        return _Columns.apply(self, rows, after, True) if after else rows  # type: ignore[no-any-return]
 
     def heads(self, count: int) -> slice:
         """Of so many heads, those that this process computes."""
@@ -228,6 +250,27 @@ class _ToSections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *_heads(ctx.division, grads)
+
+
+def _columns(division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+    """(B, n, ·) of a section to those of columns, or back."""
+    width = stride // division.size
+    if there:
+        swapped = division.swap(rows.unflatten(1, (-1, division.size, width)).movedim(2, 0))
+        return swapped.movedim(0, 1).flatten(1, 3)  # (B, U, n / l, l / U, ·), by section
+    swapped = division.swap(rows.unflatten(1, (division.size, -1, width)).movedim(1, 0))
+    return swapped.movedim(0, 2).flatten(1, 3)  # (B, n / l, U, l / U, ·), by column
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+        ctx.division, ctx.stride, ctx.there = division, stride, there
+        return _columns(division, rows, stride, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _columns(ctx.division, grad, ctx.stride, not ctx.there), None, None
 
 
 class _Before(torch.autograd.Function):
