@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection, within_documents
 from longstride.sparse_model.config import BlockConfig, ModelConfig
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.documents import Documents, places_of
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
@@ -47,6 +48,7 @@ class SparseTransformer(nn.Module):
         self.logits = Logits(config.width, config.vocabulary, bias=False)
         # Where set, called as (block, h, …) in place of each block, to recompute activations in the backward pass.
         self.activation_checkpoint: Callable[..., Any] | None = None
+        self.division = Division()
         self._kept_apart = False  # whether documents are, by all mixers: once it is known
         for module in self.modules():  # once all is made, in this order: published models keep their draws
             if (initialize := getattr(module, "initialize", None)) is not None:
@@ -57,6 +59,12 @@ class SparseTransformer(nn.Module):
         """Parameters of the model of a configuration, without allocating it."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in SparseTransformer(config).parameters())
+
+    def divide(self, division: Division) -> None:
+        """Have this process compute its section of every context alone, together with the others of its group."""
+        parts: list[Any] = [module for module in self.modules() if hasattr(module, "division")]
+        for part in parts:
+            part.division = division
 
     def parameter_roles(self) -> dict[str, Role]:
         """The role of each parameter by name, in the order of ``named_parameters``.
@@ -97,15 +105,16 @@ class SparseTransformer(nn.Module):
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32; with ``return_mixed`` these as the rows of a ``Mixed``, with the
-            sum of the auxiliary losses, if any part has one, and the statistics for each of ``observers``.
+            sum of the auxiliary losses, if any part has one, and the statistics for each of ``observers``. Of a model
+            that is divided, rows of this process's section alone. It looks at those tokens, and at as many before them
+            as the embedding's ``reach``. Auxiliary losses are of whole contexts; statistics add up over processes.
 
         Raises:
-            ValueError: tokens are not (B, N) with 1 to ``context`` positions.
+            ValueError: tokens are not (B, N) with 1 to ``context`` positions, or the division does not divide them.
             ConfigError: ``begins`` is given, and a mixer reads whole contexts (``ModelConfig.check_documents``).
         """
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
-        tokens = tokens.long()
         places = None if begins is None else places_of(begins)
         more = self.beside(places)
         h = self.embedding(tokens, places)
@@ -122,7 +131,8 @@ class SparseTransformer(nn.Module):
                 stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
             if self.config.reversible:
                 stream = stream._replace(rows=closed(stream.rows, h))
-        scored = self.logits(self.norm(stream.rows), tokens if return_nats else None)
+        targets = tokens[:, self.division.section(tokens.shape[1])].long() if return_nats else None
+        scored = self.logits(self.norm(stream.rows), targets)
         return stream._replace(rows=scored) if return_mixed else scored
 
     def beside(self, places: Tensor | None) -> list[tuple[Any, ...]]:
@@ -139,13 +149,14 @@ class SparseTransformer(nn.Module):
             self.config.check_documents()
             self._kept_apart = True
         starts = torch.arange(places.shape[1], device=places.device) - places
+        own = places[:, self.division.section(places.shape[1])]
         known: dict[tuple[Pattern, ...], Selection] = {}  # layers of the same patterns share theirs
         more = []
         for block in self.blocks:
             mixer: Any = block.attention
             if mixer is not None and mixer.patterns not in known:
                 known[mixer.patterns] = within_documents(mixer.patterns, starts)
-            more.append((None, 0, Documents(places, None if mixer is None else known[mixer.patterns])))
+            more.append((None, 0, Documents(own, None if mixer is None else known[mixer.patterns])))
         return more
 
     @property
@@ -204,6 +215,7 @@ class ResidualBlock(nn.Module):
             self.feed_forward_norm = norm_of(config)
             self.feed_forward = block.feed_forward.make(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.division: Division | None = None  # where set, what is dropped goes by positions
 
     def forward(
         self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
@@ -241,7 +253,10 @@ class ResidualBlock(nn.Module):
         # Tested here and not in the module: for a single row, calling it takes longer than an addition.
         if not self.dropout.training:
             return given
-        return given._replace(rows=self.dropout(given.rows)) if isinstance(given, Mixed) else self.dropout(given)
+        dropout: Callable[[Tensor], Tensor] = self.dropout
+        if self.division is not None and self.dropout.p:
+            dropout = functools.partial(self.division.drop, share=self.dropout.p)
+        return given._replace(rows=dropout(given.rows)) if isinstance(given, Mixed) else dropout(given)
 
 
 class ReversibleBlock(ResidualBlock):

@@ -34,6 +34,19 @@ class Selection:
     span: int  # the most keys that a query reads in one part; kernels are chosen by it
     disjoint: bool = True  # no pair is in several parts; where this is False, each part looks at those before it
 
+    def of_heads(self, heads: slice) -> Selection:
+        """The same of some heads alone."""
+        parts = [
+            Part(
+                None if part.query_order is None else part.query_order[:, heads],
+                None if part.key_order is None else part.key_order[:, heads],
+                part.low[:, heads],
+                part.high[:, heads],
+            )
+            for part in self.parts
+        ]
+        return Selection(tuple(parts), self.span, self.disjoint)
+
     def check(self, context: int) -> None:
         """Look at all values, which waits for the device: for tests, and for those who write a way to select.
 

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
 from longstride.sparse_model.network import NetworkConfig, nearest_divisor
 from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
+
+ALL_HEADS = slice(None)
 
 
 class OfQueriesAndKeys:
@@ -120,6 +123,7 @@ class Attention(nn.Module):
         self.equal_widths = len(set(self.widths)) == 1
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
+        self.division = Division()
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
         self.projection = nn.Linear(network.width, network.width, bias=network.bias)
@@ -150,24 +154,31 @@ class Attention(nn.Module):
         if state is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
+        division = self.division
+        q, k, v = self.heads_of(rows, division.positions(h.shape[1]) if documents is None else documents.places)
+        # As many heads of keys and values as the processes can share: a copy each where there are fewer.
+        copies = math.lcm(self.key_value_heads, division.size) // self.key_value_heads
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        q, k, v = division.to_heads(q, k, v)
+        heads = division.heads(self.heads)
         given: Tensor | Mixed
         if documents is not None:
             assert documents.selection is not None
-            q, k, v = self.heads_of(rows, documents.places)
-            given = selected_attention(q, k, v, documents.selection, backend=self.backend)
+            given = selected_attention(q, k, v, documents.selection.of_heads(heads), backend=self.backend)
         else:
-            q, k, v = self.heads_of(rows)
-            given = self.attend(q, k, v) if state is None else state.keys_values.begin(q, k, v)
-        out = given.rows if isinstance(given, Mixed) else given
+            given = self.attend(q, k, v, heads) if state is None else state.keys_values.begin(q, k, v)
+        (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
         out = self.projection(out.transpose(1, 2).flatten(2))
         return given._replace(rows=out) if isinstance(given, Mixed) else out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
 
-        What attends otherwise overrides this, ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
+        These are of some ``heads`` alone where contexts are divided. What attends otherwise overrides this,
+        ``new_cache``, ``num_pairs``, ``allowed`` and ``weigh``, or some of them.
         """
-        return sparse_attention(q, k, v, self.patterns, backend=self.backend)
+        return sparse_attention(q, k, v, self.patterns[heads], backend=self.backend)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Cache:
         """Empty keys and values with room for ``length`` positions, and how one more query reads them."""
@@ -200,10 +211,10 @@ class Attention(nn.Module):
         """Queries (B, H, N, D) and keys (B, K, N, D) of ``heads_of`` as scores are made of them."""
         return q, k
 
-    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> Sequence[Tensor]:
+    def heads_of(self, rows: Tensor, places: Tensor | slice | None = None) -> Sequence[Tensor]:
         """q (B, H, N, D), k and v (B, K, N, ·), from what ``query_key_value`` gives, (B, N, channels).
 
-        Positions are ``places`` (B, N) where these are given, else 0 to N - 1.
+        Their positions are ``places``, a run of N or (B, N); else 0 to N - 1.
         """
         if not self.as_projected:
             channels, width = sum(self.widths[:-1]), self.widths[0] // self.heads

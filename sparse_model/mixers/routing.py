@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache, selected_attention, sparse_attention
 from longstride.kernels.patterns import Local, Pattern
 from longstride.kernels.selections import Selection, recent_members, selection_mask
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
@@ -134,7 +134,7 @@ class ClusteredAttention(Attention):
         """In training, what ``observe`` gets, of routed keys (B, R, N, D) in their clusters (B, R, N)."""
         return ()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics in training."""
         outs, local = [], self.local
         if local:
@@ -176,11 +176,11 @@ class ClusteredAttention(Attention):
         rows = PreparedHeads.apply(rows, rows.shape[-1], self.head_width, False, table)
         return rows.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
-    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads_of(self, rows: Tensor, places: Tensor | slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, H, N, D), from what ``query_key_value`` gives, (B, N, channels)."""
-        assert places is None, "routing reads whole contexts"
         if self.local and not self.as_projected:
-            table = None if self.rotary is None else self.rotary.table(rows.device)[: rows.shape[1]]
+            own = slice(rows.shape[1]) if places is None else places
+            table = None if self.rotary is None else self.rotary.table(rows.device)[own]
             channels = 2 * self.local * self.head_width
             rows = PreparedHeads.apply(rows, channels, self.head_width, self.normed, table)
         q, k, v = (x.transpose(1, 2) for x in self._parts(rows))

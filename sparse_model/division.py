@@ -1,0 +1,207 @@
+"""A context divided over several processes: which positions this one has, and what they exchange.
+
+Letters: U processes of a group, B batch, H heads, N positions of a context, n = N / U of a section, C width.
+
+Process u of the group holds section u: positions u · n to (u + 1) · n - 1. What computes each row by itself needs
+nothing more. What brings positions together asks its ``Division``, which a model hands to all its parts (``divide``).
+Attention exchanges heads for positions: every process gets H / U heads of whole contexts, and computes them as ever
+(Jacobs et al. 2023, DeepSpeed Ulysses). Every exchange has its gradient, which is the exchange back.
+
+All processes of a group call the same exchanges in the same order, in the backward pass too: a parameter that some of
+them do not use gets zeros there, and never nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+DROPPED_TOGETHER = 256  # positions whose mask one generator draws
+
+
+class Division:
+    """The place of this process among the U that hold the same contexts. Of one process, every exchange is nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: ProcessGroup | None = None) -> None:
+        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order."""
+        self.rank, self.size, self.group = rank, size, group
+
+    def section(self, context: int) -> slice:
+        """The positions of this process in a context of so many.
+
+        Raises:
+            ValueError: they do not divide evenly.
+        """
+        if context % self.size:
+            raise ValueError(f"{context} positions must divide by the {self.size} processes that share a context")
+        rows = context // self.size
+        return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def positions(self, rows: int) -> slice:
+        """The positions of a section of n = ``rows``."""
+        return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def heads(self, count: int) -> slice:
+        """Of so many heads, those that this process computes."""
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Tensors (B, H, n, ·), each of its own H, which U divides: (B, H / U, N, ·) each, in one exchange."""
+        if self.size == 1:
+            return tensors
+        exchanged: Sequence[Tensor] = _ToHeads.apply(self, *tensors)
+        return exchanged
+
+    def to_sections(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Tensors (B, H / U, N, ·) back to (B, H, n, ·)."""
+        if self.size == 1:
+            return tensors
+        exchanged: Sequence[Tensor] = _ToSections.apply(self, *tensors)
+        return exchanged
+
+    def before(self, rows: Tensor, count: int) -> Tensor:
+        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C), count <= n; 0 before all."""
+        if self.size == 1:
+            return rows.new_zeros(len(rows), count, *rows.shape[2:])
+        earlier: Tensor = _Before.apply(self, rows, count)
+        return earlier
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of the processes' values, on each of them."""
+        if self.size == 1:
+            return values
+        total: Tensor = _Sum.apply(self, values)
+        return total
+
+    def sum_before(self, values: Tensor) -> Tensor:
+        """The sum of the values of the processes before this one. Has no gradient."""
+        if self.size == 1:
+            return torch.zeros_like(values)
+        everyone = self.swap(values.detach().expand(self.size, *values.shape).contiguous())
+        return everyone[: self.rank].sum(0, dtype=values.dtype)
+
+    def drop(self, rows: Tensor, share: float) -> Tensor:
+        """Dropout of rows (B, n, C) whose mask depends on positions, and not on how a context is divided.
+
+        Each call draws one number from torch's generator of the CPU, which a group's processes have alike. From it and
+        from its place follows the generator of each run of ``DROPPED_TOGETHER`` positions.
+        """
+        draw = int(torch.randint(1 << 62, ()))
+        own = self.positions(rows.shape[1])
+        runs = range(own.start // DROPPED_TOGETHER, -(-own.stop // DROPPED_TOGETHER))
+        kept = torch.empty(
+            len(rows), len(runs) * DROPPED_TOGETHER, *rows.shape[2:], dtype=torch.bool, device=rows.device
+        )
+        for place, run in enumerate(runs):
+            seed = int.from_bytes(hashlib.sha256(f"{draw} {run}".encode()).digest()[:8], "little") >> 1
+            generator = torch.Generator(rows.device).manual_seed(seed)
+            mask = kept[:, place * DROPPED_TOGETHER : (place + 1) * DROPPED_TOGETHER]
+            mask.copy_(torch.rand(mask.shape, generator=generator, device=rows.device) >= share)
+        first = own.start - runs.start * DROPPED_TOGETHER
+        return rows * kept[:, first : first + rows.shape[1]] * (1 / (1 - share))
+
+    def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
+
+        Without counts every process gets one of U rows. With them process u gets the next ``sent[u]`` rows, and gives
+        ``received[u]``.
+        """
+        counts = sent or [1] * self.size, received or [1] * self.size
+        # As bytes, which every backend takes.
+        width = math.prod(values.shape[1:]) * values.element_size()
+        out = values.new_empty(sum(counts[1]), *values.shape[1:])
+        splits = [[count * width for count in side] for side in counts]
+        torch.distributed.all_to_all_single(
+            out.view(-1).view(torch.uint8),
+            values.contiguous().view(-1).view(torch.uint8),
+            splits[1],
+            splits[0],
+            self.group,
+        )
+        return out
+
+    def swap_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors (U, …) of one type, of each the row u to process u, in one exchange."""
+        received = self.swap(torch.cat([part.flatten(1) for part in parts], 1))
+        widths = [part[0].numel() for part in parts]
+        return [got.view(part.shape) for got, part in zip(received.split(widths, 1), parts, strict=True)]
+
+
+def _heads(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """(B, H, n, ·) to (B, H / U, N, ·)."""
+    swapped = division.swap_parts([x.unflatten(1, (division.size, -1)).movedim(1, 0) for x in tensors])
+    return tuple(x.movedim(0, 2).flatten(2, 3) for x in swapped)  # (U, B, H / U, n, ·) by the section they come from
+
+
+def _sections(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """(B, H / U, N, ·) to (B, H, n, ·)."""
+    swapped = division.swap_parts([x.unflatten(2, (division.size, -1)).movedim(2, 0) for x in tensors])
+    return tuple(x.movedim(0, 1).flatten(1, 2) for x in swapped)  # (U, B, H / U, n, ·) by who had the heads
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.division = division
+        return _heads(division, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_sections(ctx.division, grads)
+
+
+class _ToSections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.division = division
+        return _sections(division, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_heads(ctx.division, grads)
+
+
+class _Before(torch.autograd.Function):
+    """The last rows of each process's, handed to the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, division: Division, rows: Tensor, count: int) -> Tensor:
+        ctx.division, ctx.shape, ctx.count = division, rows.shape, count
+        last = rows[:, rows.shape[1] - count :].movedim(1, 0)  # (count, B, C)
+        got = division.swap(last[: count * (division.rank < division.size - 1)], *_to_next(division, count))
+        return got.movedim(0, 1) if len(got) else rows.new_zeros(len(rows), count, *rows.shape[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        division, count = ctx.division, ctx.count
+        there, back = _to_next(division, count)
+        got = division.swap(grad.movedim(1, 0)[: count * (division.rank > 0)], back, there)
+        grad_rows = grad.new_zeros(ctx.shape)
+        if len(got):
+            grad_rows[:, ctx.shape[1] - count :] = got.movedim(0, 1)
+        return None, grad_rows, None
+
+
+def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
+    """What this process hands to each one, and gets from each, where everyone hands so many rows to the next."""
+    sent = [count * (place == division.rank + 1) for place in range(division.size)]
+    return sent, [count * (place == division.rank - 1) for place in range(division.size)]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
+        ctx.division = division
+        # In the order of the processes, so that each has the same bits.
+        return division.swap(values.expand(division.size, *values.shape).contiguous()).sum(0, dtype=values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, ctx.division.sum(grad)
