@@ -130,8 +130,8 @@ class Contexts(ABC):
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
         """Where documents begin in the contexts from ``first`` on, (count, N) bool; None where a context is one whole.
 
-        In whole contexts, whatever the span: indexes tell it, and no content is read. What a row has beyond its length belongs to no document: each position begins one of its own. Raises DataError
-        for a damaged index.
+        Whole ones, whatever the span, as indexes tell it. What a row has beyond its length belongs to no document: each
+        position begins one of its own. Raises DataError for a damaged index.
         """
         return None
 
