@@ -143,16 +143,18 @@ class SparseTransformer(nn.Module):
         return stream._replace(rows=scored) if return_mixed else scored
 
     def beside(self, context: int, places: Tensor | None = None) -> list[tuple[Any, ...]]:
-        """What each block takes beside its rows in training: nothing, or no state and the first position, and behind them
+        """What each block takes beside its rows in training.
 
-        - its ``Documents``, where the place of each position in its document is given, (B, N);
-        - else None, and the stride of the columns by which its rows are divided.
+        Where the place of each position in its document is given, (B, N): no state, the first position, and its
+        ``Documents``. Else nothing; or these with None, and the stride of the columns by which its rows are divided.
 
         Raises:
             ConfigError: as ``ModelConfig.check_documents`` does.
         """
+        more: list[tuple[Any, ...]] = []
+        mixer: Any
         if places is None:
-            more, columns = [], 0
+            columns = 0
             for block in self.blocks:
                 mixer = block.attention
                 if self.config.reversible or any(getattr(part, "in_sections", False) for part in block.modules()):
@@ -167,7 +169,6 @@ class SparseTransformer(nn.Module):
         starts = torch.arange(places.shape[1], device=places.device) - places
         own = places[:, self.division.section(places.shape[1])]
         known: dict[tuple[Pattern, ...], Selection] = {}  # layers of the same patterns share theirs
-        more = []
         for block in self.blocks:
             mixer = block.attention
             if mixer is not None and mixer.patterns not in known:
@@ -297,9 +298,11 @@ class ReversibleBlock(ResidualBlock):
         state: State | None = None,
         first: int = 0,
         documents: Documents | None = None,
+        columns: int = 0,
         starts: list[RandomStates] | None = None,
     ) -> Tensor | Mixed:
         """Streams (2, B, N, C) to such, as ``reversible`` has them; ``starts`` gets what each part draws from."""
+        assert not columns, "streams are divided by sections"
         before, written = h.unbind()
         more: list[Mixed] = []
         for sublayer in self.sublayers(state, first, documents):
