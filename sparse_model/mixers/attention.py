@@ -56,6 +56,7 @@ class HeadPatterns(OfQueriesAndKeys):
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
     within_documents: ClassVar[bool] = True
+    exchanges_keys: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly, and heads of keys those of queries."""
@@ -156,10 +157,8 @@ class Attention(nn.Module):
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
         division = self.division
         q, k, v = self.heads_of(rows, division.positions(h.shape[1]) if documents is None else documents.places)
-        # As many heads of keys and values as the processes can share: a copy each where there are fewer.
-        copies = math.lcm(self.key_value_heads, division.size) // self.key_value_heads
-        if copies > 1:
-            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        if self.copies > 1:
+            k, v = (x.repeat_interleave(self.copies, 1) for x in (k, v))
         q, k, v = division.to_heads(q, k, v)
         heads = division.heads(self.heads)
         given: Tensor | Mixed
@@ -171,6 +170,11 @@ class Attention(nn.Module):
         (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
         out = self.projection(out.transpose(1, 2).flatten(2))
         return given._replace(rows=out) if isinstance(given, Mixed) else out
+
+    @property
+    def copies(self) -> int:
+        """How often each head of keys and values travels, so that as many as the processes divide do."""
+        return math.lcm(self.key_value_heads, self.division.size) // self.key_value_heads
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
