@@ -362,9 +362,9 @@ class RunConfig(StrictModel):
         """
         train, shared = self.train, self.train.sequence_parallel or 1
         if world_size % shared:
-            good = min((d for d in range(1, world_size + 1) if world_size % d == 0), key=lambda d: abs(d - shared))
-            more = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {good}"
-            rule = f"{more}; or start {-(-world_size // shared) * shared} processes"
+            near = min((d for d in range(1, world_size + 1) if world_size % d == 0), key=lambda d: abs(d - shared))
+            rule = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {near}"
+            rule += f"; or start {-(-world_size // shared) * shared} processes"
             raise ConfigError.at("train.sequence_parallel", shared, rule)
         unit = train.micro_batch * world_size // shared
         if train.global_batch % unit == 0:
