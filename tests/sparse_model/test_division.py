@@ -98,9 +98,8 @@ def test_parts_of_a_divided_model_are_those_of_an_undivided_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_is_dropped_goes_by_positions(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Also where sections begin and end within the runs that are drawn together."""
-    monkeypatch.setattr(division, "SHORTEST_RUN", 7)
-    monkeypatch.setattr(division, "RUNS", 5)
+    """However many are drawn together."""
+    monkeypatch.setattr(division, "WORDS", 200)
     rows = torch.randn(3, 120, 33).to(dtype)
     dropped = {}
     for size in (1, 2, 3, 4, 8):
@@ -113,6 +112,7 @@ def test_what_is_dropped_goes_by_positions(monkeypatch: pytest.MonkeyPatch, dtyp
     whole = dropped.pop(1)
     assert all(torch.equal(whole, other) for other in dropped.values())
     torch.manual_seed(0)
+    monkeypatch.setattr(division, "WORDS", 1 << 16)
     mask = Division().dropped(rows, 0.3125)
     torch.testing.assert_close(whole, (rows / 0.6875).masked_fill(mask, 0.0))
     assert not torch.equal(mask, Division().dropped(rows, 0.3125))  # the next draw
@@ -138,7 +138,10 @@ def test_as_much_is_dropped_as_is_asked_for() -> None:
 
 KEYS = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'
 LINES: dict[str, tuple[dict[str, Any], int, dict[str, Any], list[str]]] = {
-    "context": ({"context": 50, "attention": ATTENTIONS["local"]}, 4, {}, ["context=50: {rule}; nearest 48 or 52, or 2 or 5 processes"]),
+    "context": (
+        {"context": 50, "attention": ATTENTIONS["local"]}, 4, {},
+        ["context=50: {rule}; nearest 48 or 52, or 2 or 5 processes"],
+    ),
     "heads of a mixer": (
         {"attention": SYSTEMS["hash rounds"]["attention"]}, 8, {},
         ["heads=4: {rule}, as lsh exchanges them; nearest 4 processes"],
@@ -178,3 +181,5 @@ def test_what_can_be_divided_is_taken() -> None:
     small(convolution=11).check_division(4, documents=True)
     with pytest.raises(ValueError, match="50 positions must divide by the 4 processes"):
         Division(0, 4).section(50)
+    with pytest.raises(ValueError, match="11 rows before a section of 10"):
+        Division(0, 4).before(torch.zeros(1, 10, 1), 11)
