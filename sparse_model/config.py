@@ -174,6 +174,11 @@ class ModelConfig(NetworkConfig):
             made.append(BlockConfig(mixer, next(feed_forwards) if "f" in block else None))
         return tuple(made)
 
+    @property
+    def reach(self) -> int:
+        """How many tokens before a position its embedding holds."""
+        return 1 if self.ngrams is None else self.ngrams.orders[-1]
+
     def check_backend(self, device: torch.device, dtype: torch.dtype, *, training: bool) -> None:
         """Check that ``backend`` can run what the mixers ask of it, without computing anything.
 
