@@ -116,7 +116,7 @@ def section_reads(
             numbers[head, : len(keys[head])] = one[start : start + rows]
         pieces.append(Piece(queries, numbers.to(device), _on(selection, device)))
     own = None
-    if not all(first == 0 or (pattern.period() and first % pattern.period() == 0) for pattern in patterns):
+    if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
         _, _, own = _over(
             patterns, [torch.arange(first, first + rows)] * key_heads, first, rows, context, cropped=False
         )
@@ -169,7 +169,8 @@ class _Whole(NamedTuple):
         # Not by a view's own vectors, which would be kept: what is made of these is.
         seen = view(part, context, "queries")
         orders = (positions_of(order) for order in (seen.row_order, seen.column_order))
-        return cls(*(torch.arange(context) if order is None else order for order in orders), *intervals_of(seen.bounds))
+        rows, columns = (torch.arange(context) if order is None else order for order in orders)
+        return cls(rows, columns, *intervals_of(seen.bounds))
 
     def of_queries(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
         """Positions and intervals of the rows first … last-1 that read anything, in the part's order."""
@@ -193,8 +194,8 @@ class _Cut(NamedTuple):
         rest = self.high[-1:].expand(length - len(self.high))
         low, high = (torch.cat([bound, rest]) for bound in (self.low, self.high))
         natural = torch.arange(length)
-        orders = (None if torch.equal(order, natural) else order.int()[None, None] for order in (rows, columns))
-        return Part(*orders, low.int()[None, None], high.int()[None, None])
+        query_order, key_order = (None if torch.equal(x, natural) else x.int()[None, None] for x in (rows, columns))
+        return Part(query_order, key_order, low.int()[None, None], high.int()[None, None])
 
     @staticmethod
     def _all(places: Tensor, length: int) -> Tensor:
