@@ -62,11 +62,15 @@ def rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, secti
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some of the keys from outside a section and the run of its queries that read any of them, as L rows of both."""
+    """Some of the keys from outside a section, and the run of its queries that read any of them.
+
+    Both are filled up to L rows, as a selection has as many of the one as of the other.
+    """
 
     queries: slice  # of the section's rows
-    keys: Tensor  # (K, L) int64, numbers of received rows; behind the last one for rows that nothing reads
-    selection: Selection  # tensors (1, H, L); queries behind the last one of the run read nothing
+    keys: Tensor  # (K, M) int64, numbers of received rows; one behind the last where a head has fewer than others
+    length: int  # L
+    selection: Selection  # tensors (1, H, L), in which rows that were filled up read nothing and are not read
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +115,10 @@ def section_reads(
     for start in range(0, max(map(len, before)), rows):
         keys = [each[start : start + rows] for each in before]
         queries, length, selection = _over(patterns, keys, first, rows, context, cropped=True)
-        numbers = torch.full((key_heads, length), total)
+        numbers = torch.full((key_heads, max(map(len, keys))), total)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
-        pieces.append(Piece(queries, numbers.to(device), _on(selection, device)))
+        pieces.append(Piece(queries, numbers.to(device), length, _on(selection, device)))
     own = None
     if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
         _, _, own = _over(

@@ -46,19 +46,24 @@ def section_attention(
         out, lse = selected_attention(q, k, v, _of_batch(reads.own, len(q)), backend=backend, return_lse=True)
     if not reads.pieces:
         return out
-    received = F.pad(received, (0, 0, 0, 0, 0, 1))  # a row of zeros, which stands where none is read
+    received = F.pad(received, (0, 0, 0, 0, 0, 1))  # a row of zeros, which stands where a head has fewer keys
+    # All in one, so that the gradient of what was received is made once.
+    by_piece = received.index_select(0, torch.cat([piece.keys.flatten() for piece in reads.pieces]))
     parts, places = [out, lse], [slice(0, rows)]
-    for piece in reads.pieces:
-        length = piece.keys.shape[1]
+    for piece, keys in zip(reads.pieces, by_piece.split([piece.keys.numel() for piece in reads.pieces]), strict=True):
+        both = keys.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)
         queries = q[:, :, piece.queries]
-        queries = F.pad(queries, (0, 0, 0, length - queries.shape[2]))
-        both = received[piece.keys.flatten()].unflatten(0, (key_heads, length)).movedim(2, 0)
-        keys, values = both.split([k.shape[3], v.shape[3]], -1)
         selection = _of_batch(piece.selection, len(q))
-        parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
+        of_piece = [_filled(x, piece.length) for x in (queries, *both.split([k.shape[3], v.shape[3]], -1))]
+        parts += selected_attention(*of_piece, selection, backend=backend, return_lse=True)
         places.append(piece.queries)
     merged: Tensor = _Merged.apply(places, *parts)
     return merged
+
+
+def _filled(x: Tensor, length: int) -> Tensor:
+    """With rows of zeros behind (B, H, ·, D), so that there are as many as asked for."""
+    return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
 
 
 def _of_batch(selection: Selection, batch: int) -> Selection:
@@ -104,12 +109,12 @@ class _Merged(torch.autograd.Function):
         out, merged, *parts = ctx.saved_tensors
         grads: list[Tensor | None] = []
         for place, part, lse in zip(ctx.places, parts[::2], parts[1::2], strict=True):
-            here, spare = grad[:, :, place], part.shape[2] - (place.stop - place.start)
+            here, length = grad[:, :, place], part.shape[2]
             weights = _weights(lse, merged, place)
             of_part = (here * weights).to(part.dtype)
             changes = part[:, :, : here.shape[2]].to(merged.dtype) - out[:, :, place]
-            of_lse = (here * changes).sum(-1) * weights.squeeze(-1)
-            grads += [F.pad(of_part, (0, 0, 0, spare)), F.pad(of_lse, (0, spare))]
+            of_lse = (here * changes).sum(-1, keepdim=True) * weights
+            grads += [_filled(of_part, length), _filled(of_lse, length).squeeze(-1)]
         return None, *grads
 
 
