@@ -160,7 +160,7 @@ class Attention(nn.Module):
         given: Tensor | Mixed
         if state is not None:
             given = state.keys_values.begin(q, k, v)
-        elif division.size > 1 and self.traffic(h.shape[1], division, documents is not None).exchange == "keys":
+        elif self.traffic(division, h.shape[1] * division.size, documents is not None).exchange == "keys":
             given = section_attention(q, k, v, self.patterns, division, self.backend)
         else:
             given = self._by_heads(q, k, v, documents)
@@ -186,8 +186,8 @@ class Attention(nn.Module):
         (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
         return given._replace(rows=out) if isinstance(given, Mixed) else out
 
-    def traffic(self, rows: int, division: Division, apart: bool = False) -> Traffic:
-        """What it sends in a forward pass over one context, of n = ``rows`` a section.
+    def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic:
+        """What it sends in a forward pass over one context of so many positions.
 
         Keys may travel where patterns alone tell who reads them (``apart``: so do documents, kept apart), by backends
         that attend over selections.
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         is_told = type(self) is Attention and self.backend != "flex" and not apart
         widths = self.widths[-2] // self.key_value_heads, self.widths[-1] // self.key_value_heads
         patterns = self.patterns if is_told else None
-        return division.traffic(rows * division.size, self.heads, self.key_value_heads, widths, patterns)
+        return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
