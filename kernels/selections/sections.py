@@ -10,7 +10,7 @@ and some keys has intervals again: it is a selection of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,6 +84,7 @@ class SectionReads:
     sent_rows: Tensor  # (S,) int64, its place in this section
     sent: tuple[int, ...]  # how many of these go to each section
     received: tuple[int, ...]  # how many come from each
+    travels: bool  # whether any section sends any
     own: Selection | None  # tensors (1, H, n), of keys in the section itself; None: the patterns as they are
     pieces: tuple[Piece, ...]  # disjoint, of at most n keys each
 
@@ -114,16 +115,15 @@ def section_reads(
     pieces = []
     for start in range(0, max(map(len, before)), rows):
         keys = [each[start : start + rows] for each in before]
-        queries, length, selection = _over(patterns, keys, first, rows, context, cropped=True)
+        queries, length, selection = _over(patterns, keys, range(first, first + rows), context, device, cropped=True)
         numbers = torch.full((key_heads, max(map(len, keys))), total)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
-        pieces.append(Piece(queries, numbers.to(device), length, _on(selection, device)))
+        pieces.append(Piece(queries, numbers.to(device), length, selection))
     own = None
     if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
-        _, _, own = _over(
-            patterns, [torch.arange(first, first + rows)] * key_heads, first, rows, context, cropped=False
-        )
+        keys = [torch.arange(first, first + rows)] * key_heads
+        _, _, own = _over(patterns, keys, range(first, first + rows), context, device, cropped=False)
     listed = [one for by_head in sent for one in by_head]
     heads = torch.arange(key_heads).repeat(sections).repeat_interleave(torch.tensor([len(one) for one in listed]))
     counts = rows_sent(patterns, key_heads, context, sections)
@@ -132,7 +132,8 @@ def section_reads(
         torch.cat(listed).to(device),
         tuple(counts[section].tolist()),
         tuple(counts[:, section].tolist()),
-        None if own is None else _on(own, device),
+        bool(counts.any()),
+        own,
         tuple(pieces),
     )
 
@@ -191,15 +192,17 @@ class _Cut(NamedTuple):
     low: Tensor  # (R,) int64
     high: Tensor
 
-    def laid(self, queries: slice, length: int) -> Part:
+    def laid(self, queries: slice, length: int, device: torch.device) -> Part:
         """As a part of so many rows and columns, for the queries of a run; the last ones read nothing."""
         rows = self._all(self.queries - queries.start, length)
         columns = self._all(self.keys, length)
         rest = self.high[-1:].expand(length - len(self.high))
         low, high = (torch.cat([bound, rest]) for bound in (self.low, self.high))
         natural = torch.arange(length)
-        query_order, key_order = (None if torch.equal(x, natural) else x.int()[None, None] for x in (rows, columns))
-        return Part(query_order, key_order, low.int()[None, None], high.int()[None, None])
+        orders = (None if torch.equal(order, natural) else order for order in (rows, columns))
+        # Moved alone: that of several heads which are alike would become one for each.
+        tensors = (None if x is None else x.int()[None, None].to(device) for x in (*orders, low, high))
+        return Part(*tensors)  # type: ignore[arg-type]
 
     @staticmethod
     def _all(places: Tensor, length: int) -> Tensor:
@@ -210,9 +213,14 @@ class _Cut(NamedTuple):
 
 
 def _over(
-    patterns: tuple[Pattern, ...], keys: Sequence[Tensor], first: int, rows: int, context: int, cropped: bool
+    patterns: tuple[Pattern, ...],
+    keys: Sequence[Tensor],
+    section: range,
+    context: int,
+    device: torch.device,
+    cropped: bool,
 ) -> tuple[slice, int, Selection]:
-    """The pairs of the queries first … first+rows-1 and some keys (positions, of each head of keys).
+    """The pairs of a section's queries and some keys, positions of each head of keys.
 
     Returns:
         The run of queries that read any, or all where it is not to be ``cropped``; L; and the selection of L rows.
@@ -226,42 +234,33 @@ def _over(
         cuts = []
         for part in pattern.parts():
             if (part, written) not in known:
-                known[part, written] = _cut(part, mine, first, rows, context)
+                known[part, written] = _cut(part, mine, section, context)
             cuts.append(known[part, written])
         by_head.append([cut for cut in cuts if cut is not None])
-    queries = slice(0, rows)
+    queries = slice(0, len(section))
     if cropped:
         read = [cut.queries for cuts in by_head for cut in cuts]
         queries = slice(min(int(each.min()) for each in read), max(int(each.max()) for each in read) + 1)
     length = max(queries.stop - queries.start, *(len(each) for each in keys))
-    laid = {id(cut): cut.laid(queries, length) for cuts in by_head for cut in cuts}
+    laid = {id(cut): cut.laid(queries, length, device) for cuts in by_head for cut in cuts}
     parts = [
-        stacked([laid[id(cuts[number])] if number < len(cuts) else None for cuts in by_head], 1, length, keys[0].device)
+        stacked([laid[id(cuts[number])] if number < len(cuts) else None for cuts in by_head], 1, length, device)
         for number in range(max(1, *map(len, by_head)))
     ]
     span = max(int((part.high - part.low).max()) for part in parts)
     return queries, length, Selection(tuple(parts), span)
 
 
-def _cut(part: PatternPart, keys: Tensor, first: int, rows: int, context: int) -> _Cut | None:
+def _cut(part: PatternPart, keys: Tensor, section: range, context: int) -> _Cut | None:
     """A part cut down to a section's queries and to some keys, (M,) positions; None where they have no pair."""
     whole = _Whole.of(part, context)
     place = torch.full((context,), -1)
     place[keys] = torch.arange(len(keys))
     columns = place[whole.column_positions]
     before = torch.cat([columns.new_zeros(1), (columns >= 0).cumsum(0)])
-    queries, low, high = whole.of_queries(first, first + rows)
+    queries, low, high = whole.of_queries(section.start, section.stop)
     low, high = before[low], before[high]
     reads = low < high
     if not reads.any():
         return None
-    return _Cut(queries[reads] - first, columns[columns >= 0], low[reads], high[reads])
-
-
-def _on(selection: Selection, device: torch.device) -> Selection:
-    """Its tensors on a device."""
-
-    def moved(tensors: Part) -> Iterator[Tensor | None]:
-        return (None if tensor is None else tensor.to(device) for tensor in tensors)
-
-    return Selection(tuple(Part(*moved(part)) for part in selection.parts), selection.span, selection.disjoint)  # type: ignore[arg-type]
+    return _Cut(queries[reads] - section.start, columns[columns >= 0], low[reads], high[reads])

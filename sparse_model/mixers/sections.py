@@ -24,7 +24,7 @@ from longstride.sparse_model.division import Division
 def section_attention(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], division: Division, backend: str
 ) -> Tensor:
-    """Attention of the queries of this process's section, together with all processes that share the context.
+    """Attention of the queries of this process's section; all processes that share the context call it.
 
     Args:
         q: (B, H, n, D).
@@ -38,7 +38,7 @@ def section_attention(
     """
     key_heads, rows = k.shape[1:3]
     reads = section_reads(patterns, key_heads, rows * division.size, division.size, division.rank, q.device)
-    if division.traffic(rows * division.size, len(patterns), key_heads, (k.shape[3], v.shape[3]), patterns).calls:
+    if reads.travels:
         k, v, received = division.fetch(k, v, reads)
     if reads.own is None:
         out, lse = sparse_attention(q, k, v, patterns, backend=backend, return_lse=True)
@@ -50,12 +50,12 @@ def section_attention(
     # All in one, so that the gradient of what was received is made once.
     by_piece = received.index_select(0, torch.cat([piece.keys.flatten() for piece in reads.pieces]))
     parts, places = [out, lse], [slice(0, rows)]
-    for piece, keys in zip(reads.pieces, by_piece.split([piece.keys.numel() for piece in reads.pieces]), strict=True):
-        both = keys.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)
-        queries = q[:, :, piece.queries]
+    for piece, of_piece in zip(reads.pieces, by_piece.split([p.keys.numel() for p in reads.pieces]), strict=True):
+        both = of_piece.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)
+        keys, values = both.split([k.shape[3], v.shape[3]], -1)
+        queries, keys, values = (_filled(x, piece.length) for x in (q[:, :, piece.queries], keys, values))
         selection = _of_batch(piece.selection, len(q))
-        of_piece = [_filled(x, piece.length) for x in (queries, *both.split([k.shape[3], v.shape[3]], -1))]
-        parts += selected_attention(*of_piece, selection, backend=backend, return_lse=True)
+        parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
         places.append(piece.queries)
     merged: Tensor = _Merged.apply(places, *parts)
     return merged
