@@ -68,9 +68,9 @@ class Piece:
     """
 
     queries: slice  # of the section's rows
-    keys: Tensor  # (K, M) int64, numbers of received rows; one behind the last where a head has fewer than others
+    keys: Tensor  # (K, M) int64, numbers of received rows; any where a head has fewer than others
     length: int  # L
-    selection: Selection  # tensors (1, H, L), in which rows that were filled up read nothing and are not read
+    selection: Selection  # tensors (1, H, L), in which what is filled up reads nothing and is not read
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ def section_reads(
     for start in range(0, max(map(len, before)), rows):
         keys = [each[start : start + rows] for each in before]
         queries, length, selection = _over(patterns, keys, range(first, first + rows), context, device, cropped=True)
-        numbers = torch.full((key_heads, max(map(len, keys))), total)
+        numbers = (torch.arange(max(map(len, keys))) % total).repeat(key_heads, 1)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
         pieces.append(Piece(queries, numbers.to(device), length, selection))

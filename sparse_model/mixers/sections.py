@@ -46,9 +46,9 @@ def section_attention(
         out, lse = selected_attention(q, k, v, _of_batch(reads.own, len(q)), backend=backend, return_lse=True)
     if not reads.pieces:
         return out
-    received = F.pad(received, (0, 0, 0, 0, 0, 1))  # a row of zeros, which stands where a head has fewer keys
     # All in one, so that the gradient of what was received is made once.
     by_piece = received.index_select(0, torch.cat([piece.keys.flatten() for piece in reads.pieces]))
+    del received  # in the forward pass, as it may be as much as all keys and values of a context
     parts, places = [out, lse], [slice(0, rows)]
     for piece, of_piece in zip(reads.pieces, by_piece.split([p.keys.numel() for p in reads.pieces]), strict=True):
         both = of_piece.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)

@@ -53,9 +53,10 @@ def rebuilt(patterns: tuple[Pattern, ...], key_heads: int, context: int, section
             queries = torch.arange(context)[own][piece.queries]
             for head in range(len(patterns)):
                 keys = received[head // group, piece.keys[head // group]]
-                of_piece = pairs[head, : len(queries), : len(keys)][:, keys >= 0]
-                assert pairs[head].sum() == of_piece.sum()  # nothing is read by or of what was filled up
-                found[head, queries[:, None], keys[keys >= 0]] += of_piece
+                of_piece = pairs[head, : len(queries), : len(keys)].long()
+                # Nothing is read by or of what was filled up.
+                assert pairs[head].sum() == of_piece[:, keys >= 0].sum()
+                found[head].index_put_((queries[:, None], keys), of_piece, accumulate=True)
     return found, torch.tensor([list(reads.sent) for reads in every])
 
 
