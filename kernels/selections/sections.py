@@ -23,6 +23,8 @@ from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import view
 from longstride.kernels.selections.base import Part, Selection, stacked
 
+MOST_RUNS = 8  # of the queries that read a piece
+
 
 @kept
 def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> tuple[Tensor, ...]:
@@ -60,17 +62,24 @@ def rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, secti
     return counts
 
 
+class Run(NamedTuple):
+    """Some neighbouring queries of a section, and what they read of a piece."""
+
+    queries: slice  # of the section's rows; as many as the piece's length, or less
+    selection: Selection  # tensors (1, H, L), in which what is filled up reads nothing and is not read
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some of the keys from outside a section, and the run of its queries that read any of them.
+    """Some of the keys from outside a section, and the queries that read any of them.
 
-    Both are filled up to L rows, as a selection has as many of the one as of the other.
+    A selection has as many queries as keys. So the queries are taken in runs of as many as there are keys, and where
+    these are few, they are filled up to a share of the queries.
     """
 
-    queries: slice  # of the section's rows
     keys: Tensor  # (K, M) int64, numbers of received rows; any where a head has fewer than others
-    length: int  # L
-    selection: Selection  # tensors (1, H, L), in which what is filled up reads nothing and is not read
+    length: int  # L, of keys and queries filled up
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,15 +124,23 @@ def section_reads(
     pieces = []
     for start in range(0, max(map(len, before)), rows):
         keys = [each[start : start + rows] for each in before]
-        queries, length, selection = _over(patterns, keys, range(first, first + rows), context, device, cropped=True)
+        cuts = _cuts(patterns, keys, range(first, first + rows), context)
+        queries = _reading(cuts)
+        length = max(*map(len, keys), -(-len(queries) // MOST_RUNS))
+        runs = (
+            Run(slice(start, stop), selection)
+            for start in range(queries.start, queries.stop, length)
+            if (selection := _laid(cuts, range(start, stop := min(start + length, queries.stop)), length, device))
+        )
         numbers = (torch.arange(max(map(len, keys))) % total).repeat(key_heads, 1)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
-        pieces.append(Piece(queries, numbers.to(device), length, selection))
+        pieces.append(Piece(numbers.to(device), length, tuple(runs)))
     own = None
     if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
         keys = [torch.arange(first, first + rows)] * key_heads
-        _, _, own = _over(patterns, keys, range(first, first + rows), context, device, cropped=False)
+        cuts = _cuts(patterns, keys, range(first, first + rows), context)
+        own = _laid(cuts, range(rows), rows, device) or _reading_nothing(len(patterns), rows, device)
     listed = [one for by_head in sent for one in by_head]
     heads = torch.arange(key_heads).repeat(sections).repeat_interleave(torch.tensor([len(one) for one in listed]))
     counts = rows_sent(patterns, key_heads, context, sections)
@@ -192,12 +209,15 @@ class _Cut(NamedTuple):
     low: Tensor  # (R,) int64
     high: Tensor
 
-    def laid(self, queries: slice, length: int, device: torch.device) -> Part:
-        """As a part of so many rows and columns, for the queries of a run; the last ones read nothing."""
-        rows = self._all(self.queries - queries.start, length)
+    def laid(self, queries: range, length: int, device: torch.device) -> Part | None:
+        """As a part of so many rows and columns, for a run of queries; the last ones read nothing. None: all do."""
+        mine = ((self.queries >= queries.start) & (self.queries < queries.stop)).nonzero().squeeze(1)
+        if not len(mine):
+            return None
+        rows = self._all(self.queries[mine] - queries.start, length)
         columns = self._all(self.keys, length)
-        rest = self.high[-1:].expand(length - len(self.high))
-        low, high = (torch.cat([bound, rest]) for bound in (self.low, self.high))
+        rest = self.high[mine[-1:]].expand(length - len(mine))
+        low, high = (torch.cat([bound[mine], rest]) for bound in (self.low, self.high))
         natural = torch.arange(length)
         orders = (None if torch.equal(order, natural) else order for order in (rows, columns))
         # Moved alone: that of several heads which are alike would become one for each.
@@ -212,18 +232,10 @@ class _Cut(NamedTuple):
         return torch.cat([places, others.nonzero().squeeze(1)])
 
 
-def _over(
-    patterns: tuple[Pattern, ...],
-    keys: Sequence[Tensor],
-    section: range,
-    context: int,
-    device: torch.device,
-    cropped: bool,
-) -> tuple[slice, int, Selection]:
-    """The pairs of a section's queries and some keys, positions of each head of keys.
+def _cuts(patterns: tuple[Pattern, ...], keys: Sequence[Tensor], section: range, context: int) -> list[list[_Cut]]:
+    """For each head the parts of its pattern, cut down to a section's queries and some keys (positions, by key head).
 
-    Returns:
-        The run of queries that read any, or all where it is not to be ``cropped``; L; and the selection of L rows.
+    Equal ones are one object.
     """
     group = len(patterns) // len(keys)
     known: dict[tuple[PatternPart, bytes], _Cut | None] = {}
@@ -231,24 +243,36 @@ def _over(
     for head, pattern in enumerate(patterns):
         mine = keys[head // group]
         written = mine.numpy().tobytes()
-        cuts = []
         for part in pattern.parts():
             if (part, written) not in known:
                 known[part, written] = _cut(part, mine, section, context)
-            cuts.append(known[part, written])
+        cuts = (known[part, written] for part in pattern.parts())
         by_head.append([cut for cut in cuts if cut is not None])
-    queries = slice(0, len(section))
-    if cropped:
-        read = [cut.queries for cuts in by_head for cut in cuts]
-        queries = slice(min(int(each.min()) for each in read), max(int(each.max()) for each in read) + 1)
-    length = max(queries.stop - queries.start, *(len(each) for each in keys))
-    laid = {id(cut): cut.laid(queries, length, device) for cuts in by_head for cut in cuts}
-    parts = [
-        stacked([laid[id(cuts[number])] if number < len(cuts) else None for cuts in by_head], 1, length, device)
-        for number in range(max(1, *map(len, by_head)))
+    return by_head
+
+
+def _reading(by_head: list[list[_Cut]]) -> range:
+    """The queries from the first to the last one that reads anything."""
+    read = [cut.queries for cuts in by_head for cut in cuts]
+    return range(min(int(each.min()) for each in read), max(int(each.max()) for each in read) + 1)
+
+
+def _laid(by_head: list[list[_Cut]], queries: range, length: int, device: torch.device) -> Selection | None:
+    """All heads' parts for a run of queries as a selection of so many rows; None where none reads anything."""
+    known = {id(cut): cut.laid(queries, length, device) for cuts in by_head for cut in cuts}
+    parts = [[part for cut in cuts if (part := known[id(cut)]) is not None] for cuts in by_head]
+    most = max(map(len, parts))
+    if not most:
+        return None
+    whole = [
+        stacked([of_head[number] if number < len(of_head) else None for of_head in parts], 1, length, device)
+        for number in range(most)
     ]
-    span = max(int((part.high - part.low).max()) for part in parts)
-    return queries, length, Selection(tuple(parts), span)
+    return Selection(tuple(whole), max(int((part.high - part.low).max()) for part in whole))
+
+
+def _reading_nothing(heads: int, length: int, device: torch.device) -> Selection:
+    return Selection((stacked([None] * heads, 1, length, device),), 0)
 
 
 def _cut(part: PatternPart, keys: Tensor, section: range, context: int) -> _Cut | None:

@@ -53,10 +53,11 @@ def section_attention(
     for piece, of_piece in zip(reads.pieces, by_piece.split([p.keys.numel() for p in reads.pieces]), strict=True):
         both = of_piece.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)
         keys, values = both.split([k.shape[3], v.shape[3]], -1)
-        queries, keys, values = (_filled(x, piece.length) for x in (q[:, :, piece.queries], keys, values))
-        selection = _of_batch(piece.selection, len(q))
-        parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
-        places.append(piece.queries)
+        keys, values = _filled(keys, piece.length), _filled(values, piece.length)
+        for run in piece.runs:
+            queries, selection = _filled(q[:, :, run.queries], piece.length), _of_batch(run.selection, len(q))
+            parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
+            places.append(run.queries)
     merged: Tensor = _Merged.apply(places, *parts)
     return merged
 

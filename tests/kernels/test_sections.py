@@ -48,15 +48,16 @@ def rebuilt(patterns: tuple[Pattern, ...], key_heads: int, context: int, section
                 place += 1
         for piece in reads.pieces:
             assert piece.length <= rows
-            piece.selection.check(piece.length)
-            pairs = selection_mask(piece.selection, piece.length)[0]
-            queries = torch.arange(context)[own][piece.queries]
-            for head in range(len(patterns)):
-                keys = received[head // group, piece.keys[head // group]]
-                of_piece = pairs[head, : len(queries), : len(keys)].long()
-                # Nothing is read by or of what was filled up.
-                assert pairs[head].sum() == of_piece[:, keys >= 0].sum()
-                found[head].index_put_((queries[:, None], keys), of_piece, accumulate=True)
+            for queries, selection in piece.runs:
+                selection.check(piece.length)
+                pairs = selection_mask(selection, piece.length)[0]
+                places = torch.arange(context)[own][queries]
+                for head in range(len(patterns)):
+                    keys = received[head // group, piece.keys[head // group]]
+                    of_run = pairs[head, : len(places), : len(keys)].long()
+                    # Nothing is read by or of what was filled up.
+                    assert pairs[head].sum() == of_run[:, keys >= 0].sum()
+                    found[head].index_put_((places[:, None], keys), of_run, accumulate=True)
     return found, torch.tensor([list(reads.sent) for reads in every])
 
 
