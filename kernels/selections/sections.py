@@ -10,7 +10,7 @@ and some keys has intervals again: it is a selection of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import view
 from longstride.kernels.selections.base import Part, Selection, stacked
+
+MOST_RUNS = 8  # of the queries that read a piece
 
 
 @kept
@@ -60,13 +62,24 @@ def rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, secti
     return counts
 
 
+class Run(NamedTuple):
+    """Some neighbouring queries of a section, and what they read of a piece."""
+
+    queries: slice  # of the section's rows; as many as the piece's length, or less
+    selection: Selection  # tensors (1, H, L), in which what is filled up reads nothing and is not read
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some of the keys from outside a section and the run of its queries that read any of them, as L rows of both."""
+    """Some of the keys from outside a section, and the queries that read any of them.
 
-    queries: slice  # of the section's rows
-    keys: Tensor  # (K, L) int64, numbers of received rows; behind the last one for rows that nothing reads
-    selection: Selection  # tensors (1, H, L); queries behind the last one of the run read nothing
+    A selection has as many queries as keys. So the queries are taken in runs of as many as there are keys, and where
+    these are few, they are filled up to a share of the queries.
+    """
+
+    keys: Tensor  # (K, M) int64, numbers of received rows; any where a head has fewer than others
+    length: int  # L, of keys and queries filled up
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +93,7 @@ class SectionReads:
     sent_rows: Tensor  # (S,) int64, its place in this section
     sent: tuple[int, ...]  # how many of these go to each section
     received: tuple[int, ...]  # how many come from each
+    travels: bool  # whether any section sends any
     own: Selection | None  # tensors (1, H, n), of keys in the section itself; None: the patterns as they are
     pieces: tuple[Piece, ...]  # disjoint, of at most n keys each
 
@@ -110,16 +124,23 @@ def section_reads(
     pieces = []
     for start in range(0, max(map(len, before)), rows):
         keys = [each[start : start + rows] for each in before]
-        queries, length, selection = _over(patterns, keys, first, rows, context, cropped=True)
-        numbers = torch.full((key_heads, length), total)
+        cuts = _cuts(patterns, keys, range(first, first + rows), context)
+        queries = _reading(cuts)
+        length = max(*map(len, keys), -(-len(queries) // MOST_RUNS))
+        runs = (
+            Run(slice(start, stop), selection)
+            for start in range(queries.start, queries.stop, length)
+            if (selection := _laid(cuts, range(start, stop := min(start + length, queries.stop)), length, device))
+        )
+        numbers = (torch.arange(max(map(len, keys))) % total).repeat(key_heads, 1)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
-        pieces.append(Piece(queries, numbers.to(device), _on(selection, device)))
+        pieces.append(Piece(numbers.to(device), length, tuple(runs)))
     own = None
     if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
-        _, _, own = _over(
-            patterns, [torch.arange(first, first + rows)] * key_heads, first, rows, context, cropped=False
-        )
+        keys = [torch.arange(first, first + rows)] * key_heads
+        cuts = _cuts(patterns, keys, range(first, first + rows), context)
+        own = _laid(cuts, range(rows), rows, device) or _reading_nothing(len(patterns), rows, device)
     listed = [one for by_head in sent for one in by_head]
     heads = torch.arange(key_heads).repeat(sections).repeat_interleave(torch.tensor([len(one) for one in listed]))
     counts = rows_sent(patterns, key_heads, context, sections)
@@ -128,7 +149,8 @@ def section_reads(
         torch.cat(listed).to(device),
         tuple(counts[section].tolist()),
         tuple(counts[:, section].tolist()),
-        None if own is None else _on(own, device),
+        bool(counts.any()),
+        own,
         tuple(pieces),
     )
 
@@ -187,15 +209,20 @@ class _Cut(NamedTuple):
     low: Tensor  # (R,) int64
     high: Tensor
 
-    def laid(self, queries: slice, length: int) -> Part:
-        """As a part of so many rows and columns, for the queries of a run; the last ones read nothing."""
-        rows = self._all(self.queries - queries.start, length)
+    def laid(self, queries: range, length: int, device: torch.device) -> Part | None:
+        """As a part of so many rows and columns, for a run of queries; the last ones read nothing. None: all do."""
+        mine = ((self.queries >= queries.start) & (self.queries < queries.stop)).nonzero().squeeze(1)
+        if not len(mine):
+            return None
+        rows = self._all(self.queries[mine] - queries.start, length)
         columns = self._all(self.keys, length)
-        rest = self.high[-1:].expand(length - len(self.high))
-        low, high = (torch.cat([bound, rest]) for bound in (self.low, self.high))
+        rest = self.high[mine[-1:]].expand(length - len(mine))
+        low, high = (torch.cat([bound[mine], rest]) for bound in (self.low, self.high))
         natural = torch.arange(length)
-        query_order, key_order = (None if torch.equal(x, natural) else x.int()[None, None] for x in (rows, columns))
-        return Part(query_order, key_order, low.int()[None, None], high.int()[None, None])
+        orders = (None if torch.equal(order, natural) else order for order in (rows, columns))
+        # Moved alone: that of several heads which are alike would become one for each.
+        tensors = (None if x is None else x.int()[None, None].to(device) for x in (*orders, low, high))
+        return Part(*tensors)  # type: ignore[arg-type]
 
     @staticmethod
     def _all(places: Tensor, length: int) -> Tensor:
@@ -205,13 +232,10 @@ class _Cut(NamedTuple):
         return torch.cat([places, others.nonzero().squeeze(1)])
 
 
-def _over(
-    patterns: tuple[Pattern, ...], keys: Sequence[Tensor], first: int, rows: int, context: int, cropped: bool
-) -> tuple[slice, int, Selection]:
-    """The pairs of the queries first … first+rows-1 and some keys (positions, of each head of keys).
+def _cuts(patterns: tuple[Pattern, ...], keys: Sequence[Tensor], section: range, context: int) -> list[list[_Cut]]:
+    """For each head the parts of its pattern, cut down to a section's queries and some keys (positions, by key head).
 
-    Returns:
-        The run of queries that read any, or all where it is not to be ``cropped``; L; and the selection of L rows.
+    Equal ones are one object.
     """
     group = len(patterns) // len(keys)
     known: dict[tuple[PatternPart, bytes], _Cut | None] = {}
@@ -219,45 +243,48 @@ def _over(
     for head, pattern in enumerate(patterns):
         mine = keys[head // group]
         written = mine.numpy().tobytes()
-        cuts = []
         for part in pattern.parts():
             if (part, written) not in known:
-                known[part, written] = _cut(part, mine, first, rows, context)
-            cuts.append(known[part, written])
+                known[part, written] = _cut(part, mine, section, context)
+        cuts = (known[part, written] for part in pattern.parts())
         by_head.append([cut for cut in cuts if cut is not None])
-    queries = slice(0, rows)
-    if cropped:
-        read = [cut.queries for cuts in by_head for cut in cuts]
-        queries = slice(min(int(each.min()) for each in read), max(int(each.max()) for each in read) + 1)
-    length = max(queries.stop - queries.start, *(len(each) for each in keys))
-    laid = {id(cut): cut.laid(queries, length) for cuts in by_head for cut in cuts}
-    parts = [
-        stacked([laid[id(cuts[number])] if number < len(cuts) else None for cuts in by_head], 1, length, keys[0].device)
-        for number in range(max(1, *map(len, by_head)))
+    return by_head
+
+
+def _reading(by_head: list[list[_Cut]]) -> range:
+    """The queries from the first to the last one that reads anything."""
+    read = [cut.queries for cuts in by_head for cut in cuts]
+    return range(min(int(each.min()) for each in read), max(int(each.max()) for each in read) + 1)
+
+
+def _laid(by_head: list[list[_Cut]], queries: range, length: int, device: torch.device) -> Selection | None:
+    """All heads' parts for a run of queries as a selection of so many rows; None where none reads anything."""
+    known = {id(cut): cut.laid(queries, length, device) for cuts in by_head for cut in cuts}
+    parts = [[part for cut in cuts if (part := known[id(cut)]) is not None] for cuts in by_head]
+    most = max(map(len, parts))
+    if not most:
+        return None
+    whole = [
+        stacked([of_head[number] if number < len(of_head) else None for of_head in parts], 1, length, device)
+        for number in range(most)
     ]
-    span = max(int((part.high - part.low).max()) for part in parts)
-    return queries, length, Selection(tuple(parts), span)
+    return Selection(tuple(whole), max(int((part.high - part.low).max()) for part in whole))
 
 
-def _cut(part: PatternPart, keys: Tensor, first: int, rows: int, context: int) -> _Cut | None:
+def _reading_nothing(heads: int, length: int, device: torch.device) -> Selection:
+    return Selection((stacked([None] * heads, 1, length, device),), 0)
+
+
+def _cut(part: PatternPart, keys: Tensor, section: range, context: int) -> _Cut | None:
     """A part cut down to a section's queries and to some keys, (M,) positions; None where they have no pair."""
     whole = _Whole.of(part, context)
     place = torch.full((context,), -1)
     place[keys] = torch.arange(len(keys))
     columns = place[whole.column_positions]
     before = torch.cat([columns.new_zeros(1), (columns >= 0).cumsum(0)])
-    queries, low, high = whole.of_queries(first, first + rows)
+    queries, low, high = whole.of_queries(section.start, section.stop)
     low, high = before[low], before[high]
     reads = low < high
     if not reads.any():
         return None
-    return _Cut(queries[reads] - first, columns[columns >= 0], low[reads], high[reads])
-
-
-def _on(selection: Selection, device: torch.device) -> Selection:
-    """Its tensors on a device."""
-
-    def moved(tensors: Part) -> Iterator[Tensor | None]:
-        return (None if tensor is None else tensor.to(device) for tensor in tensors)
-
-    return Selection(tuple(Part(*moved(part)) for part in selection.parts), selection.span, selection.disjoint)  # type: ignore[arg-type]
+    return _Cut(queries[reads] - section.start, columns[columns >= 0], low[reads], high[reads])

@@ -175,11 +175,7 @@ class Attention(nn.Module):
         elif columns:
             patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
             given = sparse_attention(q, k, v, patterns, backend=self.backend)
-        elif (
-            documents is None
-            and division.size > 1
-            and self.traffic(division, h.shape[1] * division.size).exchange == "keys"
-        ):
+        elif self.traffic(division, h.shape[1] * division.size, documents is not None).exchange == "keys":
             given = section_attention(q, k, v, self.patterns, division, self.backend)
         else:
             given = self._by_heads(q, k, v, documents)
@@ -208,10 +204,15 @@ class Attention(nn.Module):
         """How often each head of keys and values travels, so that as many as the processes divide do."""
         return math.lcm(self.key_value_heads, self.division.size) // self.key_value_heads
 
-    def traffic(self, division: Division, context: int) -> Traffic:
-        """What it sends in a forward pass over one context of so many positions, where this is how it is divided."""
+    def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic:
+        """What it sends in a forward pass over one context of so many positions.
+
+        Keys may travel where patterns alone tell who reads them (``apart``: so do documents, kept apart), by backends
+        that attend over selections.
+        """
+        is_told = type(self) is Attention and self.backend != "flex" and not apart
         widths = self.widths[-2] // self.key_value_heads, self.widths[-1] // self.key_value_heads
-        patterns = self.patterns if type(self) is Attention else None
+        patterns = self.patterns if is_told else None
         return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
 
     def columns(self, context: int) -> int:

@@ -24,7 +24,7 @@ from longstride.sparse_model.division import Division
 def section_attention(
     q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], division: Division, backend: str
 ) -> Tensor:
-    """Attention of the queries of this process's section, together with all processes that share the context.
+    """Attention of the queries of this process's section; all processes that share the context call it.
 
     Args:
         q: (B, H, n, D).
@@ -38,7 +38,7 @@ def section_attention(
     """
     key_heads, rows = k.shape[1:3]
     reads = section_reads(patterns, key_heads, rows * division.size, division.size, division.rank, q.device)
-    if division.traffic(rows * division.size, len(patterns), key_heads, (k.shape[3], v.shape[3]), patterns).calls:
+    if reads.travels:
         k, v, received = division.fetch(k, v, reads)
     if reads.own is None:
         out, lse = sparse_attention(q, k, v, patterns, backend=backend, return_lse=True)
@@ -46,19 +46,25 @@ def section_attention(
         out, lse = selected_attention(q, k, v, _of_batch(reads.own, len(q)), backend=backend, return_lse=True)
     if not reads.pieces:
         return out
-    received = F.pad(received, (0, 0, 0, 0, 0, 1))  # a row of zeros, which stands where none is read
+    # All in one, so that the gradient of what was received is made once.
+    by_piece = received.index_select(0, torch.cat([piece.keys.flatten() for piece in reads.pieces]))
+    del received  # in the forward pass, as it may be as much as all keys and values of a context
     parts, places = [out, lse], [slice(0, rows)]
-    for piece in reads.pieces:
-        length = piece.keys.shape[1]
-        queries = q[:, :, piece.queries]
-        queries = F.pad(queries, (0, 0, 0, length - queries.shape[2]))
-        both = received[piece.keys.flatten()].unflatten(0, (key_heads, length)).movedim(2, 0)
+    for piece, of_piece in zip(reads.pieces, by_piece.split([p.keys.numel() for p in reads.pieces]), strict=True):
+        both = of_piece.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)
         keys, values = both.split([k.shape[3], v.shape[3]], -1)
-        selection = _of_batch(piece.selection, len(q))
-        parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
-        places.append(piece.queries)
+        keys, values = _filled(keys, piece.length), _filled(values, piece.length)
+        for run in piece.runs:
+            queries, selection = _filled(q[:, :, run.queries], piece.length), _of_batch(run.selection, len(q))
+            parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
+            places.append(run.queries)
     merged: Tensor = _Merged.apply(places, *parts)
     return merged
+
+
+def _filled(x: Tensor, length: int) -> Tensor:
+    """With rows of zeros behind (B, H, ·, D), so that there are as many as asked for."""
+    return F.pad(x, (0, 0, 0, length - x.shape[2])) if x.shape[2] < length else x
 
 
 def _of_batch(selection: Selection, batch: int) -> Selection:
@@ -104,12 +110,12 @@ class _Merged(torch.autograd.Function):
         out, merged, *parts = ctx.saved_tensors
         grads: list[Tensor | None] = []
         for place, part, lse in zip(ctx.places, parts[::2], parts[1::2], strict=True):
-            here, spare = grad[:, :, place], part.shape[2] - (place.stop - place.start)
+            here, length = grad[:, :, place], part.shape[2]
             weights = _weights(lse, merged, place)
             of_part = (here * weights).to(part.dtype)
             changes = part[:, :, : here.shape[2]].to(merged.dtype) - out[:, :, place]
-            of_lse = (here * changes).sum(-1) * weights.squeeze(-1)
-            grads += [F.pad(of_part, (0, 0, 0, spare)), F.pad(of_lse, (0, spare))]
+            of_lse = (here * changes).sum(-1, keepdim=True) * weights
+            grads += [_filled(of_part, length), _filled(of_lse, length).squeeze(-1)]
         return None, *grads
 
 

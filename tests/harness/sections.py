@@ -37,7 +37,7 @@ class ThreadDivision(Division):
         return torch.cat(got)
 
 
-def divided(size: int, work: Callable[[ThreadDivision], Result], exchange: str = "auto") -> list[Result]:
+def in_sections(size: int, work: Callable[[ThreadDivision], Result], exchange: str = "auto") -> list[Result]:
     """What ``work`` gives in each of so many places, in their order."""
     hands, barrier = [None] * size, threading.Barrier(size)
 

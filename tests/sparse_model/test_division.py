@@ -98,6 +98,22 @@ def test_processes_have_together_what_one_has(name: str, size: int) -> None:
     assert found.drawn == wanted.drawn
 
 
+def test_layers_of_columns_have_their_rows_divided_by_columns() -> None:
+    """Where that sends less, and nothing else of the block needs neighbours: an expert's capacity, a convolution."""
+    cases: list[tuple[dict[str, Any], Any, list[int]]] = [
+        ({}, "auto", [8, 0, 0, 0, 0]),  # the last layer's experts count arrivals
+        ({"feed_forward": {"type": "dense"}}, "auto", [8, 0, 0, 0, 8]),
+        ({"feed_forward": {"type": "dense"}}, "keys", [8, 0, 0, 0, 8]),
+        ({}, "heads", [0, 0, 0, 0, 0]),
+        ({"convolution": 3}, "auto", [0, 0, 0, 0, 0]),
+        ({"reversible": True}, "auto", [0, 0, 0, 0, 0]),
+    ]
+    for changes, exchange, strides in cases:
+        model = SparseTransformer(small(**{**IN_TURN, **changes}))
+        model.divide(Division(1, 4, None, exchange))
+        assert [rest[3] if rest else 0 for rest in model.beside(64)] == strides
+
+
 @every_size
 def test_losses_in_fp32_are_those_of_one_process(size: int) -> None:
     asked = Pass(LATER_PARTS, torch.float32)
