@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
     def traffic(self, division: Division, context: int) -> Traffic:
         """What it sends in a forward pass over one context of so many positions, where this is how it is divided."""
-        widths = self.widths[-2] // self.key_value_heads, self.widths[-1] // self.key_value_heads
+        widths = self.network.query_key_width // self.heads, self.network.width // self.heads
         patterns = self.patterns if type(self) is Attention else None
         return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
 
