@@ -211,7 +211,7 @@ class Attention(nn.Module):
         that attend over selections.
         """
         is_told = type(self) is Attention and self.backend != "flex" and not apart
-        widths = self.widths[-2] // self.key_value_heads, self.widths[-1] // self.key_value_heads
+        widths = self.network.query_key_width // self.heads, self.network.width // self.heads
         patterns = self.patterns if is_told else None
         return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem, empty_cache, nearest, num_pairs, sparse_attention
 from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_json
-from longstride.sparse_model.division import Division
+from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
@@ -203,6 +203,7 @@ class Synthesizer(nn.Module):
     def __init__(self, network: NetworkConfig, config: SynthesizerConfig, rotary: Rotary | None) -> None:
         super().__init__()
         self.network, self.heads, self.kinds, self.backend = network, network.heads, config.kind, network.backend
+        self.key_value_heads = network.heads  # each has its own
         self.patterns = config.head_patterns(network)
         widths = config.head_widths(network)
         self.product_width, self.whole_scores = widths.query_key, not widths.in_kernels
@@ -324,6 +325,12 @@ class Synthesizer(nn.Module):
                 places = part["places"].relu() @ self.place_keys[heads].mT
         q, k = (torch.cat(sides, -1) if len(sides) > 1 else next(iter(sides), None) for sides in (queries, keys))
         return Heads(part["values"], q, k, blocks, places)
+
+    def traffic(self, division: Division, context: int, apart: bool = False) -> Traffic:
+        """What it sends in a forward pass over one context of so many positions, where this is how it is divided."""
+        channels = sum(self.widths.values()) + self.network.width
+        sent = (division.size - 1) * context // division.size * channels // division.size
+        return Traffic("heads", 2 * (division.size > 1), (sent,) * division.size)
 
     def shares(self) -> Any:
         """α of each kind: () tensors, or 1.0 where there is one kind."""

@@ -6,6 +6,7 @@ In fp64 the two differ by the order of sums: of B·N rows, of a few hundred chan
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -16,6 +17,8 @@ from longstride.kernels import ConfigError
 from longstride.sparse_model import Division, SparseTransformer, division
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.harness.divided import Pass, divided, joined, one_pass
+from tests.harness.sections import ThreadDivision
+from tests.harness.sections import divided as threads
 
 BOUND = 2.0**-40
 ON_GRID = 1e-9  # of reversible blocks: a last bit may move a stream by a step of its grid
@@ -128,6 +131,26 @@ def test_parts_of_a_divided_model_are_those_of_an_undivided_one() -> None:
     for block, other in zip(model.blocks, whole.blocks, strict=True):
         assert block.work(40, 2) == other.work(40, 2)
     assert [mixer.copies for mixer in model.mixers[:6]] == [1, 1, 1, 2, 1, 4]
+
+
+def test_what_a_mixer_sends_is_what_it_says() -> None:
+    """Calls, and numbers of each process, of the others: for all contexts of a batch."""
+    model = SparseTransformer(small(**{**EVERY_MIXER, "convolution": None})).train()
+    rows = torch.randn(2, 40, 64)
+    for mixer in model.mixers:
+        parts = [part for part in mixer.modules() if hasattr(part, "division")]
+
+        def sent(place: ThreadDivision, mixer: Any = mixer, parts: list[Any] = parts) -> tuple[int, int]:
+            own = copy.deepcopy(mixer)
+            own.division = place
+            assert len(parts) == 1
+            with torch.no_grad():
+                own(rows[:, place.section(40)])
+            return place.calls, place.sent_bytes
+
+        told = mixer.traffic(Division(0, 4), 40)
+        assert told.exchange == "heads"
+        assert threads(4, sent) == [(told.calls, 2 * 4 * numbers) for numbers in told.sent], type(mixer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
