@@ -1,8 +1,8 @@
 """The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
 
-It hands out the model, its configuration and the base class of all configurations, ``Session`` and ``generate`` for
-inference, what its parts give and count, the dense feed-forward, whose thresholds decide what is computed twice, and
-n-gram tables, whose rows a trainer keeps elsewhere.
+It hands out the model, how contexts are divided over processes, its configuration and the base class of all
+configurations, ``Session`` and ``generate`` for inference, what its parts give and count, the dense feed-forward, whose
+thresholds decide what is computed twice, and n-gram tables, whose rows a trainer keeps elsewhere.
 """
 
 import longstride
@@ -11,6 +11,7 @@ if __name__ == "sparse_model":
     longstride.stand_aside(__name__)
 else:
     from longstride.sparse_model.config import BlockConfig, ImageEmbedding, ModelConfig
+    from longstride.sparse_model.division import Division
     from longstride.sparse_model.feed_forwards import dense
     from longstride.sparse_model.generation import generate, wrong_settings
     from longstride.sparse_model.ngrams import Ngrams, add_rows

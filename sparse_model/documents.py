@@ -13,8 +13,8 @@ from longstride.kernels.selections import Selection
 class Documents(NamedTuple):
     """How documents lie in the contexts of a batch, as one block needs it."""
 
-    places: Tensor  # (B, N) int64, the place of each position in its document, from 0
-    selection: Selection | None  # which positions each head of the block's mixer reads; None: it has no mixer
+    places: Tensor  # (B, n) int64, the place of each row in its document, from 0; of a divided context its own rows
+    selection: Selection | None  # which positions each head of the block's mixer reads, of all; None: it has no mixer
 
 
 def places_of(begins: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstride.sparse_model.config import ModelConfig
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.ngrams import Ngrams
 from longstride.sparse_model.part import draw
 
@@ -35,7 +36,8 @@ class Embedding(nn.Module):
         self.ngrams: Ngrams | None = None
         if config.ngrams is not None:
             self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
-        self.reach = 1 if config.ngrams is None else config.ngrams.orders[-1]  # tokens before a row that it holds
+        self.division = Division()
+        self.reach = config.reach
 
     def initialize(self) -> None:
         """Set its tables. What is added up to one row of the stream shares its size; n-gram tables begin at 0."""
@@ -46,19 +48,27 @@ class Embedding(nn.Module):
             draw(table.weight, self.config, self.config.width * len(self.positions))
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """(B, N) int64 to (B, N, C): row i holds token i - 1 and position i.
+        """Tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
 
         With the place of each position in its document (B, N), positions count from the document's first one, and
-        tokens before that are none.
+        tokens before that are none. Where contexts are divided, the rows of this process's section alone.
         """
-        batch, length = tokens.shape
-        start = self.start.expand(batch, 1, -1)
-        h = torch.cat([start, self.tokens(tokens[:, :-1])], dim=1)
+        own = self.division.section(tokens.shape[1])
+        before = tokens[:, max(0, own.start - self.reach) : own.stop - 1].long()
+        before = F.pad(before, (own.stop - own.start + self.reach - 1 - before.shape[1], 0), value=NO_TOKEN)
+        positions = torch.arange(own.start, own.stop, device=tokens.device)
+        places = None if places is None else places[:, own]
+        if self.division.size == 1:
+            start = self.start.expand(len(tokens), 1, -1)
+            h = torch.cat([start, self.tokens(before[:, self.reach :])], dim=1)
+        else:  # the start has a gradient on every process
+            last = before[:, self.reach - 1 :]
+            h = torch.where((positions == 0)[:, None], self.start, self.tokens(last.clamp_min(0)))
         if places is not None:
             h = torch.where((places == 0)[..., None], self.start, h)
         if self.ngrams is not None:
-            h = self.ngrams(h, F.pad(tokens[:, :-1], (self.reach, 0), value=NO_TOKEN), places)
-        for table, index in self._places(torch.arange(length, device=tokens.device) if places is None else places):
+            h = self.ngrams(h, before, places)
+        for table, index in self._places(positions if places is None else places):
             h = h + table(index)
         return h
 

@@ -23,8 +23,8 @@ ORDER = {
         "selected", "decoding",
     ],
     "sparse_model": [
-        "strict", "network", "tiles", "documents", "norm", "rotary", "part", "mixers", "feed_forwards", "config",
-        "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",
+        "strict", "network", "tiles", "division", "documents", "norm", "rotary", "part", "mixers", "feed_forwards",
+        "config", "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",
     ],
     "data_pipelines": [
         "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",

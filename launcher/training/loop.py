@@ -57,12 +57,13 @@ class Trainer:
         run, engine = self._run, self._engine
         evaluation_is_missing = lacks_evaluation(engine.global_steps, run)
         self._open_batches(state)
-        config, world_size = run.config, run.ranks.world_size
+        config, world_size, shared = run.config, run.ranks.world_size, run.ranks.sequence_parallel
         numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
         numel += engine.tables.shape.numel() if engine.tables is not None else 0
+        place = f"{engine.device.type}, {shared} share each context" if shared > 1 else engine.device.type
         self._recorder.say(
             f"{numel:,} parameters, context {config.model.context:,}, {world_size} process"
-            f"{'es' if world_size > 1 else ''} on {engine.device.type}, ZeRO {config.zero_stage}, {config.precision}"
+            f"{'es' if world_size > 1 else ''} on {place}, ZeRO {config.zero_stage}, {config.precision}"
         )
         self._response = GuardResponse(run, engine, self._guards, self._plateau, self._recorder, self._state)
         steps_left = config.train.last_step - engine.global_steps
@@ -254,7 +255,7 @@ def train_step(
 class Scored(NamedTuple):
     """What the model makes of some contexts."""
 
-    nats: Tensor  # () fp32: the cross-entropy of all their bytes, padding left out
+    nats: Tensor  # () fp32: the cross-entropy of all their bytes that this rank computes, padding left out
     loss: Tensor  # () fp32: to train on; with the auxiliary losses of the model's parts, for each byte
     statistics: tuple[Tensor, ...]  # of the parts that observe
 
@@ -265,8 +266,10 @@ def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list
     more = {} if batch.begins is None else {"begins": batch.begins[rows].to(engine.device)}
     given = engine(tokens.to(engine.device), return_nats=True, return_mixed=True, **more)
     nats, auxiliary, statistics = given  # (B, N), …
-    if not bool((lengths == tokens.shape[1]).all()):
-        real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    first = engine.module.division.section(tokens.shape[1]).start
+    lengths = (lengths - first).clamp(0, nats.shape[1])  # of the positions that this rank has
+    if not bool((lengths == nats.shape[1]).all()):
+        real = torch.arange(nats.shape[1]) < lengths[:, None]
         nats = nats.masked_fill(~real.to(engine.device), 0.0)
     if context_nats is not None:
         context_nats += nats.detach().double().sum(1).tolist()

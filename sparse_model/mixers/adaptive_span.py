@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, Problem, num_pairs, selected_attention
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import Rotary
@@ -97,10 +97,10 @@ class AdaptiveSpan(Attention):
         """The span z of each head, (H,) in positions, fp32 (fp64 for fp64)."""
         return Bounded.apply(self.spans.to(wide_of(self.spans))) * self.limit
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | Mixed:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv); in training with the penalty."""
-        spans = self.positions_read()
-        out = span_attention(q, k, v, spans, self.config.ramp, self.limit, self.backend)
+        spans = self.division.alike(self.positions_read())  # which way they lead says the gradient of the whole
+        out = span_attention(q, k, v, spans[heads], self.config.ramp, self.limit, self.backend)
         if not (self.training and self.config.penalty):
             return out
         return Mixed(out, self.config.penalty * spans.mean())

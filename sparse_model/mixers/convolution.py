@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.tiles import tiles, wide_of
 
@@ -22,6 +24,7 @@ class CausalConvolution(nn.Module):
     def __init__(self, positions: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(positions, width))  # row j is of the position j before
+        self.division = Division()
 
     def forward(
         self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
@@ -34,7 +37,13 @@ class CausalConvolution(nn.Module):
             if h.shape[1] == 1:
                 return state.step(h, first)
             state.begin(h)
-        return ShiftedSum.apply(h, self.weight, places)
+        if self.division.size == 1:
+            return ShiftedSum.apply(h, self.weight, places)
+        earlier = self.weight.shape[0] - 1
+        if places is not None:
+            places = F.pad(places, (earlier, 0))
+        h = torch.cat([self.division.before(h, earlier), h], 1)
+        return ShiftedSum.apply(h, self.weight, places)[:, earlier:]
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentRows:
         """Room for the rows that a step reads."""

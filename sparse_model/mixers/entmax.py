@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from longstride.kernels import ConfigError, allowed_keys
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import HeadWidths
@@ -108,9 +108,9 @@ class EntmaxAttention(Attention):
         """α - 1 of each head, (H,) fp32 (fp64 for fp64)."""
         return self.excess_logits.to(wide_of(self.excess_logits)).sigmoid().clamp_min(LEAST_EXCESS)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv)."""
-        return entmax_attention(q, k, v, self.excess(), self.patterns)
+        return entmax_attention(q, k, v, self.excess()[heads], self.patterns[heads])
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> EntmaxKeyValues:
         """Empty keys and values with room for ``length`` positions."""

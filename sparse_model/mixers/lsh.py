@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from longstride.kernels import ConfigError, Problem, attend_listed, selected_attention
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import Selection, hash_rounds, selection_mask
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
@@ -87,7 +87,7 @@ class HashedAttention(Attention):
         if self.rotations is not None:
             torch.nn.init.normal_(self.rotations)
 
-    def heads_of(self, rows: Tensor, places: Tensor | None = None) -> Sequence[Tensor]:
+    def heads_of(self, rows: Tensor, places: Tensor | slice | None = None) -> Sequence[Tensor]:
         """q, k and v (B, H, N, D), from what ``query_key_value`` gives, (B, N, channels)."""
         q, v = super().heads_of(rows, places)
         return q, _unit(q), v
@@ -97,13 +97,14 @@ class HashedAttention(Attention):
         q, v = super()._heads_of_one(row, position)
         return q, _unit(q), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, D)."""
-        return selected_attention(q, k, v, self.selection(q), backend=self.backend)
+        return selected_attention(q, k, v, self.selection(q, heads), backend=self.backend)
 
-    def selection(self, q: Tensor) -> Selection:
-        """Who reads whom, for queries (B, H, N, D)."""
-        return hash_rounds(buckets_of(q, self.rotations), self.config.chunk)
+    def selection(self, q: Tensor, heads: slice = ALL_HEADS) -> Selection:
+        """Who reads whom, for queries (B, H, N, D) of some heads."""
+        rotations = None if self.rotations is None else self.rotations[heads]
+        return hash_rounds(buckets_of(q, rotations), self.config.chunk)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> BucketCache:
         """Empty keys and values with room for ``length`` positions, and the last members of each bucket."""

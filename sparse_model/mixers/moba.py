@@ -18,7 +18,7 @@ from torch import Tensor
 from longstride.kernels import ConfigError, attend_listed, selected_attention
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import chosen_blocks
-from longstride.sparse_model.mixers.attention import Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.rotary import Rotary
@@ -66,7 +66,7 @@ class BlockAttention(Attention):
         super().__init__(network, (), rotary, key_value_heads=config.key_value_heads)
         self.block, self.top = config.block, config.top
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv)."""
         selection = chosen_blocks(choices(q, means(k, self.block), self.block, self.top), self.block)
         return selected_attention(q, k, v, selection, backend=self.backend)

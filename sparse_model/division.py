@@ -1,0 +1,391 @@
+"""A context divided over several processes: which positions this one has, and what they exchange.
+
+Letters: U processes of a group, B batch, H heads, N positions of a context, n = N / U of a section, C width.
+
+Process u of the group holds section u: positions u · n to (u + 1) · n - 1. What computes each row by itself needs
+nothing more. What brings positions together asks its ``Division``, which a model hands to all its parts (``divide``).
+Attention exchanges heads for positions: every process gets H / U heads of whole contexts, and computes them as ever
+(Jacobs et al. 2023, DeepSpeed Ulysses). Every exchange has its gradient, which is the exchange back.
+
+A layer whose heads all read within the column of a query, every l-th position, needs none of that where its rows are
+divided by columns: process u then holds columns u · l / U to (u + 1) · l / U - 1 of every l positions, and whole ones.
+The residual stream is divided anew before and behind such layers, which sends a row where heads send four.
+
+All processes of a group call the same exchanges in the same order, in the backward pass too: a parameter that some of
+them do not use gets zeros there, and never nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import SectionReads, rows_sent
+
+WORDS = 1 << 16  # of random bits that are made together: on a CPU they stay in the cache; a card wants more to do
+WORDS_ON_CARDS = 1 << 22
+_STEP, _MIXERS = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+Exchange = Literal["heads", "keys"]  # of which attention takes one
+
+
+class Traffic(NamedTuple):
+    """What one attention sends in a forward pass over one context. The backward pass sends as much."""
+
+    exchange: Exchange
+    calls: int
+    sent: tuple[int, ...]  # numbers that each process sends to others: times their bytes, and the contexts of a batch
+
+
+class Division:
+    """The place of this process among the U that hold the same contexts. Of one process, every exchange is nothing."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: ProcessGroup | None = None,
+        exchange: Literal["heads", "keys", "auto"] = "auto",
+    ) -> None:
+        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order.
+
+        ``exchange``: what attention over patterns does, see ``traffic``.
+        """
+        self.rank, self.size, self.group, self.exchange = rank, size, group, exchange
+
+    def section(self, context: int) -> slice:
+        """The positions of this process in a context of so many.
+
+        Raises:
+            ValueError: they do not divide evenly.
+        """
+        if context % self.size:
+            raise ValueError(f"{context} positions must divide by the {self.size} processes that share a context")
+        rows = context // self.size
+        return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def positions(self, rows: int) -> slice:
+        """The positions of a section of n = ``rows``."""
+        return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def positions_of(self, rows: int, stride: int) -> Tensor:
+        """The positions (n,) int64 of n = ``rows`` divided by columns of a stride, ascending; 0 is by sections."""
+        row = torch.arange(rows)
+        if not stride:
+            return row + self.rank * rows
+        width = stride // self.size
+        return row // width * stride + self.rank * width + row % width
+
+    def divides(self, context: int, stride: int) -> bool:
+        """Whether several processes can divide rows by columns of a stride, and sections evenly into them."""
+        return self.size > 1 and stride > 0 and stride % self.size == 0 and context % (self.size * stride) == 0
+
+    def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
+        """Rows (B, n, ·) divided by columns of one stride to those divided by another; 0 is by sections."""
+        if before == after:
+            return rows
+        if before:
+            rows = _Columns.apply(self, rows, before, False)
+        return _Columns.apply(self, rows, after, True) if after else rows
+
+    def heads(self, count: int) -> slice:
+        """Of so many heads, those that this process computes."""
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Tensors (B, H, n, ·), each of its own H, which U divides: (B, H / U, N, ·) each, in one exchange."""
+        if self.size == 1:
+            return tensors
+        exchanged: Sequence[Tensor] = _ToHeads.apply(self, *tensors)
+        return exchanged
+
+    def to_sections(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Tensors (B, H / U, N, ·) back to (B, H, n, ·)."""
+        if self.size == 1:
+            return tensors
+        exchanged: Sequence[Tensor] = _ToSections.apply(self, *tensors)
+        return exchanged
+
+    def traffic(
+        self, context: int, heads: int, key_heads: int, widths: tuple[int, int], patterns: tuple[Pattern, ...] | None
+    ) -> Traffic:
+        """What an attention sends, and by which exchange; it needs no other process, and is the same on each.
+
+        "auto" takes what sends fewer numbers, of all processes together. Where heads do not divide by U, it is keys;
+        where the data decide who reads whom, it is heads.
+
+        Args:
+            context: N, which U divides.
+            heads, key_heads: H and K.
+            widths: channels of a key and of a value.
+            patterns: of each head, resolved; None: they do not tell what is read.
+        """
+        elsewhere = (self.size - 1) * context // self.size
+        # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
+        shared = math.lcm(key_heads, self.size)
+        there = heads * widths[0] + shared * sum(widths)
+        by_heads = Traffic(
+            "heads", 2 * (self.size > 1), (elsewhere * (there + heads * widths[1]) // self.size,) * self.size
+        )
+        if patterns is None or self.exchange == "heads" or self.size == 1:
+            return by_heads
+        rows = rows_sent(patterns, key_heads, context, self.size).sum(1)
+        by_keys = Traffic("keys", int(rows.any()), tuple((rows * sum(widths)).tolist()))
+        if self.exchange == "keys" or heads % self.size:
+            return by_keys
+        return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
+
+    def fetch(self, k: Tensor, v: Tensor, reads: SectionReads) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of k (B, K, n, D) and v (B, K, n, Dv) to the sections that read them.
+
+        Returns:
+            k and v again, whose gradients have those of the rows that were sent, and the rows that were received,
+            (R, B, D + Dv).
+        """
+        fetched: tuple[Tensor, Tensor, Tensor] = _Fetched.apply(self, reads, k, v)
+        return fetched
+
+    def before(self, rows: Tensor, count: int) -> Tensor:
+        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C); 0 before all.
+
+        Raises:
+            ValueError: a section has fewer rows.
+        """
+        if count > rows.shape[1]:
+            raise ValueError(f"{count} rows before a section of {rows.shape[1]} lie in several other sections")
+        if self.size == 1:
+            return rows.new_zeros(len(rows), count, *rows.shape[2:])
+        earlier: Tensor = _Before.apply(self, rows, count)
+        return earlier
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of the processes' values, on each of them."""
+        if self.size == 1:
+            return values
+        total: Tensor = _Sum.apply(self, values)
+        return total
+
+    def alike(self, values: Tensor) -> Tensor:
+        """The same values, which all processes have; each gets an equal part of all their gradients' sum.
+
+        For what its gradient goes through next, where that is not linear in it.
+        """
+        if self.size == 1:
+            return values
+        same: Tensor = _Alike.apply(self, values)
+        return same
+
+    def sum_before(self, values: Tensor) -> Tensor:
+        """The sum of the values of the processes before this one. Has no gradient."""
+        if self.size == 1:
+            return torch.zeros_like(values)
+        everyone = self.swap(values.detach().expand(self.size, *values.shape).contiguous())
+        return everyone[: self.rank].sum(0, dtype=values.dtype)
+
+    def drop(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
+        """Dropout of rows (B, n, C) whose mask depends on positions, and not on how a context is divided.
+
+        ``columns``: the stride of the columns by which the rows are divided; 0: by sections.
+        """
+        kept = 1 - _of_bits(share) / (1 << 16)
+        return (rows * (1 / kept)).masked_fill_(self.dropped(rows, share, columns), 0.0)
+
+    def dropped(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
+        """What ``drop`` takes of rows (B, n, C): (B, n, C) bool, each with the probability ``share`` to 16 bits.
+
+        A call draws one number from torch's generator of the CPU, which a group's processes have alike. With it the
+        number of a position, context and four channels is hashed to 64 bits (Steele et al. 2014, SplitMix64): the same
+        on every device.
+        """
+        batch, count, width = rows.shape
+        words = batch * -(-width // 4)
+        number = self.positions_of(count, columns).to(rows.device) * _signed(_STEP * words)
+        number += torch.randint(1 << 62, ())
+        channels = torch.arange(words, device=rows.device) * _signed(_STEP)
+        together = max(1, (WORDS if rows.device.type == "cpu" else WORDS_ON_CARDS) // words)
+        memory = torch.empty(2, min(together, count), words, dtype=torch.int64, device=rows.device)
+        mask = torch.empty(count, batch, width, dtype=torch.bool, device=rows.device)
+        for some, out in zip(number.split(together), mask.split(together), strict=True):
+            bits, shifted = memory[:, : len(some)]
+            torch.add(some[:, None], channels, out=bits)
+            for shift, factor in _MIXERS:
+                torch.bitwise_right_shift(bits, shift, out=shifted)
+                bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # without the sign's copies
+                if factor > 1:
+                    bits.mul_(_signed(factor))
+            drawn = bits.view(torch.int16).view(len(some), batch, -1)[..., :width]
+            torch.lt(drawn, _of_bits(share) - (1 << 15), out=out)
+        return mask.transpose(0, 1)
+
+    def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
+
+        Without counts every process gets one of U rows. With them process u gets the next ``sent[u]`` rows, and gives
+        ``received[u]``.
+        """
+        counts = sent or [1] * self.size, received or [1] * self.size
+        # As bytes, which every backend takes.
+        width = math.prod(values.shape[1:]) * values.element_size()
+        out = values.new_empty(sum(counts[1]), *values.shape[1:])
+        splits = [[count * width for count in side] for side in counts]
+        torch.distributed.all_to_all_single(
+            out.view(-1).view(torch.uint8),
+            values.contiguous().view(-1).view(torch.uint8),
+            splits[1],
+            splits[0],
+            self.group,
+        )
+        return out
+
+    def swap_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors (U, …) of one type, of each the row u to process u, in one exchange."""
+        received = self.swap(torch.cat([part.flatten(1) for part in parts], 1))
+        widths = [part[0].numel() for part in parts]
+        return [got.view(part.shape) for got, part in zip(received.split(widths, 1), parts, strict=True)]
+
+
+def _heads(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """(B, H, n, ·) to (B, H / U, N, ·)."""
+    swapped = division.swap_parts([x.unflatten(1, (division.size, -1)).movedim(1, 0) for x in tensors])
+    return tuple(x.movedim(0, 2).flatten(2, 3) for x in swapped)  # (U, B, H / U, n, ·) by the section they come from
+
+
+def _sections(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """(B, H / U, N, ·) to (B, H, n, ·)."""
+    swapped = division.swap_parts([x.unflatten(2, (division.size, -1)).movedim(2, 0) for x in tensors])
+    return tuple(x.movedim(0, 1).flatten(1, 2) for x in swapped)  # (U, B, H / U, n, ·) by who had the heads
+
+
+def _of_bits(share: float) -> int:
+    """How many of the values of 16 bits are below a share of them; not all."""
+    return min(round(share * (1 << 16)), (1 << 16) - 1)
+
+
+def _signed(number: int) -> int:
+    """A number mod 2⁶⁴ as the int64 of the same bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.division = division
+        return _heads(division, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_sections(ctx.division, grads)
+
+
+class _ToSections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.division = division
+        return _sections(division, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_heads(ctx.division, grads)
+
+
+def _columns(division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+    """(B, n, ·) of a section to those of columns, or back."""
+    width = stride // division.size
+    if there:
+        swapped = division.swap(rows.unflatten(1, (-1, division.size, width)).movedim(2, 0))
+        return swapped.movedim(0, 1).flatten(1, 3)  # (B, U, n / l, l / U, ·), by section
+    swapped = division.swap(rows.unflatten(1, (division.size, -1, width)).movedim(1, 0))
+    return swapped.movedim(0, 2).flatten(1, 3)  # (B, n / l, U, l / U, ·), by column
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+        ctx.division, ctx.stride, ctx.there = division, stride, there
+        return _columns(division, rows, stride, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _columns(ctx.division, grad, ctx.stride, not ctx.there), None, None
+
+
+class _Before(torch.autograd.Function):
+    """The last rows of each process's, handed to the next one."""
+
+    @staticmethod
+    def forward(ctx: Any, division: Division, rows: Tensor, count: int) -> Tensor:
+        ctx.division, ctx.shape, ctx.count = division, rows.shape, count
+        last = rows[:, rows.shape[1] - count :].movedim(1, 0)  # (count, B, C)
+        got = division.swap(last[: count * (division.rank < division.size - 1)], *_to_next(division, count))
+        return got.movedim(0, 1) if len(got) else rows.new_zeros(len(rows), count, *rows.shape[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        division, count = ctx.division, ctx.count
+        there, back = _to_next(division, count)
+        got = division.swap(grad.movedim(1, 0)[: count * (division.rank > 0)], back, there)
+        grad_rows = grad.new_zeros(ctx.shape)
+        if len(got):
+            grad_rows[:, ctx.shape[1] - count :] = got.movedim(0, 1)
+        return None, grad_rows, None
+
+
+def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
+    """What this process hands to each one, and gets from each, where everyone hands so many rows to the next."""
+    sent = [count * (place == division.rank + 1) for place in range(division.size)]
+    return sent, [count * (place == division.rank - 1) for place in range(division.size)]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
+        ctx.division = division
+        # In the order of the processes, so that each has the same bits.
+        return division.swap(values.expand(division.size, *values.shape).contiguous()).sum(0, dtype=values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, ctx.division.sum(grad)
+
+
+class _Fetched(torch.autograd.Function):
+    # It hands on k and v, so that every process goes through its backward pass: also one that receives nothing.
+    @staticmethod
+    def forward(ctx: Any, division: Division, reads: SectionReads, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.division, ctx.reads = division, reads
+        rows = torch.cat([x[:, reads.sent_heads, reads.sent_rows] for x in (k, v)], -1).transpose(0, 1)
+        return k, v, division.swap(rows, list(reads.sent), list(reads.received))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reads, (grad_k, grad_v, grad_rows) = ctx.reads, grads
+        back = ctx.division.swap(grad_rows, list(reads.received), list(reads.sent)).transpose(0, 1)
+        by_part = back.split([grad_k.shape[-1], grad_v.shape[-1]], -1)
+        totals = []
+        for own, rows in zip((grad_k, grad_v), by_part, strict=True):
+            total = own.clone()
+            places = zip(reads.sent_heads.split(reads.sent), reads.sent_rows.split(reads.sent), strict=True)
+            # Section after section: none reads a row twice, so nothing is added to one place in an open order.
+            for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
+                total[:, heads, places_in] += added
+            totals.append(total)
+        return None, None, *totals
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
+        ctx.division = division
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, ctx.division.sum(grad) / ctx.division.size
