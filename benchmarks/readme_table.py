@@ -1,7 +1,8 @@
 """The tables of attention in README.md and docs/kernels.md, made from the files in benchmarks/results/.
 
 `python benchmarks/readme_table.py` writes both; a test holds that they agree. The README has one table a device, of its
-first head width. docs/kernels.md has all, those of selections, and what the compiler made of the kernels.
+first head width. docs/kernels.md has all, those of selections, what the compiler made of the kernels, and what a card
+is estimated to make of that.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ README, DETAILS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by benchmarks/readme_table.py: begin -->", "<!-- end -->"
 EVIDENCE = "<!-- made by benchmarks/readme_table.py from evidence-*.json: begin -->"
+ESTIMATES = "<!-- made by benchmarks/readme_table.py from estimates-*.json: begin -->"
 SHOWN_CONTEXT = 12_288
 PHASES = ("forward", "backward", "both")
 GPU_COLUMNS = ("× FlexAttention forward", "× FlexAttention both", "of ideal forward", "of ideal backward")
@@ -42,6 +44,8 @@ def with_tables(page: Path) -> str:
     if page == DETAILS:
         (evidence,) = (json.loads(path.read_text()) for path in RESULTS.glob("evidence-*.json"))
         text = replaced(text, EVIDENCE, evidence_table(evidence))
+        (estimates,) = (json.loads(path.read_text()) for path in RESULTS.glob("estimates-*.json"))
+        text = replaced(text, ESTIMATES, estimates_table(estimates))
     return text
 
 
@@ -134,9 +138,14 @@ def evidence_table(result: dict[str, Any]) -> str:
     for key in of_version[0]:
         kernel, width, block_q, block_k, warps, stages, most = key
         shapes = [rows[key] for rows in of_version]
+        ordinary = [
+            version
+            for version, (row, *_) in zip(result["tritons"], shapes, strict=True)
+            if not row.get("specializes", 1)
+        ]
         first = [row["visits"][0]["instructions"] for rows in shapes for row in rows[:1]]
         cells = [
-            kernel,
+            kernel + "".join(f", ordinary warps under {version}" for version in ordinary),
             str(width),
             f"{block_q} × {block_k}",
             f"{warps}, {stages}",
@@ -148,6 +157,27 @@ def evidence_table(result: dict[str, Any]) -> str:
             both(min(row["programs"] for row in rows) for rows in shapes),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def estimates_table(result: dict[str, Any]) -> str:
+    """What a card should reach, beside its bars, and what the same model says of kernels that others measured."""
+    lines = [
+        f"Estimated from the code of Triton {result['triton']}, not measured:",
+        "",
+        "| what | estimate | bar |",
+        "|---" * 3 + "|",
+        *(f"| {one['what']} | {one['estimate']:.3g} {one['unit']} | {one['bar']} |" for one in result["estimates"]),
+        "",
+        "The same model of kernels that others measured, TFLOP/s forward:",
+        "",
+        "| kernel | model | measured |",
+        "|---" * 3 + "|",
+        *(
+            f"| {one['what']} | {one['model_tflops']:.0f} | {one['tflops']} ({one['source']}) |"
+            for one in result["known"]
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -2,8 +2,10 @@
 
 No card is needed. Each kernel of the table of an architecture is compiled as the launch path compiles it, at the widest
 head that a row serves, and its machine code is read (``generated_code``): products a visit of a tile, instructions,
-registers, what is spilled, and how many programs share a multiprocessor. The result file has an entry for each version
-of Triton; a run replaces that of the Triton it runs with and keeps the others.
+registers, what is spilled, and how many programs share a multiprocessor. So is a candidate that no table has before a
+card has run it, ``specialized``: its row says whether that Triton makes specialised warps of it (``specializes``).
+The result file has an entry for each version of Triton; a run replaces that of the Triton it runs with and keeps the
+others.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ SHAPES = {  # how the rows and columns of patterns lie, by kernel
     "closed": ("natural", "folded"),
     "closed_forward": ("natural", "folded"),
 }
+CANDIDATES = {"sm_90": ("sm_90:specialized:bfloat16:128:natural:128,128,4,2,0",)}  # for tuning on a card
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages", "maxnreg")
 
 
@@ -48,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=None, help="the JSON file")
     options = parser.parse_args(arguments)
     output = options.output or RESULTS / f"evidence-{options.architecture}.json"
-    cases = shipped(options.architecture)
+    cases = [*shipped(options.architecture), *CANDIDATES.get(options.architecture, ())]
     with ThreadPoolExecutor(options.processes) as pool:
         shares = [cases[number :: options.processes] for number in range(options.processes)]
         found = {row["case"]: row for rows in pool.map(compiled, shares) for row in rows}
@@ -112,6 +115,7 @@ def row_of(found: dict[str, Any]) -> dict[str, Any]:
         "visits": found["visits"],
         "outside": found["outside"],  # instructions in no loop, each once a program
         "repairs": found["repairs"],
+        **({"specializes": found["specializes"]} if kernel == "specialized" else {}),
     }
 
 

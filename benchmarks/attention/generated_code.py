@@ -90,6 +90,14 @@ class Code(NamedTuple):
             return (self.outside,)
         return tuple(loop for loop in self.hot if loop.products or loop.fused > loop.instructions // 3)
 
+    def once(self, groups: int = 1) -> int:
+        """Instructions of a warp that no visit has, each once a program; of one of so many groups of specialised warps.
+
+        Such groups have their visits inside a loop that hands out work, with what surrounds the visits of each.
+        """
+        handed_out = max((loop.instructions for loop in self.hot if not loop.products), default=0)
+        return self.outside.instructions + (handed_out // groups if groups > 1 else 0)
+
     def programs(self, architecture: str) -> int:
         """How many programs one multiprocessor holds at a time."""
         card = CARDS[architecture]

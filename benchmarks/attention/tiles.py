@@ -60,7 +60,8 @@ def visited_pairs(
 
     def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
         found = candidates_on(device, kernel, dtype.itemsize, padded)
-        return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts)) // len(heads)
+        of_runs = candidates_on(device, "closed_forward", dtype.itemsize, padded) if kernel == "forward" else ()
+        return sum(choice.pairs for choice in chosen(found, heads, context, rows, parts, of_runs)) // len(heads)
 
     if phase == "forward":
         return of("forward", "queries", "all")

@@ -59,8 +59,9 @@ from longstride.kernels.backends.triton.launch import (
     per_query_of,
 )
 from longstride.kernels.patterns import Block, Column, Local, Pattern, Summary
+from longstride.kernels.plan import Side
 
-KERNELS: tuple[Kernel, ...] = ("forward", "dkdv", "dq", "closed")
+KERNELS: tuple[Kernel, ...] = ("forward", "dkdv", "dq", "closed", "closed_forward")
 AHEAD = ("sm_80", "sm_86", "sm_90")  # whose machine code can be made and read without a card
 REHEARSED = "sm_90"
 # block_q, block_k, warps, stages, and most registers a thread
@@ -78,6 +79,10 @@ FIELDS = {
     "closed": [
         *((128, 128, 8, 1), (128, 128, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1), (64, 64, 4, 1, 128)),
         *((32, 32, 2, 1), (32, 32, 4, 1), (32, 32, 1, 1)),
+    ],
+    "closed_forward": [
+        *((128, 128, 8, 1), (128, 128, 8, 1, 128), (128, 128, 4, 1), (64, 64, 4, 1), (64, 64, 4, 1, 128)),
+        *((64, 64, 8, 1), (32, 32, 2, 1), (32, 32, 4, 1), (32, 32, 4, 1, 128), (32, 32, 1, 1)),
     ],
 }
 IN_FP32 = [
@@ -138,12 +143,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tune: {error}", file=sys.stderr)
         return 2
     target = REHEARSED if options.device == "cpu" else call.architecture(torch.device("cuda"))
-    groups = [
+    wanted = (
         [Trial(case, one) for case in cases_of(kernel, dtype, width, options) for one in grid(case, target)]
         for dtype in options.dtypes
         for width in options.widths
         for kernel in options.kernels
-    ]
+    )
+    groups = [group for group in wanted if group]  # closed runs of fp32 have no kernel of their own
     found: list[dict[str, Any]] = []
     ran = []
     with ahead_of_time(groups, target, options.processes) as known:
@@ -192,8 +198,8 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 def cases_of(kernel: Kernel, dtype: str, width: int, options: argparse.Namespace) -> Iterator[Case]:
     """Long runs, short and shorter columns and few keys a row, all of which fill a card; blocks for closed runs."""
     if options.device == "cpu":
-        yield Case(kernel, Block(16) if kernel == "closed" else Local(32), 64, dtype, width, 1, "cpu")
-    elif kernel == "closed":
+        yield Case(kernel, Block(16) if of_runs(kernel) else Local(32), 64, dtype, width, 1, "cpu")
+    elif of_runs(kernel):
         if dtype != "float32":  # whose closed runs the other kernels serve
             for pattern in (Block(128), Column(128), Block(64), Block(32)):
                 yield Case(kernel, pattern, 12_288, dtype, width, 64, "cuda")
@@ -209,7 +215,7 @@ def grid(case: Case, target: str) -> list[Configuration]:
     item = getattr(torch, case.dtype).itemsize
     fields: Sequence[tuple[int, ...]] = IN_FP32 if case.dtype == "float32" else FIELDS[case.kernel]
     made = [configuration(*some) for some in fields]
-    if target == "sm_90" and case.kernel != "closed" and item == 2:
+    if target == "sm_90" and not of_runs(case.kernel) and item == 2:
         large = [one for one in made if one.maxnreg is None and min(one[:2]) >= DESCRIBED_FROM and one.num_stages == 2]
         made += [one._replace(described=True) for one in large]
         if case.kernel == "forward":
@@ -217,12 +223,17 @@ def grid(case: Case, target: str) -> list[Configuration]:
     own = [one._replace(rate=1.0) for one in getattr(entry(target, item, padded(case.width))[1], case.kernel)]
     found = list(dict.fromkeys([*own, *made]))
     if case.device == "cpu":  # one that compiles well, and one whose warps repeat each other's products
-        found = [configuration(64, 64, 4, 1 + (case.kernel != "closed")), configuration(64, 64, 16, 1)]
-    if case.kernel != "closed":
+        found = [configuration(64, 64, 4, 2 - of_runs(case.kernel)), configuration(64, 64, 16, 1)]
+    if not of_runs(case.kernel):
         return found
     stride = case.pattern.stride  # type: ignore[attr-defined]
     longest = case.context // stride if isinstance(case.pattern, Column) else stride
     return [one for one in found if one.block_k >= longest]  # a whole run must fit
+
+
+def of_runs(kernel: Kernel) -> bool:
+    """Whether a program of a kernel reads a whole closed run at once."""
+    return kernel.startswith("closed")
 
 
 def configuration(block_q: int, block_k: int, warps: int, stages: int, maxnreg: int | None = None) -> Configuration:
@@ -384,7 +395,7 @@ def prepared(case: Case, empty: bool = False) -> tuple[Callable[[], object], Cal
     torch.manual_seed(0)
     q, k, v, grad_out = (drawn() for _ in range(4))
     patterns = (case.pattern,) * case.heads
-    if case.kernel == "forward":
+    if case.kernel in ("forward", "closed_forward"):
         found: list[Tensor] = []
 
         def run_forward() -> None:
@@ -422,11 +433,13 @@ def prepared(case: Case, empty: bool = False) -> tuple[Callable[[], object], Cal
 
 @contextlib.contextmanager
 def only(trial: Trial) -> Iterator[None]:
-    """Have the trial's kernel use its configuration alone."""
+    """Have the trial's kernel use its configuration alone, and the general forward kernel serve closed runs as well."""
     table = call.candidates_on
 
     def candidates_on(device: torch.device, kernel: Kernel, *case: Any) -> tuple[Configuration, ...]:
-        return (trial.configuration,) if kernel == trial.case.kernel else table(device, kernel, *case)
+        if kernel == trial.case.kernel:
+            return (trial.configuration,)
+        return () if (trial.case.kernel, kernel) == ("forward", "closed_forward") else table(device, kernel, *case)
 
     call.candidates_on = candidates_on  # type: ignore[assignment]
     try:
@@ -493,9 +506,9 @@ def pairs_of(case: Case, one: Configuration) -> int:
         choice = closed_choice((one,), patterns, case.context)
         assert choice is not None
         return choice.pairs
-    return sum(
-        c.pairs for c in chosen((one,), patterns, case.context, "keys" if case.kernel == "dkdv" else "queries", "all")
-    )
+    general, runs = ((), (one,)) if case.kernel == "closed_forward" else ((one,), ())
+    rows: Side = "keys" if case.kernel == "dkdv" else "queries"
+    return sum(choice.pairs for choice in chosen(general, patterns, case.context, rows, "all", runs))
 
 
 def title(case: Case) -> str:

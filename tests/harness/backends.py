@@ -59,7 +59,7 @@ def use_tiles(
 
 
 def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
-    """Have one kernel use this configuration alone, on whatever runs here."""
+    """Have one kernel use this configuration alone, on whatever runs here; general ones serve closed runs as well."""
     from longstride.kernels.backends.triton import call, launch
     from longstride.kernels.kept import Kept
 
@@ -67,6 +67,10 @@ def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) ->
     table = call.candidates_on
 
     def candidates_on(device: torch.device, asked: Any, *case: Any) -> Any:
-        return (one,) if asked == kernel else table(device, asked, *case)
+        if asked == kernel:
+            return (one,)
+        if asked.startswith("closed") and not kernel.startswith("closed"):
+            return ()
+        return table(device, asked, *case)
 
     monkeypatch.setattr(call, "candidates_on", candidates_on)

@@ -76,8 +76,8 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
     )
     if "listed" in further:
         chosen = pipelined(chosen)
-    if name == "specialized" and not SPECIALIZES:
-        chosen = chosen._replace(specialized=True).ordinary()
+    if name == "specialized":
+        chosen = chosen._replace(specialized=True)
     kernel = KERNELS[name]
     known = _constants(name, chosen, width, further)
     constants = {parameter.name: known[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
@@ -93,11 +93,12 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=target_of(architecture), options=chosen.options())
+    launched = chosen if SPECIALIZES else chosen.ordinary()
+    compiled = triton.compile(source, target=target_of(architecture), options=launched.options())
     found = {"case": case, "tiles": list(chosen), "shared": compiled.metadata.shared}
     if "amdgcn" in compiled.asm:
         return lambda: found | amdgcn_usage(compiled.asm["amdgcn"])
-    return lambda: found | evidence(compiled, architecture, name, chosen, width)
+    return lambda: found | evidence(compiled, architecture, name, chosen.ordinary(), width)
 
 
 def configuration_of(text: str) -> Configuration:
@@ -107,7 +108,10 @@ def configuration_of(text: str) -> Configuration:
 
 
 def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration, width: int) -> dict[str, Any]:
-    """Of an NVIDIA card's machine code; ``visits`` are hot loops in which tiles are visited, in their order."""
+    """Of an NVIDIA card's machine code; ``visits`` are hot loops in which tiles are visited, in their order.
+
+    ``chosen`` has the warps that multiply. Where they specialise, each group of them has such a loop of its own.
+    """
     code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
     found = {
         "registers": code.registers,
@@ -116,18 +120,19 @@ def evidence(compiled: Any, architecture: str, name: str, chosen: Configuration,
         "programs": code.programs(architecture) if architecture in CARDS else None,
         "local_in_loops": sum(loop.local for loop in code.hot),
         "specializes": "setmaxnreg" in compiled.asm["ptx"],
-        "outside": code.outside.instructions,
         "repairs": [loop._asdict() for loop in code.loops if loop.repairs],
     }
-    if name not in PLANNED:
+    kernel = "forward" if name == "specialized" else name
+    if kernel not in PLANNED:
         return found | {"visits": []}
-    visits = code.visits(name)
+    visits = code.visits(kernel)
+    found["outside"] = code.once(len(visits) if found["specializes"] else 1)
     found["local_elsewhere"] = sum(one.local for one in (*code.hot, code.outside) if one not in visits)
-    said = [one._asdict() | {"repeats": round(repeats(one, name, chosen, width, width), 3)} for one in visits]
+    said = [one._asdict() | {"repeats": round(repeats(one, kernel, chosen, width, width), 3)} for one in visits]
     by_groups = any(one.by_groups for one in visits)
     return found | {
         "visits": said,
-        "fewest_products": fewest_products(name, chosen, width, width) if by_groups else None,
+        "fewest_products": fewest_products(kernel, chosen, width, width) if by_groups else None,
     }
 
 

@@ -1,8 +1,20 @@
 """Small tiles for all tests of kernels, so that small contexts have full, partial, ragged and absent ones."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.harness.backends import HAS_TRITON, use_tiles
+from tests.harness.interpreter import quicken
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """For as long as kernels are tested."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if HAS_TRITON:
+            quicken(monkeypatch)
+        yield
 
 
 @pytest.fixture

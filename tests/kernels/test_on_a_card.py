@@ -211,6 +211,7 @@ def shipped() -> list[Any]:
         return [
             ("forward", HALF, 16, Configuration(16, 32, 1, 1, described=True)),
             ("closed", HALF, 16, Configuration(32, 32, 1, 1)),
+            ("closed_forward", HALF, 16, Configuration(32, 32, 1, 1)),
         ]
     name = call.architecture(torch.device(DEVICE))
     rows = {(k, w): some for w, entry in ARCHITECTURES.get(name, SAFE).items() for k, some in entry._asdict().items()}
@@ -219,7 +220,7 @@ def shipped() -> list[Any]:
     found = []
     for (kernel, widest), some_of_a_row in rows.items():
         dtype = BRAIN if widest.bytes_an_element == 2 else SINGLE
-        ways = (False, True) if name == "sm_90" and kernel != "closed" and dtype == BRAIN else (False,)
+        ways = (False, True) if name == "sm_90" and not kernel.startswith("closed") and dtype == BRAIN else (False,)
         found += [
             (kernel, dtype, widest.width, one._replace(rate=1.0, described=described))
             for one in some_of_a_row
@@ -230,11 +231,13 @@ def shipped() -> list[Any]:
 
 def patterns_for(kernel: str, one: Any) -> Sequence[Pattern]:
     """What one configuration is held on; for closed runs such as fill its tile, or leave a part of it."""
-    if kernel != "closed":
+    if not kernel.startswith("closed"):
         return some(MAIN, Summary(L, C))
     edge, short = one.block_k, one.block_k // 4 * 3
-    blocks, columns = (Block(edge), Block(short), Fixed(edge, C)), (Column(CLOSED // short), Strided(CLOSED // edge))
-    return some((*blocks, *columns), Fixed(edge, C))
+    runs = (Block(edge), Block(short), Column(CLOSED // short), Strided(CLOSED // edge))
+    if kernel == "closed_forward":  # the blocks of fixed are no pass of their own
+        return some(runs, Strided(CLOSED // edge))
+    return some((*runs, Fixed(edge, C)), Fixed(edge, C))
 
 
 SHIPPED = [(*case, pattern) for case in (shipped() if HAS_TRITON else []) for pattern in patterns_for(case[0], case[3])]
@@ -246,11 +249,15 @@ def test_every_shipped_configuration_is_within_precision(
 ) -> None:
     """Alone, so that no rate keeps it from being chosen; many tiles of it, of which some are not full."""
     use_configuration(monkeypatch, kernel, one)
-    if kernel == "closed":
-        from longstride.kernels.backends.triton.configurations import closed_choice
+    if kernel.startswith("closed"):
+        from longstride.kernels.backends.triton.configurations import chosen, closed_choice
 
-        assert closed_choice((one,), (pattern,) * 2, CLOSED) is not None
-    check_pattern(pattern, dtype, width, context=CLOSED if kernel == "closed" else N + L)
+        patterns = (pattern.for_head(0),) * 2
+        if kernel == "closed":
+            assert closed_choice((one,), patterns, CLOSED) is not None
+        else:
+            assert any(choice.closed for choice in chosen((one,), patterns, CLOSED, "queries", "all", (one,)))
+    check_pattern(pattern, dtype, width, context=CLOSED if kernel.startswith("closed") else N + L)
 
 
 # Selections and single queries

@@ -1,4 +1,9 @@
-"""The Triton kernels compile for every card in the tables, without that card, and their machine code is sound."""
+"""The Triton kernels compile for every card in the tables, without that card, and their machine code is sound.
+
+To compile them all takes minutes. What came of it is kept in compiled.json, and stands for the kernels as long as their
+sources and Triton are the same; some are compiled each time, to hold the file to what comes out. Any other Triton
+compiles them all. ``PYTHONPATH=. python tests/kernels/test_triton_compiles.py`` writes the file anew.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +25,17 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
+FIELDS = ("case", "shared", "spilled_bytes", "wgmma", "fewest_products")
+VISITS = ("instructions", "products", "local", "repeats")
+KEPT = pathlib.Path(__file__).with_name("compiled.json")
+# What machine code and what is read in it depend on.
+SOURCES = (
+    *(f"kernels/backends/triton/{name}.py" for name in ("*_kernel", "tile", "packing", "configurations")),
+    "tests/harness/compile_triton.py",
+    "benchmarks/attention/generated_code.py",
+)
+RENEW = "run PYTHONPATH=. python tests/kernels/test_triton_compiles.py"
+EVERY = 20  # of how many kept cases one is compiled each time
 KERNELS = ("forward", "dkdv", "dq")
 DEFAULTS = [
     *(f"{kernel}:{case}" for kernel in KERNELS for case in ("bfloat16:64:folded", "float16:128:natural")),
@@ -44,7 +62,8 @@ def shipped(architecture: str) -> list[str]:
     """Every configuration of a table, at the widest head that it serves."""
     dtypes = {2: "bfloat16", 4: "float32"}
     return [
-        f"{kernel}:{dtypes[widest.bytes_an_element]}:{widest.width}:folded:{','.join(map(str, one[:4]))}"
+        f"{kernel}:{dtypes[widest.bytes_an_element]}:{widest.width}:folded:"
+        + ",".join(str(field or 0) for field in (*one[:4], one.maxnreg))
         for widest, row in ARCHITECTURES.get(architecture, SAFE).items()
         for kernel, candidates in row._asdict().items()
         for one in candidates
@@ -75,10 +94,49 @@ def test_every_architecture_has_a_limit() -> None:
     assert set(ARCHITECTURES) - {"interpreter"} <= set(SHARED_BYTES)
 
 
+def defaults_of(architecture: str) -> list[str]:
+    """Those of the kernels as they are chosen by default, in many shapes; of cards with a table of their own."""
+    return [*DEFAULTS, *(DESCRIBED if architecture == "sm_90" else ())] if architecture in ARCHITECTURES else []
+
+
+def standing(architecture: str) -> list[str]:
+    """All that is held by default."""
+    return list(dict.fromkeys([*defaults_of(architecture), *shipped(architecture)]))
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """What this Triton made of these sources, by case; nothing where another Triton did.
+
+    Raises:
+        AssertionError: the sources have changed since.
+    """
+    import triton
+
+    content = json.loads(KEPT.read_text())
+    if content["triton"] != triton.__version__:
+        return {}
+    assert content["sources"] == digest(), RENEW
+    return {found["case"]: found for found in content["found"]}
+
+
+def digest() -> int:
+    """A check sum of what machine code, and what is read in it, depend on."""
+    paths = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
+    return zlib.crc32(b"".join(path.read_bytes() for path in paths))
+
+
+def few(found: dict[str, Any]) -> dict[str, Any]:
+    """Of what the compiler says, what rules are about."""
+    visits = [{name: visit[name] for name in VISITS} for visit in found.get("visits", ())]
+    return {name: found[name] for name in FIELDS if name in found} | {"visits": visits}
+
+
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
 def test_default_and_shipped_kernels_waste_nothing_a_visit(architecture: str) -> None:
-    defaults = [*DEFAULTS, *(DESCRIBED if architecture == "sm_90" else ())] if architecture in ARCHITECTURES else []
-    for found in _compiled(architecture, [*defaults, *shipped(architecture)]):
+    known, cases, defaults = kept(), standing(architecture), defaults_of(architecture)
+    compiled = {found["case"]: few(found) for found in _compiled(architecture, cases[:: EVERY if known else 1])}
+    assert known.items() >= compiled.items() or not known, f"{compiled} is not what {KEPT.name} has: {RENEW}"
+    for found in ((known | compiled)[f"{architecture}:{case}"] for case in cases):
         _check(found, architecture)
         case = found["case"].removeprefix(f"{architecture}:")
         if architecture == "sm_90" and case in defaults and not case.startswith(("delta", "gather", "groups")):
@@ -157,3 +215,18 @@ def _compiled(architecture: str, cases: list[str]) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _write() -> None:
+    """Compile all that is held by default, and keep what came of it."""
+    import triton
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        of_all = pool.map(lambda architecture: _compiled(architecture, standing(architecture)), sorted(SHARED_BYTES))
+        rows = [json.dumps(few(found)) for some in of_all for found in some]
+    head = f'{{"triton": "{triton.__version__}", "sources": {digest()}, "found": ['
+    KEPT.write_text(head + "\n" + ",\n".join(rows) + "\n]}\n")
+
+
+if __name__ == "__main__":
+    _write()

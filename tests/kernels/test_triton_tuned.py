@@ -67,6 +67,8 @@ GOOD: dict[str, Any] = {"block_q": 64, "block_k": 64, "num_warps": 4, "num_stage
         ({"rate": -1}, "rate=-1: must be a number above 0"),
         ({"described": 1}, "described=1: must be true or false"),
         ({"colour": 1}, "must have block_q, block_k"),
+        ({"kernel": "closed", "block_k": 32}, "rows[0].candidates: must have square tiles"),
+        ({"kernel": "closed_forward", "block_k": 32}, "rows[0].candidates: must have square tiles"),
     ],
     ids=str,
 )

@@ -14,9 +14,11 @@ import triton.language as tl
 
 from longstride.kernels.backends.triton.tile import (
     COUNTS,
+    ISOLATED_ROWS,
     LN2,
     LOG2E,
     NUM_FIELDS,
+    allowed_columns,
     has_nan,
     intervals,
     load_rows,
@@ -27,8 +29,6 @@ from longstride.kernels.backends.triton.tile import (
     tile_rows,
 )
 
-FEW = tl.constexpr(32)  # keys of a step of the repair
-
 
 @triton.jit
 def _attend_few(
@@ -36,7 +36,7 @@ def _attend_few(
     q_tile,  # (BLOCK, W)
     safe_m,  # (BLOCK,)
     low,
-    num_keys,
+    high,
     k,
     v,
     stride_k,
@@ -53,12 +53,12 @@ def _attend_few(
     ROWS: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):
-    """Add the FEW keys from row ``first`` on, where what is not finite may reach the queries that read it alone."""
-    row, inside, position = tile_rows(first, tl.minimum(first + FEW - 1, last_row), fields, data, FEW, ROWS)
+    """Add ISOLATED_ROWS keys from row ``first`` on, where what is not finite may reach its readers alone."""
+    _row, inside, position = tile_rows(first, last_row, fields, data, ISOLATED_ROWS, ROWS)
     k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, True)
     v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, True)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, FEW)
-    allowed = (row[None, :] - low[:, None]).to(tl.uint32) < num_keys[:, None].to(tl.uint32)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, ISOLATED_ROWS)
+    allowed = allowed_columns(first, low, high, ISOLATED_ROWS)
     p = tl.where(allowed, tl.exp2(s * (SCALE * LOG2E) - safe_m[:, None]), 0.0)
     return read_product(p, allowed, v_tile, acc, ROUND_BF16)
 
@@ -122,11 +122,10 @@ def closed_forward_kernel(
         acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True)
         m = tl.load(lse + position, mask=inside, other=float("-inf"))
     low, high = intervals(row, inside, fields, data, BOUNDS)  # the keys of each query, rows of this tile
-    num_keys = tl.minimum(high, last_row + 1) - low
+    high = tl.minimum(high, last_row + 1)
 
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK, BLOCK)
-    # One comparison for both bounds: what is below the lower one wraps around.
-    allowed = (row[None, :] - low[:, None]).to(tl.uint32) < num_keys[:, None].to(tl.uint32)
+    allowed = allowed_columns(first_row, low, high, BLOCK)
     s = tl.where(allowed, s, float("-inf"))
     new_m = tl.max(s, 1) * (SCALE * LOG2E)
     if RESUME:
@@ -145,14 +144,14 @@ def closed_forward_kernel(
         acc = tl.zeros((BLOCK, WV), ACCUMULATOR)
         if RESUME:
             acc = load_rows(previous, position, VALUE_WIDTH, inside, VALUE_WIDTH, WV, True) * fade[:, None]
-        for first in range(first_row, last_row + 1, FEW):
+        for first in range(first_row, last_row + 1, ISOLATED_ROWS):
             acc = _attend_few(
-                acc, q_tile, safe_m, low, num_keys, k, v, stride_kn, stride_vn, first, last_row, fields, data,
+                acc, q_tile, safe_m, low, high, k, v, stride_kn, stride_vn, first, last_row, fields, data,
                 SCALE, WIDTH, W, VALUE_WIDTH, WV, ROWS, ROUND_BF16,
             )  # fmt: skip
 
     # No key: output 0, and m = -inf is the logsumexp. Keys whose scores are all -inf: NaN, as in softmax.
-    total = tl.where(total == 0.0, tl.where(num_keys > 0, float("nan"), 1.0), total)
+    total = tl.where(total == 0.0, tl.where(low < high, float("nan"), 1.0), total)
     out += batch * stride_ob + head * stride_oh
     store_rows(out, position, stride_on, inside, acc * (1.0 / total)[:, None], VALUE_WIDTH, WV)
     log2_sum = new_m + tl.log2(total)

@@ -40,10 +40,7 @@ class Configuration(NamedTuple):
     num_stages: int
     rate: float = 1.0  # pairs a second, relative to the other candidates
     described: bool = False  # the tensor memory accelerator copies tiles where their order allows it
-    maxnreg: int | None = (
-        None  # registers a thread at most, so that more programs share a multiprocessor; NVIDIA's alone
-    )
-
+    maxnreg: int | None = None  # registers a thread at most, so that more programs fit; NVIDIA's alone
     specialized: bool = False  # of the forward kernel: warps that copy, and warps that multiply, where it can serve
 
     def tile_sizes(self, rows: Side) -> tuple[int, int]:
@@ -105,8 +102,6 @@ def squares(*edge_warps_rate: tuple[int, int, float], maxnreg: int | None = None
 
 RUNS = squares((128, 8, 1.0), (64, 4, 1.0), (32, 2, 0.6))  # forward, for cards without wgmma
 WIDE_RUNS = RUNS[1:]
-
-
 # For runs shorter than a large tile. The rates are estimates until a card has been measured.
 SMALL = (Configuration(32, 32, 4, 2, 0.3), Configuration(16, 16, 1, 2, 0.1))
 # For runs of a few tiles, which are bound by memory: several programs fit a multiprocessor.

@@ -150,13 +150,12 @@ def _sums_of_queries(
             keys, values = k, v
         else:
             keys, values = described[2 * segment], described[2 * segment + 1]
-        if EARLIER[segment] > 0:
+        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
+            full_first, full_last = count, count
             earlier = (position, inside, data + tl.load(own + EARLIER_LIST), context)
         else:
             earlier = (position, inside, data, context)
-        if EARLIER[segment] > 0:  # any tile may hold pairs that an earlier part has
-            full_first, full_last = count, count
-        elif not ISOLATED:
+        if EARLIER[segment] == 0 and not ISOLATED:
             for number in range(full_first, full_last):
                 dq_tile = _add_to_dq(
                     dq_tile, q_tile, grad_tile, row_lse, row_delta, keys, values, batch, head,

@@ -94,7 +94,7 @@ def read(path: Path) -> tuple[dict[str, Any], Rows]:
         some = row["candidates"]
         _demand(isinstance(some, list) and bool(some), f"{where}.candidates", some, "must hold a configuration")
         found = tuple(_configuration(one, f"{where}.candidates[{place}]") for place, one in enumerate(some))
-        square = row["kernel"] != "closed" or all(one.block_q == one.block_k for one in found)
+        square = not row["kernel"].startswith("closed") or all(one.block_q == one.block_k for one in found)
         _demand(square, f"{where}.candidates", ..., "must have square tiles, as closed runs have")
         rows[row["kernel"], widest] = found
     return facts, rows

@@ -11,19 +11,13 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.attention import estimates
-from benchmarks.attention.estimates import KNOWN, Case, Evidence, last_to_end, predicted
+from benchmarks.attention.estimates import KNOWN, Case, Evidence, predicted
 from longstride.kernels.patterns import Column, Local
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.what)
 def test_the_model_is_within_a_tenth_of_published_rates(known: estimates.Known) -> None:
     assert predicted(known) == pytest.approx(known.tflops, rel=0.1)
-
-
-def test_programs_begin_where_a_place_is_free_first() -> None:
-    assert last_to_end([3, 3, 2, 2, 2], 2) == 7  # 3 2 2 and 3 2
-    assert last_to_end([2, 2, 2, 3, 3], 2) == 7
-    assert last_to_end([5], 132) == 5
 
 
 def rows_for(case: Case, instructions: int) -> list[dict[str, Any]]:

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
+KERNELS = ("dq", "closed", "closed_forward")  # of those to tune
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -22,24 +24,41 @@ def test_tuning_drops_checks_times_and_writes_rows(tmp_path: Path, capsys: pytes
 
     output = tmp_path / "tuning.json"
     command = [sys.executable, "benchmarks/attention/tune.py", "--device", "cpu", "--widths", "64", "--processes", "1"]
-    command += ["--dtypes", "bfloat16", "--kernels", "dq", "closed", "--output", str(output)]
+    command += ["--dtypes", "bfloat16", "--kernels", *KERNELS, "--output", str(output)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     trials = json.loads(output.read_text())["trials"]
-    assert [(one["kernel"], one["num_warps"]) for one in trials] == [(k, w) for k in ("dq", "closed") for w in (4, 16)]
+    assert [(one["kernel"], one["num_warps"]) for one in trials] == [(k, w) for k in KERNELS for w in (4, 16)]
     for one in trials:  # sixteen warps have no more rows than four, and repeat what those compute
         dropped = one["num_warps"] == 16
         assert (one["problem"] is not None) == dropped and (one["seconds"] is None) == dropped
         assert one["ahead"]["registers"] > 0 and (one["ahead"]["repeats"] > 1.2) == dropped
     _, rows = tuned.read(output.with_suffix(".rows.json"))
-    assert {kernel: [one.num_warps for one in some] for (kernel, _), some in rows.items()} == {"dq": [4], "closed": [4]}
+    warps = [(kernel, one.num_warps) for (kernel, _), some in rows.items() for one in some]
+    assert warps == [(kernel, 4) for kernel in KERNELS]
     with pytest.raises(SystemExit) as ended:
         tune.main(["--device", "cpu", "--output", str(output)])
     assert ended.value.code == 2 and "exists already" in capsys.readouterr().err
     output.with_suffix(".rows.json").write_text("{")
     assert tune.main(["--device", "cpu", "--overwrite", "--output", str(output)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kernel", ["forward", "closed_forward"])
+def test_a_kernel_is_tried_where_another_one_would_serve(kernel: str) -> None:
+    """Short columns are the closed runs' by default: of the general kernel they ask too, by its own configuration."""
+    from benchmarks.attention import tune
+    from longstride.kernels.backends.triton import call
+    from longstride.kernels.patterns import Column
+
+    case = tune.Case(kernel, Column(8), 64, "bfloat16", 64, 1, "cpu")  # type: ignore[arg-type]
+    q = torch.empty(1, 1, case.context, case.width, dtype=torch.bfloat16)
+    for one in tune.grid(case._replace(device="cuda"), "sm_90"):
+        with tune.only(tune.Trial(case, one)):
+            (choice,) = call.Call(q, q, (case.pattern,)).choices("forward", "all")
+        assert choice.configuration == one and choice.closed == (kernel == "closed_forward")
+        assert choice.pairs == tune.pairs_of(case, one)
 
 
 def test_rates_have_plans_choose_what_was_fastest() -> None:

@@ -1,0 +1,42 @@
+"""Triton's interpreter, without what it does in vain: tests of kernels then take a third of the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+
+def quicken(monkeypatch: Any) -> None:
+    """Put the language in place once a launch, look types up once, and compute no sum for a check that is off.
+
+    Each call of a function inside a kernel puts all of the language in place anew, which is there since the launch, and
+    takes longer than what most of them compute. Sums of integers are computed a second time in 64 bits, to be asserted
+    in range, but nothing is asserted unless ``debug`` is on, which it is not. No result depends on any of this.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    put_in_place = interpreter._patch_lang
+
+    @functools.cache
+    def languages(function: Any) -> list[Any]:
+        return [one for one in function.__globals__.values() if inspect.ismodule(one) and one in (tl, tl.core)]
+
+    def once(function: Any) -> Any:
+        missing = any(tl.core.is_builtin(one.load) for one in languages(function))
+        return put_in_place(function) if missing else interpreter._LangPatchScope()
+
+    looked_up, look_up = dict[str, Any](), interpreter._get_np_dtype
+
+    def in_memory(kind: Any) -> Any:
+        if kind.scalar.name not in looked_up:
+            looked_up[kind.scalar.name] = look_up(kind)
+        return looked_up[kind.scalar.name]
+
+    options = interpreter.interpreter_builder.options
+    checked = dataclasses.replace(options, sanitize_overflow=options.sanitize_overflow and options.debug)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", checked)
+    monkeypatch.setattr(interpreter, "_patch_lang", once)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", in_memory)
