@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--positions", type=Path, metavar="FILE.png", help="draw the loss by position, with its numbers in FILE.json"
     )
+    parser.add_argument(
+        "--sequence-parallel", type=int, default=1, metavar="U", help="processes that share each context (default: 1)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     adopt_place(os.environ)
-    ranks = Ranks.from_environment(os.environ)
+    ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
+    check_sharing(ranks)
     if arguments.positions is not None:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
@@ -101,8 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(DTYPES[precision])
         model.to(ranks.device).eval()
+        model.divide(ranks.division())
         threads = 0
-        if ranks.device.type == "cpu":  # batches that are computed at a time, one thread each
+        # Batches that are computed at a time, one thread each. Ranks that share contexts exchange rows batch by batch.
+        if ranks.device.type == "cpu" and ranks.sequence_parallel == 1:
             at_once = _MOST_ROWS // (batch_size * config.model.context)
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
@@ -119,6 +126,17 @@ def run(arguments: argparse.Namespace) -> int:
             write_positions(arguments.positions, sums, edges, line, arguments.run)
             print(f"{arguments.positions}, {arguments.positions.with_suffix('.json')}: by position", file=sys.stderr)
     return 0
+
+
+def check_sharing(ranks: Ranks) -> None:
+    """Raise ConfigError unless as many processes were started as groups of ``--sequence-parallel`` make."""
+    shared, started = ranks.sequence_parallel, ranks.world_size
+    if shared < 1 or started % shared:
+        good = min((n for n in range(1, started + 1) if started % n == 0), key=lambda n: abs(n - shared))
+        many = f"{started} process{'es' if started > 1 else ''}"
+        raise ConfigError(
+            f"--sequence-parallel={shared}: must divide the {many} that a launcher started; nearest {good}"
+        )
 
 
 def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint, seed_generators
 from longstride.launcher.checkpoints.manifest import read_manifest
-from longstride.launcher.checkpoints.restoring import load_universal, seed_generators
+from longstride.launcher.checkpoints.restoring import load_universal
 from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
 from longstride.launcher.config.run_config import RunConfig, load_config
@@ -129,6 +129,30 @@ GRID |= {
     f"experts-{precision}": [Leg(*each, precision, (MUON, EXPERTS)) for each in ((2, 1), (3, 3), (1, 0), (2, 2))]
     for precision in ("fp32", "fp16", "bf16")
 }
+FOUR_HEADS = "model.heads=4"
+
+
+def in_groups(processes: int, shared: int | None, stage: int, precision: str, *others: str) -> Leg:
+    """A leg of so many processes, of which so many share each context."""
+    return Leg(processes, stage, precision, (f"train.sequence_parallel={shared or 'null'}", FOUR_HEADS, *others))
+
+
+GRID |= {
+    f"groups-{precision}{''.join(f'-{name}' for name in more)}": [
+        in_groups(processes, shared, stage, precision, *more.values())
+        for (processes, shared), stage in zip(
+            ((1, None), (2, 2), (4, 2), (4, 4), (2, 1), (4, 2), (4, None)), (0, 1, 2, 2, 3, 3, 0), strict=True
+        )
+    ]
+    for precision in ("fp32", "fp16", "bf16")
+    for more in ({}, {"muon": MUON})
+}
+GRID["groups-precisions"] = [
+    in_groups(2, 2, 3, "fp32"),
+    in_groups(4, 4, 0, "bf16"),
+    in_groups(4, 2, 1, "fp16"),
+    in_groups(1, None, 2, "fp32"),
+]
 GRID["adafactor"] = [
     Leg(2, 0, "fp32", (ADAFACTOR, EXPERTS)),
     Leg(1, 0, "bf16", (ADAFACTOR, EXPERTS)),
@@ -153,8 +177,8 @@ def test_chain_of_changes_loses_nothing(name: str, data: Path, tmp_path: Path) -
         overrides = [f"deepspeed=zero{leg.stage}_{leg.precision}", *leg.others, *CHAINED]
         last = f"train.steps={2 * number + 3}"
         starts.append(Run(["--config", str(config_file), "--resume", resume, *overrides, last], leg.processes))
-    optimizer = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS)]
-    alone = [*CHAINED, *optimizer, last, f"train.output={tmp_path / 'alone'}"]
+    same = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS, FOUR_HEADS)]
+    alone = [*CHAINED, *same, last, f"train.output={tmp_path / 'alone'}"]
     starts.append(Run(["--config", str(config_file), *alone], 1))
     for start, ended in zip(starts, spawn_series(starts), strict=True):
         assert ended.codes == [0] * start.world_size, ended.stderr
