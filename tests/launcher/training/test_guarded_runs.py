@@ -26,6 +26,7 @@ EVERY = [
     *(f"zero{stage}-{precision}{muon}" for stage in range(4) for precision in PRECISIONS for muon in ("", "-muon")),
     "zero2-bf16-offload",
     "zero3-bf16-offload",
+    *(f"zero{stage}-{precision}-groups" for stage in range(4) for precision in PRECISIONS),
 ]
 BY_STAGE = [pytest.param([n for n in EVERY if f"zero{stage}" in n], marks=pytest.mark.campaign) for stage in range(4)]
 SPIKE = 'train.guards.spike={"window": 2, "deviations": 6, "policy": "%s"}'
@@ -59,6 +60,8 @@ class Case:
             chosen.append("deepspeed.zero_optimization.offload_optimizer.device=cpu")
         if "muon" in parts:
             chosen.append(MUON)
+        if "groups" in parts:  # both processes share each context
+            chosen.append("train.sequence_parallel=2")
         every = ["--config", str(self.folder / "run.json"), *chosen, *arguments]
         return Run(every, 2, {"SPOIL": spoil} if spoil else {})
 
@@ -115,6 +118,7 @@ def kinds_of(name: str) -> list[str]:
 
 SKIPS = ["train.steps=6", "train.checkpoint_every=1", "train.guards.non_finite=skip", SPIKE % "skip"]
 SAMPLE = (("zero3-bf16-muon", "spike"), ("zero0-fp32", "loss"))
+REWOUND = {"rewound": "zero2-fp16", "groups": "zero2-fp16-groups"}
 
 
 @pytest.fixture(scope="session")
@@ -123,9 +127,11 @@ def sample(shared: Callable[[str, Make], Path], data: Path) -> tuple[Path, list[
 
     def make(folder: Path) -> None:
         runs = [Case(folder / f"{n}-{kind}", n).made(data).start(*SKIPS, spoil=f"{kind},1,4,4,1") for n, kind in SAMPLE]
-        case, spoil = Case(folder / "rewound", "zero2-fp16").made(data), "loss,1,6,6,1"
-        options = ["train.guards.non_finite=rewind", "train.evaluate_contexts=1"]
-        runs += [case.start(*options, spoil=spoil), case.start(*options, "--replay", "6", spoil=spoil)]
+        options, spoil = ["train.guards.non_finite=rewind", "train.evaluate_contexts=1"], "loss,1,6,6,1"
+        for place, name in REWOUND.items():
+            case = Case(folder / place, name).made(data)
+            runs += [case.start(*options, spoil=spoil), case.start(*options, "--replay", "6", spoil=spoil)]
+        runs.append(case.start(*options, "--replay", "8"))
         (folder / "ended.json").write_text(json.dumps([vars(ended) for ended in spawn_series(runs)]))
 
     folder = shared("guarded", make)
@@ -168,8 +174,23 @@ def check_skip(case: Case, kind: str, ended: Ended) -> None:
 
 def test_rewound_run_goes_on_behind_the_batch_which_is_replayed(sample: tuple[Path, list[Ended]]) -> None:
     """Step 6 is spoilt: the run goes back to step 4, and its steps 5, 6, … take the batches of 7, 8, …"""
-    folder, (*_, ended, again) = sample
-    case, other = Case(folder / "rewound", "zero2-fp16"), Case(folder / "zero0-fp32-loss", "zero0-fp32")
+    folder, (*_, ended, again, in_groups, groups_again, later) = sample
+    check_rewound(folder, "rewound", ended, again)
+    check_rewound(folder, "groups", in_groups, groups_again)
+    run = Case(folder / "groups", "").run
+    (incident,) = read_incidents(run).values()
+    assert incident.sequence_parallel == 2 and len(incident.rank_nats) == 2
+    assert incident.rank_nats[1] == "nan" != incident.rank_nats[0]
+    # Each context once, with what both processes have computed of it.
+    whole, line = json.loads(later.stdout[0].splitlines()[-1]), lines_of(run)[7]
+    assert whole["reproduced"] and len(whole["contexts"]) == len({each["sample_id"] for each in whole["contexts"]}) == 8
+    nats = sum(each["nats"] for each in whole["contexts"])
+    assert nats / line["tokens"] == pytest.approx(line["loss_nats"], rel=2**-20)  # fp32 sums of each
+
+
+def check_rewound(folder: Path, place: str, ended: Ended, again: Ended) -> None:
+    """Where the steps' batches went, and whether the replay of the spoilt one is what was recorded."""
+    case, other = Case(folder / place, REWOUND[place]), Case(folder / "zero0-fp32-loss", "zero0-fp32")
     assert ended.codes == [0, 0], ended.stderr
     assert verdicts(ended) == [*["None"] * 5, "rewind: the loss is nan", *["None"] * 4]
     lines, undisturbed = lines_of(case.run), [line["sample_ids_crc32"] for line in lines_of(other.run)]
