@@ -29,7 +29,7 @@ from torch import Tensor
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.config import add_trust_argument
+from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, add_step_argument, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     adopt_place(os.environ)
     ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
-    check_sharing(ranks)
     if arguments.positions is not None:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
@@ -84,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         for refusal in checkpoint.newer_refusals():
             say(f"passed over: {refusal}")
     config = checkpoint.config
+    check_sharing(config, ranks)
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
@@ -128,15 +128,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_sharing(ranks: Ranks) -> None:
-    """Raise ConfigError unless as many processes were started as groups of ``--sequence-parallel`` make."""
+def check_sharing(config: RunConfig, ranks: Ranks) -> None:
+    """Whether the ranks that were started can share contexts of a run's model as ``--sequence-parallel`` has it.
+
+    Raises:
+        ConfigError: they do not make whole groups, or the model cannot be divided so.
+    """
     shared, started = ranks.sequence_parallel, ranks.world_size
+    option = f"--sequence-parallel={shared}"
     if shared < 1 or started % shared:
         good = min((n for n in range(1, started + 1) if started % n == 0), key=lambda n: abs(n - shared))
         many = f"{started} process{'es' if started > 1 else ''}"
-        raise ConfigError(
-            f"--sequence-parallel={shared}: must divide the {many} that a launcher started; nearest {good}"
-        )
+        raise ConfigError(f"{option}: must divide the {many} that a launcher started; nearest {good}")
+    if shared > 1:
+        content = config.to_json()
+        content["train"] |= {"sequence_parallel": shared, "compile": False}  # blocks are compiled in training alone
+        try:
+            RunConfig.model_validate(content)
+        except ConfigError as error:
+            raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
 
 
 def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
