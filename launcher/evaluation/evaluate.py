@@ -37,7 +37,7 @@ from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
-from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model import Division, SparseTransformer
 
 MOST_BINS = 1024  # of positions in the JSON
 DRAWN_BINS = 48
@@ -96,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or checkpoint.manifest.precision
-    compile_kernels(config.model, batch_size, precision, ranks.device, apart=config.data.apart)
+    exchange = config.train.sequence_exchange
+    division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, exchange)
+    compile_kernels(config.model, batch_size, precision, ranks.device, apart=config.data.apart, division=division)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
         checkpoint = checkpoint.agreed(ranks)
@@ -106,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(DTYPES[precision])
         model.to(ranks.device).eval()
-        model.divide(ranks.division())
+        model.divide(ranks.division(exchange))
         threads = 0
         # Batches that are computed at a time, one thread each. Ranks that share contexts exchange rows batch by batch.
         if ranks.device.type == "cpu" and ranks.sequence_parallel == 1:

@@ -16,11 +16,19 @@ from torch.nn import functional as F
 
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saved_state import master_weights
-from longstride.launcher.evaluation.evaluate import bin_numbers, draw_positions, evaluation_line, position_edges, score
+from longstride.launcher.evaluation.evaluate import (
+    bin_numbers,
+    check_sharing,
+    draw_positions,
+    evaluation_line,
+    position_edges,
+    score,
+)
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.exports.export import export
 from longstride.launcher.ranks.processes import Ranks
@@ -97,6 +105,15 @@ def test_processes_that_share_contexts_print_the_same_but_for_rounding(
     assert bins["bytes"] == whole.counts()
     bits = [mean / math.log(2) for mean in whole.means()]
     assert bins["bits_per_byte"] == pytest.approx(bits, rel=2**-20)
+
+
+def test_model_that_processes_cannot_share_is_refused(trained: Trained) -> None:
+    config = read_checkpoint_config(trained("alone", 1))
+    check_sharing(config, Ranks(world_size=4, sequence_parallel=4))  # keys are exchanged where two heads are too few
+    with pytest.raises(
+        ConfigError, match=r"^--sequence-parallel=3: model\.context=64: must divide by the 3 processes "
+    ):
+        check_sharing(config, Ranks(world_size=3, sequence_parallel=3))
 
 
 @pytest.mark.campaign

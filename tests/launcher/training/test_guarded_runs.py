@@ -23,10 +23,14 @@ from tests.launcher.training.test_training import MUON
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EVERY = [
-    *(f"zero{stage}-{precision}{muon}" for stage in range(4) for precision in PRECISIONS for muon in ("", "-muon")),
+    *(
+        f"zero{stage}-{precision}{kind}"
+        for stage in range(4)
+        for precision in PRECISIONS
+        for kind in ("", "-muon", "-group")
+    ),
     "zero2-bf16-offload",
     "zero3-bf16-offload",
-    *(f"zero{stage}-{precision}-groups" for stage in range(4) for precision in PRECISIONS),
 ]
 BY_STAGE = [pytest.param([n for n in EVERY if f"zero{stage}" in n], marks=pytest.mark.campaign) for stage in range(4)]
 SPIKE = 'train.guards.spike={"window": 2, "deviations": 6, "policy": "%s"}'
@@ -60,7 +64,7 @@ class Case:
             chosen.append("deepspeed.zero_optimization.offload_optimizer.device=cpu")
         if "muon" in parts:
             chosen.append(MUON)
-        if "groups" in parts:  # both processes share each context
+        if "group" in parts:
             chosen.append("train.sequence_parallel=2")
         every = ["--config", str(self.folder / "run.json"), *chosen, *arguments]
         return Run(every, 2, {"SPOIL": spoil} if spoil else {})
@@ -117,8 +121,8 @@ def kinds_of(name: str) -> list[str]:
 
 
 SKIPS = ["train.steps=6", "train.checkpoint_every=1", "train.guards.non_finite=skip", SPIKE % "skip"]
-SAMPLE = (("zero3-bf16-muon", "spike"), ("zero0-fp32", "loss"))
-REWOUND = {"rewound": "zero2-fp16", "groups": "zero2-fp16-groups"}
+SAMPLE = (("zero3-bf16-muon", "spike"), ("zero0-fp32", "loss"), ("zero1-fp32-group", "loss"))
+REWOUND = {"rewound": "zero2-fp16", "group": "zero2-fp16-group"}
 
 
 @pytest.fixture(scope="session")
@@ -174,10 +178,10 @@ def check_skip(case: Case, kind: str, ended: Ended) -> None:
 
 def test_rewound_run_goes_on_behind_the_batch_which_is_replayed(sample: tuple[Path, list[Ended]]) -> None:
     """Step 6 is spoilt: the run goes back to step 4, and its steps 5, 6, … take the batches of 7, 8, …"""
-    folder, (*_, ended, again, in_groups, groups_again, later) = sample
+    folder, (*_, ended, again, in_group, group_again, later) = sample
     check_rewound(folder, "rewound", ended, again)
-    check_rewound(folder, "groups", in_groups, groups_again)
-    run = Case(folder / "groups", "").run
+    check_rewound(folder, "group", in_group, group_again)
+    run = Case(folder / "group", "").run
     (incident,) = read_incidents(run).values()
     assert incident.sequence_parallel == 2 and len(incident.rank_nats) == 2
     assert incident.rank_nats[1] == "nan" != incident.rank_nats[0]
