@@ -149,7 +149,7 @@ GRID |= {
 }
 GRID["groups-precisions"] = [
     in_groups(2, 2, 3, "fp32"),
-    in_groups(4, 4, 0, "bf16"),
+    in_groups(4, 4, 0, "bf16", "train.sequence_exchange=keys"),
     in_groups(4, 2, 1, "fp16"),
     in_groups(1, None, 2, "fp32"),
 ]

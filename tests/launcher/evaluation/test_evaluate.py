@@ -111,7 +111,7 @@ def test_model_that_processes_cannot_share_is_refused(trained: Trained) -> None:
     config = read_checkpoint_config(trained("alone", 1))
     check_sharing(config, Ranks(world_size=4, sequence_parallel=4))  # keys are exchanged where two heads are too few
     with pytest.raises(
-        ConfigError, match=r"^--sequence-parallel=3: model\.context=64: must divide by the 3 processes "
+        ConfigError, match=r"^--sequence-parallel=3: model\.context=64: must be a multiple of the 3 processes "
     ):
         check_sharing(config, Ranks(world_size=3, sequence_parallel=3))
 
