@@ -60,7 +60,8 @@ class Checkpoint:
     def layout(self) -> str:
         """What saved it, in words."""
         manifest = self.manifest
-        what = f"{_processes(manifest.world_size)} in ZeRO {manifest.zero_stage}, {manifest.precision}"
+        who = _processes(manifest.world_size, manifest.sequence_parallel)
+        what = f"{who} in ZeRO {manifest.zero_stage}, {manifest.precision}"
         return f"step {manifest.step} was saved by {what}"
 
     def newer_refusals(self) -> list[str]:
@@ -140,9 +141,17 @@ class Checkpoint:
         saved = (manifest.world_size, manifest.zero_stage, manifest.precision, *_layout_keys(self.config))
         return saved != (world_size, config.zero_stage, config.precision, *_layout_keys(config))
 
+    def is_repeated_by(self, config: RunConfig, world_size: int) -> bool:
+        """Whether a run of so many processes goes on from here as the one that saved it, bit for bit."""
+        same = self.manifest.sequence_parallel == config.train.sequence_parallel
+        return same and not self.needs_conversion(config, world_size)
+
     def conversion(self, config: RunConfig, world_size: int) -> str:
-        """From which layout to which it is converted for a run, in words."""
-        what = [_processes(world_size) + f" in ZeRO {config.zero_stage}"]
+        """From which layout to which a run goes on from it, in words."""
+        who = _processes(world_size, config.train.sequence_parallel)
+        if not self.needs_conversion(config, world_size):
+            return f"{self.layout}; goes on by {who}"
+        what = [f"{who} in ZeRO {config.zero_stage}"]
         now, saved = config.precision, self.manifest.precision
         if now != saved:
             what.append(now)
@@ -150,7 +159,7 @@ class Checkpoint:
             what.append("where the loss scale begins anew")
         return f"{self.layout}; converted for {', '.join(what)}"
 
-    def load(self, engine: DeepSpeedEngine, ranks: Ranks) -> StreamState:
+    def load(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) -> StreamState:
         """Brings an engine of the same layout, and the random generators, to where they were; returns the next batch.
 
         The files are verified already.
@@ -164,7 +173,7 @@ class Checkpoint:
         loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
         if loaded is None or engine.global_steps != self.manifest.step:
             raise RuntimeError(f"{self.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
-        self.load_generators(ranks, engine.device)
+        self.load_generators(config, ranks, engine.device)
         return StreamState.from_json(self.manifest.stream)
 
     def load_tables(self, engine: DeepSpeedEngine) -> None:
@@ -172,9 +181,15 @@ class Checkpoint:
         if engine.tables is not None:
             SavedTables(self.folder, self.manifest, self.config).load(engine)
 
-    def load_generators(self, ranks: Ranks, device: torch.device) -> None:
-        """Brings this rank's random generators to where they were."""
-        path = self.folder / random_name(ranks.rank)
+    def load_generators(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
+        """Brings this rank's random generators to where those of its contexts were.
+
+        Where other numbers of ranks have contexts of their own, none were, and they are seeded anew.
+        """
+        if ranks.data_world_size != self.manifest.world_size // (self.manifest.sequence_parallel or 1):
+            seed_generators(config.train.seed, self.manifest.step, ranks)
+            return
+        path = self.folder / random_name(ranks.data_rank)
         set_random_states(read_pickle(path, trusted=self.trusted), device)
 
 
@@ -190,9 +205,15 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / file_names.CHECKPOINTS / f"step-{step:08d}"
 
 
-def random_name(rank: int) -> str:
-    """The file of a rank's random generators."""
-    return f"random-{rank:05d}.pt"
+def random_name(data_rank: int) -> str:
+    """The file of the random generators of a rank, or of all those that share its contexts."""
+    return f"random-{data_rank:05d}.pt"
+
+
+def seed_generators(seed: int, step: int, ranks: Ranks) -> None:
+    """Seeds this rank's random generators anew: a run in another layout saved no states for all of these."""
+    text = f"{seed} {step} {ranks.data_world_size} {ranks.data_rank}".encode()
+    torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
 
 
 def list_checkpoints(run: Path, *, trusted: bool = False) -> tuple[list[Checkpoint], list[Refusal]]:
@@ -328,5 +349,6 @@ def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     return (optimizer, section.get("data_types", {}).get("grad_accum_dtype"), *(bool(zero.get(key)) for key in keys))
 
 
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"
+def _processes(count: int, sequence_parallel: int | None) -> str:
+    shared = "" if sequence_parallel is None else f" ({sequence_parallel} to a context)"
+    return f"{count} process{'es' if count > 1 else ''}{shared}"

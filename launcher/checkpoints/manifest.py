@@ -5,7 +5,7 @@ Also how files are brought to the disk. Format 2, `checkpoints/step-00001000/`, 
     manifest.json     this, with a SHA-256 over its own content
     config.json       the resolved configuration of the run
     deepspeed/        as DeepSpeed wrote it: weights, fp32 master weights, optimiser, schedule, loss scale
-    random-00000.pt   one a rank: the states of its random generators
+    random-00000.pt   one a rank: the states of its random generators; of ranks that share contexts, one for them all
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class CheckpointManifest(StrictModel):
     format_version: int
     step: int = Field(ge=0)
     world_size: int = Field(gt=0)
+    sequence_parallel: int | None = Field(default=None, gt=0)  # train.sequence_parallel
     zero_stage: int = Field(ge=0, le=3)
     precision: str
     stream: dict[str, Any]  # data_pipelines.order.StreamState: the next batch
@@ -55,7 +56,7 @@ class CheckpointManifest(StrictModel):
     plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
     best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
 
-    left_out_at_default = ("plateau", "best")
+    left_out_at_default = ("sequence_parallel", "plateau", "best")
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:

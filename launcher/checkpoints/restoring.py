@@ -8,7 +8,6 @@ DeepSpeed loads it like a checkpoint of its own, and saves normally afterwards.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 from collections.abc import Sequence
 
@@ -41,7 +40,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
     Raises:
         AgreedError: on every rank, where it cannot be converted, or the loaded model computes something else.
     """
-    manifest, conversion = checkpoint.manifest, None
+    conversion = None
     if checkpoint.needs_conversion(config, ranks.world_size):
         form, seconds = ready_universal(checkpoint, ranks)
         load_universal(engine, form)
@@ -50,13 +49,12 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
         conversion = f"{checkpoint.conversion(config, ranks.world_size)} ({took})"
         if not goes_on(form, states.vectors(engine)):
             conversion += "; the optimiser's moments begin anew"
-        if ranks.world_size == manifest.world_size:
-            checkpoint.load_generators(ranks, engine.device)
-        else:
-            seed_generators(config.train.seed, manifest.step, ranks)
-        state = StreamState.from_json(manifest.stream)
+        checkpoint.load_generators(config, ranks, engine.device)
+        state = StreamState.from_json(checkpoint.manifest.stream)
     else:
-        state = checkpoint.load(engine, ranks)
+        state = checkpoint.load(engine, config, ranks)
+        if not checkpoint.is_repeated_by(config, ranks.world_size):
+            conversion = checkpoint.conversion(config, ranks.world_size)
     apply_settings(engine, config.train)
     if (probe := checkpoint.probe) is not None:
         probe.check(engine, config, ranks)
@@ -88,12 +86,6 @@ def load_universal(engine: DeepSpeedEngine, form: Universal) -> None:
             for key, number in manifest.loss_scale.items():
                 if hasattr(scaler, key):
                     setattr(scaler, key, int(number) if key in _WHOLE_NUMBERS else number)
-
-
-def seed_generators(seed: int, step: int, ranks: Ranks) -> None:
-    """Seeds this rank's random generators anew: another number of ranks saved no states for all of these."""
-    text = f"{seed} {step} {ranks.world_size} {ranks.rank}".encode()
-    torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
 
 
 def _fill(engine: DeepSpeedEngine, form: Universal) -> None:

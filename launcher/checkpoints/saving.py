@@ -177,6 +177,7 @@ class _Save:
             "format_version": FORMAT_VERSION,
             "step": engine.global_steps,
             "world_size": ranks.world_size,
+            "sequence_parallel": config.train.sequence_parallel,
             "zero_stage": config.zero_stage,
             "precision": config.precision,
             "stream": stream.to_json(),
@@ -197,7 +198,9 @@ class _Save:
         if self._engine.tables is not None:
             path = self._partial / tables_name(self._ranks.rank)
             self._files.save(self._engine.tables.share(), str(path))
-        self._files.save(random_states(self._engine.device), str(self._partial / random_name(self._ranks.rank)))
+        if self._ranks.sequence_rank == 0:  # those that share contexts draw alike
+            path = self._partial / random_name(self._ranks.data_rank)
+            self._files.save(random_states(self._engine.device), str(path))
 
     def complete(self, best: Callable[[int], list[Score]]) -> None:
         """Makes a checkpoint of what was written, by a rename; ``best`` says what the first rank's manifest repeats."""

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.config import add_trust_argument
+from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, add_step_argument, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
@@ -36,7 +37,7 @@ from longstride.launcher.models import DTYPES, ModelData, add_weights_argument
 from longstride.launcher.output import exit_on_mistake, metrics_file, say
 from longstride.launcher.ranks import Ranks, adopt_place, process_group
 from longstride.launcher.stops import StopFlag
-from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model import Division, SparseTransformer
 
 MOST_BINS = 1024  # of positions in the JSON
 DRAWN_BINS = 48
@@ -64,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--positions", type=Path, metavar="FILE.png", help="draw the loss by position, with its numbers in FILE.json"
     )
+    parser.add_argument(
+        "--sequence-parallel", type=int, default=1, metavar="U", help="processes that share each context (default: 1)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
     adopt_place(os.environ)
-    ranks = Ranks.from_environment(os.environ)
+    ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
     if arguments.positions is not None:
         check_positions(arguments.positions)
     checkpoint = open_checkpoint(arguments.run, arguments.step, trusted=arguments.trust_checkpoint)
@@ -79,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         for refusal in checkpoint.newer_refusals():
             say(f"passed over: {refusal}")
     config = checkpoint.config
+    check_sharing(config, ranks)
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
@@ -91,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     edges = None if arguments.positions is None else position_edges(config.model.context)
     precision = arguments.precision or checkpoint.manifest.precision
-    compile_kernels(config.model, batch_size, precision, ranks.device, apart=config.data.apart)
+    exchange = config.train.sequence_exchange
+    division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, exchange)
+    compile_kernels(config.model, batch_size, precision, ranks.device, apart=config.data.apart, division=division)
     with process_group(ranks, config.train.timeout_seconds, arguments.run) as watchdog:
         # A run that goes on may have saved once more while the ranks looked.
         checkpoint = checkpoint.agreed(ranks)
@@ -101,8 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(DTYPES[precision])
         model.to(ranks.device).eval()
+        model.divide(ranks.division(exchange))
         threads = 0
-        if ranks.device.type == "cpu":  # batches that are computed at a time, one thread each
+        # Batches that are computed at a time, one thread each. Ranks that share contexts exchange rows batch by batch.
+        if ranks.device.type == "cpu" and ranks.sequence_parallel == 1:
             at_once = _MOST_ROWS // (batch_size * config.model.context)
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
@@ -119,6 +128,27 @@ def run(arguments: argparse.Namespace) -> int:
             write_positions(arguments.positions, sums, edges, line, arguments.run)
             print(f"{arguments.positions}, {arguments.positions.with_suffix('.json')}: by position", file=sys.stderr)
     return 0
+
+
+def check_sharing(config: RunConfig, ranks: Ranks) -> None:
+    """Whether the ranks that were started can share contexts of a run's model as ``--sequence-parallel`` has it.
+
+    Raises:
+        ConfigError: they do not make whole groups, or the model cannot be divided so.
+    """
+    shared, started = ranks.sequence_parallel, ranks.world_size
+    option = f"--sequence-parallel={shared}"
+    if shared < 1 or started % shared:
+        good = min((n for n in range(1, started + 1) if started % n == 0), key=lambda n: abs(n - shared))
+        many = f"{started} process{'es' if started > 1 else ''}"
+        raise ConfigError(f"{option}: must divide the {many} that a launcher started; nearest {good}")
+    if shared > 1:
+        content = config.to_json()
+        content["train"] |= {"sequence_parallel": shared, "compile": False}  # blocks are compiled in training alone
+        try:
+            RunConfig.model_validate(content)
+        except ConfigError as error:
+            raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
 
 
 def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:

@@ -167,18 +167,21 @@ class Incident(StrictModel):
     outcome: GuardPolicy
     reason: str
     loss_nats: Number
-    rank_nats: list[Number]  # sums over the bytes of each rank
+    rank_nats: list[Number]  # sums over the bytes of each rank, of those that share contexts over their positions
     tokens: int  # bytes of all ranks
     grad_norm: Number | None  # None: no finite number, or not computed
     loss_scale: float
     learning_rate: float
     world_size: int = Field(gt=0)
+    sequence_parallel: int | None = Field(default=None, gt=0)  # train.sequence_parallel
     origin: Origin
     stream: dict[str, Any]  # before the batch
     stream_after: dict[str, Any]
     rewound_to: int | None = None  # the checkpoint's step
     sample_ids: list[int]  # of the whole global batch, in order
     sample_ids_crc32: int
+
+    left_out_at_default = ("sequence_parallel",)
 
 
 def write_incident(run: Path, incident: Incident) -> Path:

@@ -57,7 +57,7 @@ def replay_step(run: Run, step: int) -> int:
     candidates = [each for each in listed if first <= each.manifest.step < step]
     for newest in candidates[:1]:
         newest.check_matches(config, run.data.stream().fingerprint)
-        if newest.needs_conversion(config, ranks.world_size):
+        if not newest.is_repeated_by(config, ranks.world_size):
             raise ConfigError(f"--replay={step}: {newest.layout}, and is repeated so alone: start as it was saved")
     without = ("tensorboard", "csv_monitor", "wandb", "comet")  # monitors, which would write
     section = {key: value for key, value in config.deepspeed.items() if key not in without}
@@ -72,11 +72,11 @@ def replay_step(run: Run, step: int) -> int:
             way = f"from step {incident.origin.step} to {step - 1} is whole, from which to come to it"
             raise ConfigError(f"{run.folder}: no checkpoint {way}")
         if checkpoint is None and incident:
-            check_processes(incident, ranks.world_size)
+            check_processes(incident, ranks.world_size, config.train.sequence_parallel)
         with exit_on_mistake(ranks.barrier):
             engine = build_engine(config, ranks)
             if checkpoint is not None:
-                checkpoint.load(engine, ranks)
+                checkpoint.load(engine, config, ranks)
                 apply_settings(engine, config.train)
             if ranks.is_first:
                 place = checkpoint.folder if checkpoint else "the beginning"
@@ -103,14 +103,15 @@ def find_record(run: Path, step: int) -> Record | None:
     return Record(str(run / file_names.METRICS), {name: line[name] for name in _COMPARED}, None)
 
 
-def check_processes(incident: Incident, world_size: int) -> None:
-    """Whether a replay from the beginning has as many processes as the run had. A checkpoint knows its own number.
+def check_processes(incident: Incident, world_size: int, sequence_parallel: int | None) -> None:
+    """Whether a replay from the beginning has the processes that the run had. A checkpoint knows its own.
 
     Raises:
         ConfigError: it has not.
     """
-    if incident.world_size != world_size:
+    if (incident.world_size, incident.sequence_parallel) != (world_size, sequence_parallel):
         many = f"{incident.world_size} process{'es' if incident.world_size > 1 else ''}"
+        many += f", {incident.sequence_parallel} to a context" if incident.sequence_parallel else ""
         rule = f"it was taken by {many}, and is repeated so alone: start as many"
         raise ConfigError(f"--replay={incident.step}: {rule}")
 
@@ -193,9 +194,13 @@ def _repeat(run: Run, engine: DeepSpeedEngine, step: int, batches: Batches, guar
         nats_per_byte = float(context["nats"]) / context["bytes"]
         return nats_per_byte if math.isfinite(nats_per_byte) else math.inf
 
-    rows = zip(batch.part.sample_ids.tolist(), context_nats, batch.part.lengths.tolist(), strict=True)
+    ranks = run.ranks
+    first_of_group = ranks.rank - ranks.sequence_rank
+    sections = ranks.gather_objects(context_nats)[first_of_group : first_of_group + ranks.sequence_parallel]
+    whole = map(sum, zip(*sections, strict=True))  # of the same contexts
+    rows = zip(batch.part.sample_ids.tolist(), whole, batch.part.lengths.tolist(), strict=True)
     contexts = [{"sample_id": number, "nats": as_number(nats), "bytes": length} for number, nats, length in rows]
-    everywhere = (each for part in run.ranks.gather_objects(contexts) for each in part)
+    everywhere = (each for part in ranks.gather_objects(contexts)[:: ranks.sequence_parallel] for each in part)
     return report | {"contexts": sorted(everywhere, key=loss, reverse=True)}
 
 

@@ -212,6 +212,7 @@ class GuardResponse:
                 reason=verdict.reason,
                 loss_nats=as_number(sum(map(float, line["rank_nats"])) / line["tokens"]),
                 world_size=run.ranks.world_size,
+                sequence_parallel=run.config.train.sequence_parallel,
                 origin=self._origin,
                 stream=before.to_json(),
                 stream_after=after.to_json(),
@@ -230,7 +231,7 @@ class GuardResponse:
             raise GuardStopError(step, verdict)
         if checkpoint is None:
             return False
-        checkpoint.load(self._engine, run.ranks)
+        checkpoint.load(self._engine, run.config, run.ranks)
         apply_settings(self._engine, run.config.train)
         back = checkpoint.manifest.step
         self._guards.rewound(step, checkpoint.manifest.guards)

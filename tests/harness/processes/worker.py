@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 import longstride.launcher.train as entry
+from longstride.launcher import cli
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.stops import StopFlag
 from tests.harness import counting
@@ -346,9 +347,9 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
 
 
 def run(arguments: list[str], stop: StopFlag | None) -> int:
-    """launcher/train.py's exit code; 1 with a traceback for what it does not foresee, as Python ends."""
+    """Exit code of launcher/train.py, or of a verb; 1 with a traceback for what it does not foresee, as Python ends."""
     try:
-        return entry.main(arguments, stop)
+        return cli.main(arguments) if "VERB" in os.environ else entry.main(arguments, stop)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

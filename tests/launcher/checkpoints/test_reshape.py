@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from longstride.launcher.checkpoints.checkpoint import Checkpoint, open_checkpoint, seed_generators
 from longstride.launcher.checkpoints.manifest import read_manifest
-from longstride.launcher.checkpoints.restoring import load_universal, seed_generators
+from longstride.launcher.checkpoints.restoring import load_universal
 from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
 from longstride.launcher.checkpoints.universal import ready_universal
 from longstride.launcher.config.run_config import RunConfig, load_config
@@ -129,11 +129,73 @@ GRID |= {
     f"experts-{precision}": [Leg(*each, precision, (MUON, EXPERTS)) for each in ((2, 1), (3, 3), (1, 0), (2, 2))]
     for precision in ("fp32", "fp16", "bf16")
 }
+FOUR_HEADS = "model.heads=4"
+
+
+def in_groups(processes: int, shared: int | None, stage: int, precision: str, *others: str) -> Leg:
+    """A leg of so many processes, of which so many share each context."""
+    return Leg(processes, stage, precision, (f"train.sequence_parallel={shared or 'null'}", FOUR_HEADS, *others))
+
+
+GRID |= {
+    f"groups-{precision}{''.join(f'-{name}' for name in more)}": [
+        in_groups(processes, shared, stage, precision, *more.values())
+        for (processes, shared), stage in zip(
+            ((1, None), (2, 2), (4, 2), (4, 4), (2, 1), (4, 2), (4, None)), (0, 1, 2, 2, 3, 3, 0), strict=True
+        )
+    ]
+    for precision in ("fp32", "fp16", "bf16")
+    for more in ({}, {"muon": MUON})
+}
+GRID["groups-precisions"] = [
+    in_groups(2, 2, 3, "fp32"),
+    in_groups(4, 4, 0, "bf16", "train.sequence_exchange=keys"),
+    in_groups(4, 2, 1, "fp16"),
+    in_groups(1, None, 2, "fp32"),
+]
 GRID["adafactor"] = [
     Leg(2, 0, "fp32", (ADAFACTOR, EXPERTS)),
     Leg(1, 0, "bf16", (ADAFACTOR, EXPERTS)),
     Leg(3, 0, "fp16", (ADAFACTOR, EXPERTS, LOW_SCALE)),  # the usual scale overflows in its first step
 ]
+
+
+def test_groups_of_other_sizes_go_on_with_the_same_dropout(data: Path, tmp_path: Path) -> None:
+    """One, two and four processes to a context, the same losses; and at last two groups, whose dropout is another."""
+    whole, run, config_file = tmp_path / "whole", tmp_path / "run", tmp_path / "run.json"
+    config_file.write_text(json.dumps(configuration(data, run)))
+    arguments = ["--config", str(config_file), FOUR_HEADS, "train.steps=8"]
+    every = ["train.checkpoint_every=2", "train.evaluate_every=2", "train.schedule=constant", TABLES]
+    alone = spawn([*arguments, *every, f"train.output={whole}", "train.sequence_parallel=1"], 1)
+    assert alone.codes == [0], alone.stderr
+    shutil.copytree(whole, run)
+    told, changes = [], ((2, 2, 1), (4, 4, 1), (4, 2, 1))
+    for step, (processes, shared, stage) in zip((2, 4, 6), changes, strict=True):
+        more = [f"train.sequence_parallel={shared}", f"deepspeed=zero{stage}_fp32", f"train.steps={step + 2}"]
+        ended = spawn([*arguments, *every, *more, "--resume", str(step)], processes)
+        assert ended.codes == [0] * processes, ended.stderr
+        told += [line for line in ended.stderr[0].splitlines() if " was saved by " in line]
+    saved = "longstride: step {} was saved by {} to a context) in ZeRO {}, fp32; {} to a context)"
+    for line, parts in zip(
+        told,
+        (
+            (2, "1 process (1", 0, "converted for 2 processes (2"),
+            (4, "2 processes (2", 1, "converted for 4 processes (4"),
+            (6, "4 processes (4", 1, "goes on by 4 processes (2"),
+        ),
+        strict=True,
+    ):
+        assert line.startswith(saved.format(*parts)), line
+    assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)]
+    for one, other in zip(metrics(run), metrics(whole), strict=True):
+        assert one.get("sample_ids_crc32") == other.get("sample_ids_crc32")
+        tolerance = 0 if one["step"] <= 2 else FIRST_LOSS["fp32"] if one["step"] in (3, 5) else 2**-15
+        if one["step"] <= 6:
+            assert one["loss_nats"] == pytest.approx(other["loss_nats"], rel=tolerance)
+    names = {step: {path.name for path in (run / f"checkpoints/step-{step:08d}").glob("random-*")} for step in (6, 8)}
+    assert names == {6: {"random-00000.pt"}, 8: {"random-00000.pt", "random-00001.pt"}}
+    manifests = [open_checkpoint(run, step).manifest for step in (2, 4, 6, 8)]
+    assert [manifest.sequence_parallel for manifest in manifests] == [1, 2, 4, 2]
 
 
 @pytest.mark.campaign
@@ -153,8 +215,8 @@ def test_chain_of_changes_loses_nothing(name: str, data: Path, tmp_path: Path) -
         overrides = [f"deepspeed=zero{leg.stage}_{leg.precision}", *leg.others, *CHAINED]
         last = f"train.steps={2 * number + 3}"
         starts.append(Run(["--config", str(config_file), "--resume", resume, *overrides, last], leg.processes))
-    optimizer = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS)]
-    alone = [*CHAINED, *optimizer, last, f"train.output={tmp_path / 'alone'}"]
+    same = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS, FOUR_HEADS)]
+    alone = [*CHAINED, *same, last, f"train.output={tmp_path / 'alone'}"]
     starts.append(Run(["--config", str(config_file), *alone], 1))
     for start, ended in zip(starts, spawn_series(starts), strict=True):
         assert ended.codes == [0] * start.world_size, ended.stderr
@@ -265,13 +327,13 @@ def test_conversion_is_needed_where_files_are_laid_out_otherwise(trained: Traine
     assert checkpoint.conversion(config, 2) == f"{line}where the loss scale begins anew"
 
 
-def test_generators_of_a_new_size_follow_from_seed_step_and_rank() -> None:
+def test_generators_of_a_new_size_follow_from_seed_step_and_rank_or_group() -> None:
     before = torch.get_rng_state()
     try:
         drawn = {}
         for seed, step, size, rank in ((0, 4, 2, 0), (0, 4, 2, 1), (0, 4, 3, 1), (0, 8, 2, 0), (1, 4, 2, 0)):
-            for _ in range(2):
-                seed_generators(seed, step, Ranks(rank, rank, size))
+            for place in (Ranks(rank, rank, size), Ranks(2 * rank + 1, 0, 2 * size, sequence_parallel=2)):
+                seed_generators(seed, step, place)
                 drawn.setdefault((seed, step, size, rank), []).append(torch.rand(4).tolist())
     finally:
         torch.set_rng_state(before)

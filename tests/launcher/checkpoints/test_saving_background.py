@@ -41,25 +41,30 @@ def test_host_copy_is_saved_as_the_original_and_follows_it_no_more(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("names", "sharing"),
     [
-        ["zero1_bf16"],
-        pytest.param(
-            [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "fp16", "bf16")],
-            marks=pytest.mark.campaign,
+        (["zero1_bf16"], "2"),
+        *(
+            pytest.param(
+                [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "fp16", "bf16")],
+                sharing,
+                marks=pytest.mark.campaign,
+            )
+            for sharing in ("null", "2")
         ),
     ],
 )
 def test_background_writes_the_same_bytes_and_changes_no_loss(
-    server: ForkServer, config_file: Path, tmp_path: Path, names: list[str]
+    server: ForkServer, config_file: Path, tmp_path: Path, names: list[str], sharing: str
 ) -> None:
+    """``sharing``: train.sequence_parallel of two processes, of which one or both write random states."""
     for name in names:
         files = {}
         for background in ("false", "true"):
             run = tmp_path / f"{name}-{background}"
             arguments = ["--config", str(config_file), f"deepspeed={name}", f"train.output={run}"]
             arguments += ["train.checkpoint_every=1", f"train.checkpoint_in_background={background}"]
-            arguments += ["train.steps=4", "train.keep_last=3"]
+            arguments += ["train.steps=4", "train.keep_last=3", f"train.sequence_parallel={sharing}"]
             assert server.run(arguments, 2) == [0, 0], server.stderr()
             found, refused = list_checkpoints(run)
             assert not refused

@@ -24,7 +24,14 @@ class Chain:
     """A run that is killed again and again, each time in the first save, or before the first step, of a resume."""
 
     def __init__(
-        self, server: ForkServer, config: Path, run: Path, stage: int, steps: int, whole: Path | None = None
+        self,
+        server: ForkServer,
+        config: Path,
+        run: Path,
+        stage: int,
+        steps: int,
+        whole: Path | None = None,
+        sharing: str = "null",
     ) -> None:
         self._server, self.run, self._steps = server, run, steps
         self._arguments = [
@@ -33,6 +40,7 @@ class Chain:
             *CHANGES,
             f"train.steps={steps}",
             f"deepspeed=zero{stage}_fp32",
+            f"train.sequence_parallel={sharing}",
             f"train.output={run}",
         ]
         self.newest = 0  # step of the newest whole checkpoint
@@ -110,18 +118,19 @@ def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "sharing"), [(1, "null"), (2, "null"), (3, "null"), (2, "2")])
 def test_save_killed_at_every_operation_loses_nothing(
-    server: ForkServer, config_file: Path, tmp_path: Path, stage: int
+    server: ForkServer, config_file: Path, tmp_path: Path, stage: int, sharing: str
 ) -> None:
-    chain = Chain(server, config_file, tmp_path / "run", stage, STEPS)
+    chain = Chain(server, config_file, tmp_path / "run", stage, STEPS, sharing=sharing)
     chain.kill(0, "save", ALL)
     count = 0
     for work, rank in (("save", 0), ("save", 1), ("prepare", 0)):
         for last in range(1, ALL):
             if chain.newest >= STEPS - 3:
                 chain.finish()
-                chain = Chain(server, config_file, tmp_path / f"run{rank}-{last}", stage, STEPS, tmp_path / "whole")
+                folder = tmp_path / f"run{rank}-{last}"
+                chain = Chain(server, config_file, folder, stage, STEPS, tmp_path / "whole", sharing)
                 chain.kill(0, "save", ALL)
             count += 1
             if len(chain.kill(rank, work, last)) < last:

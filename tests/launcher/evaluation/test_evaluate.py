@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,25 @@ from torch.nn import functional as F
 
 from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts, split_bytes
+from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saved_state import master_weights
-from longstride.launcher.evaluation.evaluate import bin_numbers, draw_positions, evaluation_line, position_edges, score
+from longstride.launcher.evaluation.evaluate import (
+    bin_numbers,
+    check_sharing,
+    draw_positions,
+    evaluation_line,
+    position_edges,
+    score,
+)
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.exports.export import export
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.configs import small
-from tests.harness.runs import ROOT, files_under, free_port, plain_environment, rank_environment
+from tests.harness.runs import files_under, spawn
 
 Trained = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -49,20 +55,12 @@ def scored(model: SparseTransformer, data: Path, **options: Any) -> ExactSums:
     return score(model, lambda: evaluation_contexts(data, **asked), 16, Ranks(), CPU, edges=edges, threads=threads)
 
 
-def evaluate_processes(run: Path, folder: Path, world_size: int, *options: str) -> dict[str, Any]:
+def evaluate_processes(run: Path, world_size: int, *options: str) -> dict[str, Any]:
     """The line that so many processes print."""
-    port = free_port()
-    ranks = []
-    for rank in range(world_size):
-        environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
-        environment |= rank_environment(rank, world_size, port) if world_size > 1 else {}
-        command = [sys.executable, "-m", "longstride.launcher.cli", "evaluate", str(run), *options]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen(command, env=environment, cwd=folder, text=True, **pipes))
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world_size, outputs
-    assert not any(out for out, _ in outputs[1:])
-    return json.loads(outputs[0][0].splitlines()[-1])
+    ended = spawn(["evaluate", str(run), *options], world_size, {"VERB": "1"})
+    assert ended.codes == [0] * world_size, ended.stderr
+    assert not any(ended.stdout[1:])
+    return json.loads(ended.stdout[0].splitlines()[-1])
 
 
 def brute_force(run: Path, data: Path, folder: Path) -> tuple[float, int]:
@@ -85,7 +83,7 @@ def test_two_processes_print_what_brute_force_finds_to_the_last_bit(
     trained: Trained, data: Path, tmp_path: Path
 ) -> None:
     run = trained("alone", 1)
-    line = evaluate_processes(run, tmp_path, 2)
+    line = evaluate_processes(run, 2)
     nats, tokens = brute_force(run, data, tmp_path)
     assert (line["step"], line["split"], line["min_context"], line["weights"]) == (8, "validation", 0, "trained")
     assert (line["loss_nats"], line["tokens"]) == (nats, tokens)
@@ -93,10 +91,49 @@ def test_two_processes_print_what_brute_force_finds_to_the_last_bit(
     assert "bits_per_dimension" not in line
 
 
+def test_processes_that_share_contexts_print_the_same_but_for_rounding(
+    trained: Trained, data: Path, tmp_path: Path
+) -> None:
+    """By position too: each position is one process's. Tolerance: fp32 products of other shapes."""
+    run = trained("alone", 1)
+    line = evaluate_processes(run, 2, "--sequence-parallel", "2", "--positions", str(tmp_path / "by.png"))
+    model = SparseTransformer(read_checkpoint_config(run).model).eval()
+    model.load_state_dict(master_weights(open_checkpoint(run, None)))
+    whole = scored(model, data, batch_size=2, edges=position_edges(64))
+    assert line["tokens"] == whole.count and line["loss_nats"] == pytest.approx(whole.mean(), rel=2**-22)
+    bins = json.loads((tmp_path / "by.json").read_text())["positions"]
+    assert bins["bytes"] == whole.counts()
+    bits = [mean / math.log(2) for mean in whole.means()]
+    assert bins["bits_per_byte"] == pytest.approx(bits, rel=2**-20)
+
+
+def test_model_that_processes_cannot_share_is_refused(trained: Trained) -> None:
+    config = read_checkpoint_config(trained("alone", 1))
+    check_sharing(config, Ranks(world_size=4, sequence_parallel=4))  # keys are exchanged where two heads are too few
+    with pytest.raises(
+        ConfigError, match=r"^--sequence-parallel=3: model\.context=64: must be a multiple of the 3 processes "
+    ):
+        check_sharing(config, Ranks(world_size=3, sequence_parallel=3))
+
+
+@pytest.mark.campaign
+def test_score_of_groups_is_the_same_whatever_the_number_of_groups(trained: Trained) -> None:
+    run = trained("four-heads", 1, "model.heads=4")
+    lines = {
+        (processes, shared): evaluate_processes(run, processes, "--sequence-parallel", str(shared), *options)
+        for processes, shared in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+        for options in [("--min-context", "40", "--batch", "3")]
+    }
+    assert lines[2, 1]["loss_nats"] == lines[1, 1]["loss_nats"] and lines[4, 2]["loss_nats"] == lines[2, 2]["loss_nats"]
+    for line in lines.values():
+        assert line["tokens"] == lines[1, 1]["tokens"]
+        assert line["loss_nats"] == pytest.approx(lines[1, 1]["loss_nats"], rel=2**-22)
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("options", [(), ("--min-context", "40", "--batch", "3"), ("--precision", "bf16")], ids=str)
-def test_any_number_of_processes_prints_the_same_bits(trained: Trained, tmp_path: Path, options: tuple) -> None:
-    lines = [evaluate_processes(trained("alone", 1), tmp_path, world_size, *options) for world_size in (1, 2, 3, 4)]
+def test_any_number_of_processes_prints_the_same_bits(trained: Trained, options: tuple) -> None:
+    lines = [evaluate_processes(trained("alone", 1), world_size, *options) for world_size in (1, 2, 3, 4)]
     assert len({line["loss_nats"] for line in lines}) == len({line["tokens"] for line in lines}) == 1
 
 
@@ -245,6 +282,10 @@ def test_positions_are_written_beside_each_other(
         (
             ["--positions", "{}/b.png"],
             "--positions={}/b.png: {}/b.json beside it exists already; nothing is overwritten",
+        ),
+        (
+            ["--sequence-parallel", "2"],
+            "--sequence-parallel=2: must divide the 1 process that a launcher started; nearest 1",
         ),
         (["--split", "test"], "manifest.json: no split 'test'; it holds train, validation"),
     ],

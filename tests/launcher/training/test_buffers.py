@@ -38,7 +38,7 @@ LEGS: list[tuple[int, int, str, tuple[str, ...]]] = [  # processes, ZeRO stage, 
     (2, 1, "bf16", ("train.micro_batch=1",)),
     (2, 1, "bf16", ()),  # in the same layout
     (4, 3, "fp32", ("train.activation_checkpointing=true",)),
-    (4, 3, "fp32", ()),
+    (4, 3, "fp32", ("train.sequence_parallel=2",)),  # every two with contexts of their own
     (1, 2, "fp32", ()),
     (1, 0, "fp32", ("train.activation_checkpointing=true",)),
 ]

@@ -25,6 +25,7 @@ from tests.harness.runs import configuration, metrics, spawn
 
 Trained = Callable[..., Path]
 STOP = 'train.stop_when={"evaluations": 3, "by": 0.1}'
+SHARED = "train.sequence_parallel=2"
 SCORES = {2: 5.0, 4: 4.0, 6: 4.5, 8: 3.95, 10: 4.2, 12: 4.3, 14: 4.1}
 EVERY = ["train.steps=16", "train.evaluate_every=2", "train.checkpoint_every=6", "train.keep_last=1"]
 EXTRA = {"SCORES": json.dumps(SCORES)}
@@ -136,7 +137,7 @@ def test_run_ends_keeps_its_best_and_says_how_to_go_on(config_file: Path, tmp_pa
     """Steps 2, 4 and 8 are saved as the best ones, of which 2 goes; 6 as it is due, and goes; 10 as the last one."""
     run = tmp_path / "run"
     arguments = ["--config", str(config_file), *EVERY, "train.keep_best=2"]
-    for added, world_size in (([STOP], 2), ([STOP, "--resume", "auto", "deepspeed=zero1_bf16"], 1)):
+    for added, world_size in (([STOP, SHARED], 2), ([STOP, "--resume", "auto", "deepspeed=zero1_bf16"], 1)):
         ended = spawn([*arguments, *added], world_size, EXTRA)
         assert ended.codes == [0] * world_size, ended.stderr
         check_ended(run, ended.stderr[0])
@@ -152,7 +153,7 @@ def test_rewound_and_killed_run_ends_where_the_undisturbed_one_does(config_file:
     """It goes from step 8 back to 6, is killed in step 10, and goes on as another number of processes and stage."""
     arguments = ["--config", str(config_file), *EVERY, STOP, "train.keep_best=2", "train.guards.non_finite=rewind"]
     hurt = {"SPOIL": "loss,1,8,8,1", "HALT": "step,10,killed"}
-    ended = spawn(arguments, 2, EXTRA | hurt)
+    ended = spawn([*arguments, SHARED], 2, EXTRA | hurt)
     assert ended.codes[1] == -9 and "step 6: going on from" in ended.stderr[0], ended.stderr
     assert [each.manifest.step for each in list_checkpoints(tmp_path / "run")[0]] == [8, 4]
     ended = spawn([*arguments, "--resume", "auto", "deepspeed=zero3_bf16"], 1, EXTRA)

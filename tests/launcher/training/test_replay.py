@@ -87,8 +87,16 @@ def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: Run) 
 
 def test_guarded_step_is_replayed_by_as_many_processes(run: Run) -> None:
     guarded = incident(3, None, run.data.stream().state, batches(run, 1)[0])
-    check_processes(guarded, 2)
-    line = "--replay=3: it was taken by 2 processes, and is repeated so alone: start as many"
-    with pytest.raises(ConfigError) as caught:
-        check_processes(guarded, 1)
-    assert str(caught.value) == line
+    check_processes(guarded, 2, None)
+    shared = guarded.model_copy(update={"sequence_parallel": 2})
+    check_processes(shared, 2, 2)
+    for taken, others, who in (
+        (guarded, [(1, None), (2, 1)], "2 processes"),
+        (shared, [(2, 1), (4, 2)], "2 processes, 2 to a context"),
+    ):
+        line = f"--replay=3: it was taken by {who}, and is repeated so alone: start as many"
+        for other in others:
+            with pytest.raises(ConfigError) as caught:
+                check_processes(taken, *other)
+            assert str(caught.value) == line
+    assert "sequence_parallel" not in guarded.model_dump() and shared.model_dump()["sequence_parallel"] == 2

@@ -49,8 +49,14 @@ OTHER_RUNS |= {
 OTHER_RUNS["zero2-offload"] = ("deepspeed=zero2_bf16", "deepspeed.zero_optimization.offload_optimizer.device=cpu")
 for stage in (2, 3):
     OTHER_RUNS[f"zero{stage}-offload-muon"] = (f"deepspeed=zero{stage}_bf16", MUON, OTHER_RUNS["zero2-offload"][-1])
-EVERY_RUN = RUNS | OTHER_RUNS
-NAMES = [*RUNS, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)]
+# Two ranks that share each context; once with everything that a checkpoint has a file of its own for.
+SHARING = "train.sequence_parallel=2"
+GROUPED = {"groups-zero3-fp16": ("deepspeed=zero3_fp16", HIGH_SCALE, TABLES, SHARING)}
+OTHER_RUNS |= {
+    f"groups-{name}": (*overrides, SHARING) for name, overrides in OTHER_RUNS.items() if not name.endswith("-adamw")
+}
+EVERY_RUN = RUNS | GROUPED | OTHER_RUNS
+NAMES = [*RUNS, *GROUPED, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHER_RUNS)]
 Resumed = Callable[..., tuple[Path, Path]]
 Trained = Callable[..., Path]
 
