@@ -17,6 +17,7 @@ import torch
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.models import AVERAGE, TRAINED
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import configuration, metrics, spawn
 from tests.launcher.conftest import Make, chunks
@@ -132,7 +133,7 @@ def test_groups_train_as_single_processes_do(
 
     Tolerances: in fp32 gradients are sums of thousands of terms in another order, 2^-23 each, over eight steps. What
     weights have moved by is as good as the gradients, and each step rounds them, 2^-24. In half precision the gradients
-    of a process are rounded before they are added up: 2^-8 of terms that may cancel.
+    of a process are rounded before they are added up: 2^-8 of terms that may cancel, and most of a small tensor's.
     """
     exact = layout.precision == "fp32"
     # In half precision each stage rounds in its own way.
@@ -153,16 +154,14 @@ def test_groups_train_as_single_processes_do(
             assert line.get("grad_norm") is None
         else:
             assert line["grad_norm"] == pytest.approx(norm, rel=2**-13 if exact else 2**-4)
-    checkpoint = open_checkpoint(alone, 8)
-    trained, found = (master_weights(each, "trained") for each in (checkpoint, open_checkpoint(together, 8)))
-    torch.manual_seed(checkpoint.config.train.seed)
-    for name, drawn in SparseTransformer(checkpoint.config.model).state_dict().items():
-        if exact:
-            moved, most = (trained[name] - drawn).norm(), 2**-21 * trained[name].norm()
-            assert moved > 0 and (found[name] - trained[name]).norm() <= 2**-13 * moved + most, name
-        else:
-            rate = checkpoint.config.train.learning_rate
-            assert (found[name] - trained[name]).abs().mean() <= 0.2 * rate, name
+    ones, others = (open_checkpoint(run, 8) for run in (alone, together))
+    torch.manual_seed(ones.config.train.seed)
+    drawn = SparseTransformer(ones.config.model).state_dict()
+    for kind in (TRAINED, AVERAGE):
+        expected, found = master_weights(ones, kind), master_weights(others, kind)
+        for name, first in drawn.items():
+            moved, least = (expected[name] - first).norm(), 2**-21 * expected[name].norm()
+            assert moved > 0 and (found[name] - expected[name]).norm() <= (2**-13 if exact else 2**-3) * moved + least
 
 
 def test_deepspeed_counts_contexts_and_the_first_line_tells_groups(run_of: Callable[[str, Layout], Path]) -> None:
