@@ -64,19 +64,11 @@ class Layout(NamedTuple):
 
 def layouts(setting: str) -> list[Layout]:
     """All that a setting is tried in; Adafactor is for ZeRO 0."""
-    places = [
-        (1, 2, 0),
-        (1, 2, 1),
-        (1, 2, 2),
-        (1, 2, 3),
-        (1, 4, 0),
-        (1, 4, 3),
-        (2, 2, 0),
-        (2, 2, 1),
-        (2, 2, 2),
-        (2, 2, 3),
+    places = [(groups, shared, stage) for groups, shared in ((1, 2), (1, 4), (2, 2)) for stage in range(4)]
+    every = [Layout(*place, "fp32") for place in places]
+    every += [
+        Layout(*place, half) for place in (places[0], places[1], places[7], places[10]) for half in ("bf16", "fp16")
     ]
-    every = [Layout(*place, precision) for place in places for precision in ("fp32", "bf16", "fp16")]
     return [each for each in every if not each.stage or setting != "adafactor"]
 
 
