@@ -5,6 +5,9 @@ A part is a module with ``part``, the name under which its parameters are counte
 positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, with ``begin``, ``step`` and
 ``rearrange``. Whoever needs one of these asks the part, and knows no names of modules or tensors.
 
+One that looks beyond its own rows has ``division``, which a model sets (``SparseTransformer.divide``), and asks it for
+what other processes have of the same contexts.
+
 A mixer (letter s of an order) brings rows of several positions together; a feed-forward (letter f) computes each row by
 itself. Both take normalised rows (B, N, C), and what they return is added to the residual stream: rows (B, N, C), or
 ``Mixed`` where there is more to tell.

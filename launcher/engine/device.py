@@ -149,7 +149,7 @@ def run_attention(
         network.divide(_Unmet(division.rank, division.size))
     own = network.division.section(model.context)
     places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
-    for block, rest in zip(network.blocks, network.beside(places), strict=True):
+    for block, rest in zip(network.blocks, network.beside(model.context, places), strict=True):
         mixer: Any = block.attention
         if mixer is None:
             continue

@@ -85,6 +85,7 @@ class Experts(nn.Module):
         self.network, self.config, self.count = network, config, config.count
         self.activation, _ = ACTIVATIONS[config.activation]
         self.division = Division()
+        self.in_sections = config.capacity is not None  # arrivals are counted by position
         width, inner, bias = network.width, network.feed_forward_width, network.bias
         self.router = Router(network, self.count)
         self.expand = nn.Parameter(torch.empty(self.count, inner, width))

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Pass:
     batch: int = 2
     begins: tuple[int, ...] = ()  # of documents that are kept apart, in the first context; None are, where it is empty
     recompute: bool | None = None  # each block in the backward pass, by torch's checkpoint: reentrant or not
+    exchange: Literal["heads", "keys", "auto"] = "heads"
 
 
 class Passed(NamedTuple):
@@ -76,7 +77,7 @@ def one_pass(asked: Pass, division: Division | None) -> Passed:
     return Passed(given.rows.detach(), auxiliary, given.statistics, gradients, float(torch.rand(())))
 
 
-def divided(asked: Pass, size: int, exchange: str = "heads") -> list[Passed]:
+def divided(asked: Pass, size: int) -> list[Passed]:
     """The pass of each of so many processes, at most ``MOST``."""
     processes = _processes()[:size]
     for process in processes:
@@ -135,6 +136,6 @@ def _serve(requests: Connection, rank: int, port: int) -> None:
         except EOFError:
             return
         try:
-            requests.send(one_pass(asked, Division(rank, size, groups[size - 1])))
+            requests.send(one_pass(asked, Division(rank, size, groups[size - 1], asked.exchange)))
         except Exception:
             requests.send(traceback.format_exc())

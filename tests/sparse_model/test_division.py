@@ -41,11 +41,22 @@ EVERY_MIXER: dict[str, Any] = {
 SHARED_KEYS = {"attention": [{**ATTENTIONS["heads"], "key_value_heads": count} for count in (1, 2, 4)]}
 IMAGE = {"embedding": {"type": "image", "height": 4, "width": 5, "channels": 2}}
 LEARNED = {"embedding": {"type": "learned"}, "dropout": 0.3, "attention": ATTENTIONS["heads"]}
+IN_TURN: dict[str, Any] = {
+    "context": 64,
+    "layers": 5,
+    "dropout": 0.3,
+    "rotary": {"base": 1000},
+    "attention": [
+        *(ATTENTIONS[name] for name in ("column", "local", "dense")), EVERY_MIXER["attention"][0], ATTENTIONS["column"],
+    ],
+    "feed_forward": [*4 * [{"type": "dense"}], EVERY_MIXER["feed_forward"][0]],
+}  # fmt: skip
 PASSES: dict[str, Pass] = {
     "every mixer": Pass(EVERY_MIXER),
     "keys that heads share": Pass(SHARED_KEYS),
     "later parts, documents apart, recomputed": Pass(LATER_PARTS, begins=(5, 10, 31), recompute=False),
     "dropout, recomputed, another batch": Pass(LEARNED, batch=3, recompute=True),
+    "an exchange for each layer, with dropout": Pass(IN_TURN, exchange="auto"),
     "reversible, with dropout": Pass({**SYSTEMS["reversible"], **IMAGE, "dropout": 0.3}),
 }
 WIDE: dict[str, Pass] = {
@@ -55,6 +66,13 @@ WIDE: dict[str, Pass] = {
     **{f"{name}, recomputed": Pass(changes, batch=1, recompute=True) for name, changes in SYSTEMS.items()},
 }
 every_size = pytest.mark.parametrize("size", [2, 4])
+
+
+WIDE |= {
+    f"{name}, {exchange}": Pass({"context": 64, "attention": attention, "dropout": 0.1}, exchange=exchange)
+    for name, attention in ATTENTIONS.items()
+    for exchange in ("keys", "auto")
+}
 
 
 @functools.cache
