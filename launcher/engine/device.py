@@ -146,7 +146,7 @@ def run_attention(
     with torch.device("meta"):
         network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
     if division is not None:
-        network.divide(_Unmet(division.rank, division.size))
+        network.divide(_Unmet(division.rank, division.size, exchange=division.exchange))
     own = network.division.section(model.context)
     places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
     for block, rest in zip(network.blocks, network.beside(model.context, places), strict=True):

@@ -29,14 +29,18 @@ APART = 'data.packing={"attend": "document"}'
 CLIPPED = "deepspeed.gradient_clipping=0.05"
 RECOMPUTED = "train.activation_checkpointing=true"
 RECIPE = ("model.convolution=4", "model.query_key_norm=true", "model.rotary={}", "model.attention.key_value_heads=2")
+COLUMNS = 'model.attention={"type": "strided", "stride": 8, "combine": "interleaved"}'
 SAMPLES = 'deepspeed.csv_monitor={"enabled": true, "output_path": "{folder}", "job_name": "csv"}'
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "recipe": (*RECIPE, MUON, TABLES, APART, CLIPPED, RECOMPUTED),
-    "short": ("data.packing=false", "train.micro_batch=1", EXPERTS, SAMPLES),
+    "recipe": (*RECIPE, MUON, TABLES, EXPERTS, APART, CLIPPED, RECOMPUTED),
+    "short": ("data.packing=false", "train.micro_batch=1", COLUMNS, SAMPLES),
     "scaled": (HIGH_SCALE, TABLES),
 }
 OTHER_SETTINGS: dict[str, tuple[str, ...]] = {
     "plain": (),
+    "heads": ("train.sequence_exchange=heads",),
+    "keys": ("train.sequence_exchange=keys",),
+    "columns": (COLUMNS,),
     "accumulated": ("train.micro_batch=1",),
     "at once": ("train.micro_batch=4",),
     "short alone": ("data.packing=false",),
