@@ -139,7 +139,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         return replay_step(run, int(options.replay))
     choose_start(run)
     train, apart = config.train, config.data.apart
-    division = Division(ranks.sequence_rank, ranks.sequence_parallel, exchange=train.sequence_exchange)
+    division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
     compile_kernels(
         config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
     )

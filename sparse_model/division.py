@@ -76,10 +76,12 @@ class Division:
         """The positions of a section of n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
-    def positions_in_columns(self, rows: int, stride: int) -> Tensor:
-        """The positions (n,) int64 of this process where n = ``rows`` are divided by columns, ascending."""
-        width = stride // self.size
+    def positions_of(self, rows: int, stride: int) -> Tensor:
+        """The positions (n,) int64 of n = ``rows`` divided by columns of a stride, ascending; 0 is by sections."""
         row = torch.arange(rows)
+        if not stride:
+            return row + self.rank * rows
+        width = stride // self.size
         return row // width * stride + self.rank * width + row % width
 
     def divides(self, context: int, stride: int) -> bool:
@@ -204,16 +206,16 @@ class Division:
         on every device.
         """
         batch, count, width = rows.shape
-        own, words = self.positions(count), batch * -(-width // 4)
-        positions = self.positions_in_columns(count, columns) if columns else torch.arange(own.start, own.stop)
-        number = (positions * _signed(_STEP * words) + torch.randint(1 << 62, ())).to(rows.device)
-        place = torch.arange(words, device=rows.device) * _signed(_STEP)
+        words = batch * -(-width // 4)
+        number = self.positions_of(count, columns).to(rows.device) * _signed(_STEP * words)
+        number += torch.randint(1 << 62, ())
+        channels = torch.arange(words, device=rows.device) * _signed(_STEP)
         together = max(1, (WORDS if rows.device.type == "cpu" else WORDS_ON_CARDS) // words)
         memory = torch.empty(2, min(together, count), words, dtype=torch.int64, device=rows.device)
         mask = torch.empty(count, batch, width, dtype=torch.bool, device=rows.device)
         for some, out in zip(number.split(together), mask.split(together), strict=True):
             bits, shifted = memory[:, : len(some)]
-            torch.add(some[:, None], place, out=bits)
+            torch.add(some[:, None], channels, out=bits)
             for shift, factor in _MIXERS:
                 torch.bitwise_right_shift(bits, shift, out=shifted)
                 bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # without the sign's copies
@@ -354,17 +356,6 @@ class _Sum(torch.autograd.Function):
         return None, ctx.division.sum(grad)
 
 
-class _Alike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
-        ctx.division = division
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        return None, ctx.division.sum(grad) / ctx.division.size
-
-
 class _Fetched(torch.autograd.Function):
     # It hands on k and v, so that every process goes through its backward pass: also one that receives nothing.
     @staticmethod
@@ -387,3 +378,14 @@ class _Fetched(torch.autograd.Function):
                 total[:, heads, places_in] += added
             totals.append(total)
         return None, None, *totals
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
+        ctx.division = division
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, ctx.division.sum(grad) / ctx.division.size

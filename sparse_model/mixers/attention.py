@@ -167,7 +167,7 @@ class Attention(nn.Module):
         if documents is not None:
             places = documents.places
         elif columns:
-            places = division.positions_in_columns(h.shape[1], columns).to(h.device)
+            places = division.positions_of(h.shape[1], columns).to(h.device)
         q, k, v = self.heads_of(rows, places)
         given: Tensor | Mixed
         if state is not None:

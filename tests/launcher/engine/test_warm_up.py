@@ -20,6 +20,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "fixed": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},
     "merged": {"type": "fixed", "stride": 8, "summary": 2, "combine": "merged"},
     "strided": {"type": "strided", "stride": 8},
+    "routing": {"type": "routing", "clusters": 2, "window": 24},
     "columns": {"type": "strided", "stride": 8, "combine": "interleaved"},
 }
 Key = tuple[object, ...]
