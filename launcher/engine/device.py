@@ -25,7 +25,7 @@ from torch import Tensor
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.engine.compiled import run_blocks
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import Division, ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, Mixed, ModelConfig, SparseTransformer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -160,7 +160,7 @@ def run_attention(
         with torch.set_grad_enabled(training):
             out = mixer(h, *rest)
         if training:
-            out.sum().backward()
+            (out.rows if isinstance(out, Mixed) else out).sum().backward()
 
 
 class _Unmet(Division):

@@ -167,7 +167,7 @@ class Incident(StrictModel):
     outcome: GuardPolicy
     reason: str
     loss_nats: Number
-    rank_nats: list[Number]  # sums over the bytes of each rank, of those that share contexts over their positions
+    rank_nats: list[Number]  # sums over the bytes of each rank; of its sections, where several share each context
     tokens: int  # bytes of all ranks
     grad_norm: Number | None  # None: no finite number, or not computed
     loss_scale: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "fixed": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},
     "merged": {"type": "fixed", "stride": 8, "summary": 2, "combine": "merged"},
     "strided": {"type": "strided", "stride": 8},
+    "routing": {"type": "routing", "clusters": 2, "window": 24},
+    "columns": {"type": "strided", "stride": 8, "combine": "interleaved"},
 }
 Key = tuple[object, ...]
 
@@ -89,17 +91,29 @@ def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_warm_up_launches_what_a_step_of_a_group_launches(pattern: str, apart: bool, launches: set[Key]) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "apart"),
+    [
+        ("auto", False),
+        pytest.param("keys", False, marks=pytest.mark.campaign),
+        pytest.param("heads", False, marks=pytest.mark.campaign),
+        pytest.param("heads", True, marks=pytest.mark.campaign),
+    ],
+)
+def test_warm_up_launches_what_a_step_of_a_group_launches(
+    pattern: str, exchange: Literal["heads", "keys", "auto"], apart: bool, launches: set[Key]
+) -> None:
     """Each process of it that which it computes itself, and as all together would: of whole contexts, fewer heads."""
     config = model_config(PATTERNS[pattern])
     found = []
     for rank in range(2):
-        run_attention(config, 2, torch.float32, torch.device("cpu"), apart=apart, division=Division(rank, 2))
+        run_attention(
+            config, 2, torch.float32, torch.device("cpu"), apart=apart, division=Division(rank, 2, exchange=exchange)
+        )
         warm = set(launches)
         launches.clear()
         model = SparseTransformer(config)
-        model.divide(device_module._Unmet(rank, 2))
+        model.divide(device_module._Unmet(rank, 2, exchange=exchange))
         tokens = torch.arange(96).reshape(2, 48)
         model(tokens, return_nats=True, begins=tokens % 48 == 0 if apart else None).sum().backward()
         assert launches == warm and len({key[0] for key in warm}) > 2
