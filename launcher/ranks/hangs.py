@@ -95,6 +95,7 @@ class Watchdog:
         launched = "RANK" in os.environ  # a process started by hand may well outlive its shell
         self._orphaned = orphaned or (lambda: launched and os.getppid() != parent)
         self._sheet = Sheet(rank)
+        self.hosts: list[str] = []  # of all ranks in their order, once they have met
         self._neighbours: list[Neighbour] = []
         self._name = _stamp()
         met_by = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
@@ -114,6 +115,7 @@ class Watchdog:
     def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
         """Takes the addresses of all ranks, in rank order."""
         self._name = everyone[0][1]  # the same for all ranks of an attempt
+        self.hosts = [each.host for each, _ in everyone]
         here = self._sheet.address
         self._neighbours = [Neighbour(each) for each, _ in everyone if each.host == here.host and each != here]
         self._met = True
