@@ -7,6 +7,10 @@ nothing more. What brings positions together asks its ``Division``, which a mode
 Attention exchanges heads for positions: every process gets H / U heads of whole contexts, and computes them as ever
 (Jacobs et al. 2023, DeepSpeed Ulysses). Every exchange has its gradient, which is the exchange back.
 
+A layer whose heads all read within the column of a query, every l-th position, needs none of that where its rows are
+divided by columns: process u then holds columns u · l / U to (u + 1) · l / U - 1 of every l positions, and whole ones.
+The residual stream is divided anew before and behind such layers, which sends a row where heads send four.
+
 All processes of a group call the same exchanges in the same order, in the backward pass too: a parameter that some of
 them do not use gets zeros there, and never nothing.
 """
@@ -16,22 +20,45 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import SectionReads, rows_sent
+
 DROPPED_TOGETHER = 256  # positions whose mask one generator draws
+
+
+Exchange = Literal["heads", "keys"]  # of which attention takes one
+
+
+class Traffic(NamedTuple):
+    """What one attention sends in a forward pass over one context. The backward pass sends as much."""
+
+    exchange: Exchange
+    calls: int
+    sent: tuple[int, ...]  # numbers that each process sends to others: times their bytes, and the contexts of a batch
 
 
 class Division:
     """The place of this process among the U that hold the same contexts. Of one process, every exchange is nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1, group: ProcessGroup | None = None) -> None:
-        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order."""
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: ProcessGroup | None = None,
+        exchange: Literal["heads", "keys", "auto"] = "auto",
+    ) -> None:
+        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order.
+
+        ``exchange``: what attention over patterns does, see ``traffic``.
+        """
+        self.rank, self.size, self.group, self.exchange = rank, size, group, exchange
 
     def section(self, context: int) -> slice:
         """The positions of this process in a context of so many.
@@ -47,6 +74,24 @@ class Division:
     def positions(self, rows: int) -> slice:
         """The positions of a section of n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def positions_in_columns(self, rows: int, stride: int) -> Tensor:
+        """The positions (n,) int64 of this process where n = ``rows`` are divided by columns, ascending."""
+        width = stride // self.size
+        row = torch.arange(rows)
+        return row // width * stride + self.rank * width + row % width
+
+    def divides(self, context: int, stride: int) -> bool:
+        """Whether several processes can divide rows by columns of a stride, and sections evenly into them."""
+        return self.size > 1 and stride > 0 and stride % self.size == 0 and context % (self.size * stride) == 0
+
+    def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
+        """Rows (B, n, ·) divided by columns of one stride to those divided by another; 0 is by sections."""
+        if before == after:
+            return rows
+        if before:
+            rows = _Columns.apply(self, rows, before, False)
+        return _Columns.apply(self, rows, after, True) if after else rows
 
     def heads(self, count: int) -> slice:
         """Of so many heads, those that this process computes."""
@@ -65,6 +110,45 @@ class Division:
             return tensors
         exchanged: Sequence[Tensor] = _ToSections.apply(self, *tensors)
         return exchanged
+
+    def traffic(
+        self, context: int, heads: int, key_heads: int, widths: tuple[int, int], patterns: tuple[Pattern, ...] | None
+    ) -> Traffic:
+        """What an attention sends, and by which exchange; it needs no other process, and is the same on each.
+
+        "auto" takes what sends fewer numbers, of all processes together. Where heads do not divide by U, it is keys;
+        where the data decide who reads whom, it is heads.
+
+        Args:
+            context: N, which U divides.
+            heads, key_heads: H and K.
+            widths: channels of a key and of a value.
+            patterns: of each head, resolved; None: they do not tell what is read.
+        """
+        elsewhere = (self.size - 1) * context // self.size
+        # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
+        shared = math.lcm(key_heads, self.size)
+        there = heads * widths[0] + shared * sum(widths)
+        by_heads = Traffic(
+            "heads", 2 * (self.size > 1), (elsewhere * (there + heads * widths[1]) // self.size,) * self.size
+        )
+        if patterns is None or self.exchange == "heads" or self.size == 1:
+            return by_heads
+        rows = rows_sent(patterns, key_heads, context, self.size).sum(1)
+        by_keys = Traffic("keys", int(rows.any()), tuple((rows * sum(widths)).tolist()))
+        if self.exchange == "keys" or heads % self.size:
+            return by_keys
+        return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
+
+    def fetch(self, k: Tensor, v: Tensor, reads: SectionReads) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of k (B, K, n, D) and v (B, K, n, Dv) to the sections that read them.
+
+        Returns:
+            k and v again, whose gradients have those of the rows that were sent, and the rows that were received,
+            (R, B, D + Dv).
+        """
+        fetched: tuple[Tensor, Tensor, Tensor] = _Fetched.apply(self, reads, k, v)
+        return fetched
 
     def before(self, rows: Tensor, count: int) -> Tensor:
         """The ``count`` rows before those of this process, (B, count, C) of (B, n, C), count <= n; 0 before all."""
@@ -87,25 +171,26 @@ class Division:
         everyone = self.swap(values.detach().expand(self.size, *values.shape).contiguous())
         return everyone[: self.rank].sum(0, dtype=values.dtype)
 
-    def drop(self, rows: Tensor, share: float) -> Tensor:
+    def drop(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
         """Dropout of rows (B, n, C) whose mask depends on positions, and not on how a context is divided.
+
+        ``columns``: the stride of the columns by which the rows are divided; 0: by sections.
 
         Each call draws one number from torch's generator of the CPU, which a group's processes have alike. From it and
         from its place follows the generator of each run of ``DROPPED_TOGETHER`` positions.
         """
         draw = int(torch.randint(1 << 62, ()))
         own = self.positions(rows.shape[1])
-        runs = range(own.start // DROPPED_TOGETHER, -(-own.stop // DROPPED_TOGETHER))
-        kept = torch.empty(
-            len(rows), len(runs) * DROPPED_TOGETHER, *rows.shape[2:], dtype=torch.bool, device=rows.device
-        )
-        for place, run in enumerate(runs):
+        positions = self.positions_in_columns(rows.shape[1], columns) if columns else torch.arange(own.start, own.stop)
+        numbers, counts = torch.unique_consecutive(positions // DROPPED_TOGETHER, return_counts=True)
+        kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+        runs = zip(numbers.tolist(), positions.split(counts.tolist()), kept.split(counts.tolist(), 1), strict=True)
+        for run, places, mask in runs:
             seed = int.from_bytes(hashlib.sha256(f"{draw} {run}".encode()).digest()[:8], "little") >> 1
             generator = torch.Generator(rows.device).manual_seed(seed)
-            mask = kept[:, place * DROPPED_TOGETHER : (place + 1) * DROPPED_TOGETHER]
-            mask.copy_(torch.rand(mask.shape, generator=generator, device=rows.device) >= share)
-        first = own.start - runs.start * DROPPED_TOGETHER
-        return rows * kept[:, first : first + rows.shape[1]] * (1 / (1 - share))
+            drawn = torch.rand(len(rows), DROPPED_TOGETHER, *rows.shape[2:], generator=generator, device=rows.device)
+            mask.copy_(drawn[:, (places - run * DROPPED_TOGETHER).to(rows.device)] >= share)
+        return rows * kept * (1 / (1 - share))
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
@@ -168,6 +253,27 @@ class _ToSections(torch.autograd.Function):
         return None, *_heads(ctx.division, grads)
 
 
+def _columns(division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+    """(B, n, ·) of a section to those of columns, or back."""
+    width = stride // division.size
+    if there:
+        swapped = division.swap(rows.unflatten(1, (-1, division.size, width)).movedim(2, 0))
+        return swapped.movedim(0, 1).flatten(1, 3)  # (B, U, n / l, l / U, ·), by section
+    swapped = division.swap(rows.unflatten(1, (division.size, -1, width)).movedim(1, 0))
+    return swapped.movedim(0, 2).flatten(1, 3)  # (B, n / l, U, l / U, ·), by column
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+        ctx.division, ctx.stride, ctx.there = division, stride, there
+        return _columns(division, rows, stride, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _columns(ctx.division, grad, ctx.stride, not ctx.there), None, None
+
+
 class _Before(torch.autograd.Function):
     """The last rows of each process's, handed to the next one."""
 
@@ -205,3 +311,27 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, ctx.division.sum(grad)
+
+
+class _Fetched(torch.autograd.Function):
+    # It hands on k and v, so that every process goes through its backward pass: also one that receives nothing.
+    @staticmethod
+    def forward(ctx: Any, division: Division, reads: SectionReads, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.division, ctx.reads = division, reads
+        rows = torch.cat([x[:, reads.sent_heads, reads.sent_rows] for x in (k, v)], -1).transpose(0, 1)
+        return k, v, division.swap(rows, list(reads.sent), list(reads.received))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reads, (grad_k, grad_v, grad_rows) = ctx.reads, grads
+        back = ctx.division.swap(grad_rows, list(reads.received), list(reads.sent)).transpose(0, 1)
+        by_part = back.split([grad_k.shape[-1], grad_v.shape[-1]], -1)
+        totals = []
+        for own, rows in zip((grad_k, grad_v), by_part, strict=True):
+            total = own.clone()
+            places = zip(reads.sent_heads.split(reads.sent), reads.sent_rows.split(reads.sent), strict=True)
+            # Section after section: none reads a row twice, so nothing is added to one place in an open order.
+            for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
+                total[:, heads, places_in] += added
+            totals.append(total)
+        return None, None, *totals
