@@ -155,7 +155,8 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
 
     config, ranks = run.config, run.ranks
     group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
-    with group as watchdog, stop.handled(), run_lock(run.folder, ranks):
+    # A loss is reported while stops are handled: a launcher that has seen it sends the other ranks SIGTERM.
+    with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         checkpoint = begin(run)
         with exit_on_mistake(ranks.barrier):
             try:

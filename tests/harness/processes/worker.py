@@ -168,7 +168,7 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
 def halt(where: str, step: int, how: str) -> None:
     """Has the last rank, at a step, stop as a debugger does it, die, go on for ever, fail, or lose a network interface.
 
-    Where it exchanges rows of a context with its group: in the forward or backward pass, or rows before its own (halo).
+    In the first exchange of a forward or backward pass, where it shares contexts with other ranks.
     """
     import longstride.launcher.training.loop as loop
     from longstride.launcher.checkpoints.saving import Saver
@@ -190,7 +190,7 @@ def halt(where: str, step: int, how: str) -> None:
 
     def swap_and_halt(self: Division, values: Any, *counts: Any) -> Any:
         is_backward = torch._C._current_graph_task_id() >= 0
-        if where == ("halo" if counts else "backward" if is_backward else "forward"):
+        if where == ("backward" if is_backward else "forward"):
             halt_now()
         return swap(self, values, *counts)
 
@@ -198,7 +198,7 @@ def halt(where: str, step: int, how: str) -> None:
         done = engine._engine.global_steps if where == "save" else engine.global_steps
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
         if last and done == step - (name == "train_step"):
-            if where in ("forward", "backward", "halo"):
+            if where in ("forward", "backward"):
                 Division.swap = swap_and_halt  # type: ignore[method-assign]
             else:
                 halt_now()

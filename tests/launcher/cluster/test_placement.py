@@ -129,6 +129,8 @@ def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeyp
     assert "--num_gpus" not in launched.command  # beside which the launcher passes over the variable
     with pytest.raises(ConfigError, match=r"^--processes=4: each takes a GPU, and 3 can be seen$"):
         launch(config, 4)
+    with pytest.raises(ConfigError, match=r"^train\.sequence_parallel=2: must divide the 3 processes; nearest 1$"):
+        launch(sharing(config, 2), None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "--num_gpus" in launch(config, 2).command
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")

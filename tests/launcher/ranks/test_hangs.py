@@ -239,22 +239,27 @@ def test_rank_that_dies_ends_the_others_at_once(where: str, config_file: Path, t
     assert [path.name[-14:] for path in (tmp_path / "run/stacks").iterdir()] == ["rank-00000.txt"]
 
 
-EXCHANGES = [(where, how) for where in ("backward", "forward", "halo") for how in ("killed", "raises", "stopped")]
+ENDS = {"killed": -signal.SIGKILL, "raises": 1, "stopped": HUNG}
+EXCHANGES = {  # the first one of a forward pass
+    "heads": "train.sequence_exchange=heads",
+    "keys": "train.sequence_exchange=keys",
+    "rows before": "model.convolution=3",
+}
+LOST_IN = [(name, where, how) for name in EXCHANGES for where in ("backward", "forward") for how in ENDS]
 
 
 @pytest.mark.parametrize(
-    ("where", "how"), [EXCHANGES[0], *(pytest.param(*each, marks=pytest.mark.campaign) for each in EXCHANGES[1:])]
+    ("name", "where", "how"), [LOST_IN[0], *(pytest.param(*each, marks=pytest.mark.campaign) for each in LOST_IN[1:])]
 )
 def test_rank_lost_in_an_exchange_of_its_group_ends_the_run(
-    where: str, how: str, config_file: Path, tmp_path: Path
+    name: str, where: str, how: str, config_file: Path, tmp_path: Path
 ) -> None:
     """Of two groups of two: the other group waits for all at the step's end, or comes there while it is asked."""
     timeout = TIMEOUT if how == "stopped" else 3 * WITHIN
     arguments = ["--config", str(config_file), f"train.timeout_seconds={timeout}", "train.sequence_parallel=2"]
-    ended = spawn([*arguments, "model.convolution=3"], 4, {"HALT": f"{where},4,{how}"})
+    ended = spawn([*arguments, EXCHANGES[name]], 4, {"HALT": f"{where},4,{how}"})
     assert ended_within_seconds(tmp_path / "run") < WITHIN + (TIMEOUT if how == "stopped" else 0)
-    lost = {"killed": -signal.SIGKILL, "raises": 1, "stopped": HUNG}[how]
-    assert ended.codes == [HUNG, HUNG, HUNG, lost], ended.stderr
+    assert ended.codes == [HUNG, HUNG, HUNG, ENDS[how]], ended.stderr
     [groups] = [line for line in ended.stdout[3].splitlines() if line.startswith("time-outs of groups and store: ")]
     seconds = groups.split(": ")[1].split()
     assert set(seconds) == {str(timeout)} and len(seconds) > 3  # torch's world, DeepSpeed's, the group, and the store
