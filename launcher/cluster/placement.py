@@ -170,8 +170,9 @@ def largest_run(config: RunConfig, slots: Mapping[str, Sequence[int]], left: str
         ConfigError: there are none; names what is ``left``.
     """
     for size in range(sum(map(len, slots.values())), 0, -1):
-        taken = first_slots(slots, size)
         with suppress(ConfigError):
+            config.check_world_size(size)  # first, as it is quick
+            taken = first_slots(slots, size)
             config.check_hosts([host for host, numbers in taken.items() for _ in numbers])
             return taken
     raise ConfigError(f"{left} are left, and the run divides over no such number")

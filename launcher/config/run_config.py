@@ -407,7 +407,7 @@ class RunConfig(StrictModel):
             found = f"{its[0]} to {its[-1]}"
             good = f"nearest {fitting[-1]}" if fitting else "give the hosts other numbers of them"
         else:
-            found = f"{its[0]}, {its[1]}, …"
+            found = ", ".join([*map(str, its[:4]), *["…"][: len(its) > 4]])
             good = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
         host = cut.partition(" ")[0]
         rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {found}; {good}"
