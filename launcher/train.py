@@ -28,8 +28,10 @@ if __name__ == "__main__":
     _stop = StopFlag()
     _stop.listen()  # the imports below take seconds
 
+from longstride.kernels import ConfigError
 from longstride.launcher.config import add_trust_argument, load_config
 from longstride.launcher.output import (
+    AgreedError,
     exit_codes,
     exit_on_mistake,
     lasting_output,
@@ -157,9 +159,14 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
 
     config, ranks = run.config, run.ranks
     group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
-    with group as watchdog, stop.handled(), run_lock(run.folder, ranks):
+    # A loss is reported while stops are handled: a launcher that has seen it sends the other ranks SIGTERM.
+    with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         checkpoint = begin(run)
         with exit_on_mistake(ranks.barrier):
+            try:
+                config.check_hosts(watchdog.hosts)
+            except ConfigError as error:  # of all ranks: where launchers place them, only the ranks can tell
+                raise AgreedError(str(error)) from None
             engine = build_engine(config, ranks)
             state = restore(engine, checkpoint, config, ranks) if checkpoint is not None else None
             prepare_folder(run, checkpoint)

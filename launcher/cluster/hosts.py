@@ -45,9 +45,9 @@ class Hosts:
     filtered: bool = False  # these are fewer than the file names
 
     @property
-    def num_processes(self) -> int:
-        """Of all hosts together."""
-        return sum(map(len, self.slots.values()))
+    def of_ranks(self) -> list[str]:
+        """The host of each process, in rank order: launchers fill one host after the other."""
+        return [host for host, slots in self.slots.items() for _ in slots]
 
     @property
     def include(self) -> str:

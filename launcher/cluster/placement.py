@@ -49,12 +49,15 @@ class LocalRanks:
         """Counts the GPUs.
 
         Raises:
-            ConfigError: there are fewer GPUs than processes, or CUDA_VISIBLE_DEVICES names them by other than numbers.
+            ConfigError: so many processes are no run, there are fewer GPUs, or CUDA_VISIBLE_DEVICES names them by other
+                than numbers.
         """
         self._config, self._arguments, self._processes, self._started = config, arguments, processes, started
         on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available()
         self._accelerators = 0 if on_cpu else torch.accelerator.device_count()
         self._environment = launcher_environment()
+        if processes or self._accelerators:  # else DeepSpeed starts one a NUMA node, which it counts itself
+            config.check_world_size(processes or self._accelerators)
         if self._accelerators and torch.cuda.is_available():
             if processes is not None and processes > self._accelerators:
                 raise ConfigError(f"--processes={processes}: each takes a GPU, and {self._accelerators} can be seen")
@@ -78,9 +81,9 @@ class LocalRanks:
         before = self._processes or self._accelerators
         if available >= before:
             return f"with {_counted(before)}"
-        size = largest_world_size(self._config, available, f"{available} of {self._accelerators} GPUs")
-        self._take(size)
-        return f"with {_counted(size)}, as {available} GPUs are left of {before}"
+        taken = largest_run(self._config, {"": range(available)}, f"{available} of {self._accelerators} GPUs")
+        self._take(len(taken[""]))
+        return f"with {_counted(len(taken['']))}, as {available} GPUs are left of {before}"
 
     def end_elsewhere(self) -> None:
         """Does nothing: the supervisor has ended all processes on this host."""
@@ -127,24 +130,22 @@ class HostRanks:
 
         Raises:
             NoHostAnswersError: none answers, so this host's own network may be what is lost.
-            ConfigError: the batch divides over no number of processes that is left, or the launcher cannot leave a
-                host out.
+            ConfigError: no number of processes that is left is a run, or the launcher cannot leave a host out.
         """
         lost = unreachable(list(self._hosts.slots), NEEDED_FILES) if self._by_ssh else {}
         self._answering = [host for host in self._hosts.slots if host not in lost]
         if not lost:
-            return f"with {self._hosts.num_processes} processes on the same hosts"
+            return f"with {len(self._hosts.of_ranks)} processes on the same hosts"
         left = self._hosts.only({host: self._hosts.slots[host] for host in self._answering})
         if not left.slots:
             raise NoHostAnswersError("no host answers any more; what runs there runs on")
         if left.launcher != "pdsh":
             raise ConfigError(f"{', '.join(lost)} answers no more; write a hostfile without it, and --resume auto")
-        size = largest_world_size(self._config, left.num_processes, f"{left.num_processes} slots")
-        left = left.only(first_slots(left.slots, size))
+        left = left.only(largest_run(self._config, left.slots, f"{len(left.of_ranks)} slots"))
         if next(iter(left.slots)) != next(iter(self._hosts.slots)):
             self._address = meeting_address(list(left.slots))
         self._hosts = left
-        return f"with {left.num_processes} processes, as {', '.join(lost)} answers no more"
+        return f"with {len(left.of_ranks)} processes, as {', '.join(lost)} answers no more"
 
     def end_elsewhere(self) -> None:
         """Ends what the newest launch has left on hosts that answer. The daemons of MPI and SLURM do so themselves."""
@@ -162,17 +163,19 @@ def _counted(processes: int) -> str:
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
-def largest_world_size(config: RunConfig, most: int, left: str) -> int:
-    """The largest number of processes up to ``most`` over which the batch divides.
+def largest_run(config: RunConfig, slots: Mapping[str, Sequence[int]], left: str) -> dict[str, list[int]]:
+    """As many of the first slots as the batch divides over, where no host is cut through those that share a context.
 
     Raises:
-        ConfigError: there is none; names what is ``left``.
+        ConfigError: there are none; names what is ``left``.
     """
-    for size in range(most, 0, -1):
+    for size in range(sum(map(len, slots.values())), 0, -1):
         with suppress(ConfigError):
-            config.check_world_size(size)
-            return size
-    raise ConfigError(f"{left} are left, and the batch divides over no such number")
+            config.check_world_size(size)  # first, as it is quick
+            taken = first_slots(slots, size)
+            config.check_hosts([host for host, numbers in taken.items() for _ in numbers])
+            return taken
+    raise ConfigError(f"{left} are left, and the run divides over no such number")
 
 
 def first_slots(slots: Mapping[str, Sequence[int]], world_size: int) -> dict[str, list[int]]:

@@ -165,7 +165,8 @@ def _check(arguments: argparse.Namespace, config: RunConfig) -> None:
     if problems:
         raise ConfigError(*problems)
     check_output(config.train.output, "auto")
-    config.check_world_size(arguments.nodes * arguments.processes_per_node)
+    nodes = [f"host-{number + 1}" for number in range(arguments.nodes)]
+    config.check_hosts([node for node in nodes for _ in range(arguments.processes_per_node)])
     check_data(config, elsewhere=True)
 
 

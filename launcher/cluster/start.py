@@ -76,15 +76,14 @@ def _checked_ranks(config: RunConfig, arguments: argparse.Namespace, started: fl
         raise ConfigError(f"--max-restarts={arguments.max_restarts}: must be at least 0")
     hosts = find_hosts(arguments)
     if hosts is not None:
-        config.check_world_size(hosts.num_processes)
+        config.check_hosts(hosts.of_ranks)
         check_data(config, elsewhere=True)
         return HostRanks(config, arguments, hosts, started)
     processes = arguments.processes
     if processes is None and not torch.cuda.is_available():
         processes = 1  # the launcher would start one a NUMA node
-    if processes is not None:
-        if processes < 1:
-            raise ConfigError(f"--processes={processes}: must be at least 1")
-        config.check_world_size(processes)
+    if processes is not None and processes < 1:
+        raise ConfigError(f"--processes={processes}: must be at least 1")
+    ranks = LocalRanks(config, arguments, processes, started)
     check_data(config)
-    return LocalRanks(config, arguments, processes, started)
+    return ranks

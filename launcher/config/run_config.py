@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -380,6 +381,38 @@ class RunConfig(StrictModel):
         good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
         raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))
 
+    def check_hosts(self, hosts: Sequence[str]) -> None:
+        """Whether processes on these hosts, one name a rank, are a run: ``check_world_size``, and no host is cut.
+
+        Neighbours share a context: they are to be on one host, or to be all of several hosts. Where a host is cut, one
+        group alone sends what each layer exchanges over the network, and all others wait for it.
+
+        Raises:
+            ConfigError: the processes do not divide, or a host is cut.
+        """
+        self.check_world_size(len(hosts))
+        train, shared = self.train, self.train.sequence_parallel or 1
+        cut = _cut_host(hosts, shared)
+        if cut is None:
+            return
+        its = [rank for rank, host in enumerate(hosts) if host == cut]
+        if its == list(range(its[0], its[-1] + 1)):
+            fitting = [
+                count
+                for count in range(1, shared)
+                if shared % count == 0
+                and _cut_host(hosts, count) is None
+                and train.global_batch % (train.micro_batch * len(hosts) // count) == 0
+            ]
+            found = f"{its[0]} to {its[-1]}"
+            good = f"nearest {fitting[-1]}" if fitting else "give the hosts other numbers of them"
+        else:
+            found = ", ".join([*map(str, its[:4]), *["…"][: len(its) > 4]])
+            good = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
+        host = cut.partition(" ")[0]
+        rule = f"must divide the processes of every host, or be those of whole hosts; {host} has ranks {found}; {good}"
+        raise ConfigError.at("train.sequence_parallel", shared, rule)
+
     def to_json(self) -> dict[str, Any]:
         """The resolved configuration as JSON values; ``RunConfig.model_validate`` takes it back."""
         return self.model_dump(mode="json")
@@ -423,6 +456,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = RunConfig.model_validate(content)
     config.data.check_order()
     return config
+
+
+def _cut_host(hosts: Sequence[str], shared: int) -> str | None:
+    """The first host of whose processes some share a context with those of other hosts, and some do not."""
+    for host in dict.fromkeys(hosts):
+        groups = Counter(rank // shared for rank, each in enumerate(hosts) if each == host)
+        if len(groups) > 1 and min(groups.values()) < shared:
+            return host
+    return None
 
 
 def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:

@@ -115,7 +115,10 @@ def together(
         if bool(everyone[:, 3].any()):
             reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
-        everyone = everyone[:: ranks.sequence_parallel]  # those that share contexts have the same
+        groups = everyone.unflatten(0, (-1, ranks.sequence_parallel))
+        everyone = groups[:, 0]  # those that share contexts have the same
+        if not bool((groups == everyone[:, None]).all()):
+            raise AgreedError("data.path: ranks that share a context find other ones there; give all hosts the same")
         if int(everyone[:, 2].sum()):
             parts = ranks.gather_objects(substitutions)[:: ranks.sequence_parallel]
             substitutions = tuple(each for part in parts for each in part)

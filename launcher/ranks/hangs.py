@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -95,6 +95,7 @@ class Watchdog:
         launched = "RANK" in os.environ  # a process started by hand may well outlive its shell
         self._orphaned = orphaned or (lambda: launched and os.getppid() != parent)
         self._sheet = Sheet(rank)
+        self.hosts: list[str] = []  # of all ranks in their order, once they have met
         self._neighbours: list[Neighbour] = []
         self._name = _stamp()
         met_by = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
@@ -114,6 +115,7 @@ class Watchdog:
     def meet(self, everyone: Sequence[tuple[SheetAddress, str]]) -> None:
         """Takes the addresses of all ranks, in rank order."""
         self._name = everyone[0][1]  # the same for all ranks of an attempt
+        self.hosts = [each.host for each, _ in everyone]
         here = self._sheet.address
         self._neighbours = [Neighbour(each) for each, _ in everyone if each.host == here.host and each != here]
         self._met = True
@@ -128,6 +130,17 @@ class Watchdog:
         self._thread.join()
         self._sheet.close()
 
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Ends this process where the block fails as other processes do not answer."""
+        try:
+            yield
+        except Exception as error:
+            failure = peer_failure(error)
+            if failure is not None:
+                self.end(failure, error)
+            raise
+
     def end(self, failure: PeerFailure, raised: BaseException | None = None) -> NoReturn:
         """Reports a failure, with the stacks of the processes of this host, and exits."""
         if not self._ends.acquire(blocking=False):
@@ -135,19 +148,20 @@ class Watchdog:
         last = threading.Timer(_REPORT_SECONDS, os._exit, (exit_codes.HUNG,))
         last.daemon = True
         last.start()
+        if raised is not None:  # before a neighbour may ask where this rank was, and finds it here
+            self._sheet.write("".join(traceback.format_exception(raised)))
         if self._sheet.marked:  # a neighbour reports it, and reads this rank's stacks
             time.sleep(_MARKED_SECONDS)
         else:
             place, seconds, _ = self._sheet.read()
             self._sheet.write_stacks()
-            text = "" if raised is None else "".join(traceback.format_exception(raised))
             with socket.socket(socket.AF_UNIX) as name:  # bound by the host's first rank to report, until it leaves
                 try:
                     name.bind("\0longstride" + self._meeting_place[-90:])  # a hundred bytes are the most
                     is_first = True
                 except OSError:
                     is_first = False
-                written = [self._write(self._rank, failure, self._sheet.read(), text)]
+                written = [self._write(self._rank, failure, self._sheet.read())]
                 if is_first:
                     written += self._neighbours_stacks(failure)
                     folder = next((path.parent for path in written if path is not None), None)
@@ -198,12 +212,12 @@ class Watchdog:
             waiting = [each for each, reading in readings if reading is not None and not reading.stacks]
         time.sleep(0.1)  # the handler writes line by line
         return [
-            self._write(each.address.rank, failure, reading, "")
+            self._write(each.address.rank, failure, reading)
             for each in self._neighbours
             if (reading := each.read()) is not None
         ]
 
-    def _write(self, rank: int, failure: PeerFailure, reading: Reading, raised: str) -> Path | None:
+    def _write(self, rank: int, failure: PeerFailure, reading: Reading) -> Path | None:
         """A rank's file; None where it has one already, or there is no run folder to write to."""
         by = "" if rank == self._rank else f", written by rank {self._rank}"
         lines = [
@@ -211,7 +225,6 @@ class Watchdog:
             f"{reading.place}, for {reading.seconds:.1f} s; time-out {self._timeout:g} s",
             f"rank {self._rank}: {failure.reason}",
             "",
-            *([raised] if raised else []),
             reading.stacks or "It could not write its stacks.",
         ]
         try:

@@ -22,7 +22,7 @@ import torch.distributed
 
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.output import file_names, say
-from longstride.launcher.ranks.hangs import Watchdog, peer_failure
+from longstride.launcher.ranks.hangs import Watchdog
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
 from longstride.sparse_model import Division
@@ -197,7 +197,7 @@ def process_group(
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # deepspeed.initialize asks for it
     watchdog = Watchdog(run, ranks.rank, ranks.world_size, timeout_seconds, orphaned)
     try:
-        with _default_timeout(timeout):
+        with _default_timeout(timeout), watchdog.reporting():
             if ranks.world_size == 1 and "MASTER_PORT" not in os.environ:
                 # A store of its own, not a port: two single runs on one machine cannot meet.
                 store = torch.distributed.HashStore()
@@ -207,11 +207,6 @@ def process_group(
             watchdog.meet(ranks.gather_objects(watchdog.address))
             watchdog.at("starting")
             yield watchdog
-    except Exception as error:
-        failure = peer_failure(error)
-        if failure is not None:
-            watchdog.end(failure, error)
-        raise
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -69,6 +69,10 @@ class Sheet:
         """Whether a neighbour has found that the run is over, and has asked for the stacks."""
         return self._page[_MARK] == 1
 
+    def write(self, text: str) -> None:
+        """Writes what is to be read with the stacks."""
+        os.write(self._file, f"{text}\n".encode(errors="replace"))
+
     def write_stacks(self) -> None:
         """Writes the stacks of all threads as they are now."""
         faulthandler.dump_traceback(self._file, all_threads=True)

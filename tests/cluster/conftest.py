@@ -52,15 +52,15 @@ def person(hosts: list[Host], data: Path, tmp_path: Path) -> Person:
 
 @pytest.fixture(scope="session")
 def on_one_host(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    """A function (processes, steps) -> the lines of metrics of an undisturbed run on one host."""
+    """A function (processes, steps, *overrides) -> the lines of metrics of an undisturbed run on one host."""
 
     @functools.cache
-    def get(world_size: int, steps: int = 8) -> list[dict]:
+    def get(world_size: int, steps: int = 8, *overrides: str) -> list[dict]:
         folder = tmp_path_factory.mktemp("whole")
         content = configuration(data, folder / "run")
         content["train"] |= {"schedule": "constant", "steps": steps}
         (folder / "run.json").write_text(json.dumps(content))
-        ended = spawn(["--config", str(folder / "run.json")], world_size)
+        ended = spawn(["--config", str(folder / "run.json"), *overrides], world_size)
         assert ended.codes == [0] * world_size, ended.stderr
         return metrics(folder / "run")
 

@@ -31,11 +31,13 @@ def launcher(person: Person, request: pytest.FixtureRequest) -> str:
 def test_run_on_two_hosts_is_that_of_one_and_goes_on(
     launcher: str, processes: int, person: Person, on_one_host: Lines
 ) -> None:
+    """The processes of a host share each context: a launcher that dealt ranks to hosts in turn would be refused."""
     command = person.train(processes, "--launcher", launcher, *ARGUMENTS[launcher], "--resume", "auto")
+    sharing = f"train.sequence_parallel={processes}"
     for steps in (4, 8):
-        assert person.ends([*command, f"train.steps={steps}"]) == 0, person.said()
+        assert person.ends([*command, sharing, f"train.steps={steps}"]) == 0, person.said()
     # The same number of ranks adds the same numbers in the same order on any hosts: every digit is the same.
-    assert person.lines() == on_one_host(2 * processes)
+    assert person.lines() == on_one_host(2 * processes, 8, sharing)
     assert sorted(path.name for path in person.run.glob("hosts-*.env")) == ["hosts-1.env", "hosts-2.env"]
     if launcher != "slurm":  # SLURM's daemons wind up steps later
         assert [host.processes() for host in person.hosts] == [[], []]

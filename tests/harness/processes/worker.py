@@ -21,6 +21,7 @@ import longstride.launcher.train as entry
 from longstride.launcher import cli
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.stops import StopFlag
+from longstride.sparse_model import Division
 from tests.harness import counting
 from tests.harness.runs import timeouts
 
@@ -166,25 +167,42 @@ def signal_rank_1(number: int, step: int, where: str) -> None:
 
 
 def halt(where: str, step: int, how: str) -> None:
-    """Has the last rank, at a step, stop as a debugger does it, die, go on for ever, or lose a network interface."""
+    """Has the last rank, at a step, stop as a debugger does it, die, go on for ever, fail, or lose a network interface.
+
+    In the first exchange of a forward or backward pass, where it shares contexts with other ranks.
+    """
     import longstride.launcher.training.loop as loop
     from longstride.launcher.checkpoints.saving import Saver
 
-    owner, name = {"step": (loop, "train_step"), "evaluation": (loop, "evaluate_split"), "save": (Saver, "save")}[where]
-    work = getattr(owner, name)
+    owner, name = {"evaluation": (loop, "evaluate_split"), "save": (Saver, "save")}.get(where, (loop, "train_step"))
+    work, swap = getattr(owner, name), Division.swap
+
+    def halt_now() -> None:
+        seconds = [f"{each.total_seconds():g}" for each in timeouts()]
+        print("time-outs of groups and store:", *seconds, flush=True)
+        if how in ("stopped", "killed"):
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        while how == "endless":
+            pass
+        if how == "raises":
+            raise RuntimeError("no memory is left")
+        if how.startswith("without "):
+            subprocess.run(["ip", "link", "set", how.removeprefix("without "), "down"], check=True)
+
+    def swap_and_halt(self: Division, values: Any, *counts: Any) -> Any:
+        is_backward = torch._C._current_graph_task_id() >= 0
+        if where == ("backward" if is_backward else "forward"):
+            halt_now()
+        return swap(self, values, *counts)
 
     def work_and_halt(engine: Any, *args: Any) -> Any:
         done = engine._engine.global_steps if where == "save" else engine.global_steps
         last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-        if last and done == step - (where == "step"):
-            seconds = [f"{each.total_seconds():g}" for each in timeouts()]
-            print("time-outs of groups and store:", *seconds, flush=True)
-            if how in ("stopped", "killed"):
-                os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
-            while how == "endless":
-                pass
-            if how.startswith("without "):
-                subprocess.run(["ip", "link", "set", how.removeprefix("without "), "down"], check=True)
+        if last and done == step - (name == "train_step"):
+            if where in ("forward", "backward"):
+                Division.swap = swap_and_halt  # type: ignore[method-assign]
+            else:
+                halt_now()
         return work(engine, *args)
 
     setattr(owner, name, work_and_halt)

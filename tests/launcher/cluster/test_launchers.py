@@ -180,6 +180,29 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
     assert len(cleared) == 2
 
 
+def test_host_is_not_cut_through_those_that_share_a_context(
+    started: Started, hostfile: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After filters, unequal slots too; what is over whole hosts, or within one, is started."""
+    hostfile.write_text("node1 slots=2\nnode2 slots=4\nnode3 slots=2\n")
+    command = [
+        "train",
+        "--config",
+        str(config_file),
+        "--hostfile",
+        str(hostfile),
+        "model.heads=4",
+        "train.sequence_parallel=4",
+    ]
+    assert cli.main(command) == 2
+    rule = "must divide the processes of every host, or be those of whole hosts; node2 has ranks 2 to 5; nearest 2"
+    assert capsys.readouterr().err == f"longstride: error: train.sequence_parallel=4: {rule}\n"
+    assert not (tmp_path / "run").exists()
+    for words in (["--exclude=node2"], ["--include=node2"], ["--include=node2:1,2@node1"]):
+        started("pdsh", "model.heads=4", "train.sequence_parallel=4", *words)
+    started("pdsh", "train.sequence_parallel=2", "train.micro_batch=1")
+
+
 def test_unequal_hosts_are_for_pdsh_alone(
     started: Started, hostfile: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

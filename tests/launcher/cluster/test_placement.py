@@ -14,7 +14,7 @@ from longstride.launcher.cluster.placement import (
     count_accelerators,
     first_slots,
     first_visible,
-    largest_world_size,
+    largest_run,
 )
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig, load_config
@@ -34,10 +34,68 @@ def config(config_file: Path) -> RunConfig:
     return load_config(config_file)
 
 
-def test_world_sizes_divide_the_batch(config: RunConfig) -> None:
-    assert [largest_world_size(config, most, "GPUs") for most in (7, 4, 3, 2, 1)] == [4, 4, 2, 2, 1]
-    with pytest.raises(ConfigError, match=r"^0 GPUs are left, and the batch divides over no such number"):
-        largest_world_size(config, 0, "0 GPUs")
+def sharing(config: RunConfig, count: int | None) -> RunConfig:
+    """The same run, in which so many processes share each context."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"sequence_parallel": count})})
+
+
+@pytest.mark.parametrize(
+    ("count", "slots", "taken"),
+    [
+        (None, [7], [4]),
+        (None, [3], [2]),
+        (None, [2, 3, 1], [2, 2]),
+        (2, [7], [4]),
+        (2, [2, 3], [2, 2]),
+        (4, [2, 2, 2], [2, 2]),
+        (4, [2, 4, 4], [2, 2]),  # 8 would cut the second
+        (2, [1, 1], [1, 1]),
+    ],
+)
+def test_what_is_left_is_taken_as_far_as_the_run_divides_over_it(
+    count: int | None, slots: list[int], taken: list[int], config: RunConfig
+) -> None:
+    left = {f"node{number}": range(size) for number, size in enumerate(slots)}
+    assert [len(each) for each in largest_run(sharing(config, count), left, "slots").values()] == taken
+
+
+def test_nothing_that_divides_may_be_left(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"^0 GPUs are left, and the run divides over no such number"):
+        largest_run(config, {"": []}, "0 GPUs")
+    with pytest.raises(ConfigError, match=r"^3 slots are left, and the run divides over no such number"):
+        largest_run(sharing(config, 4), {"node1": [0, 1, 2]}, "3 slots")
+
+
+_RULE = "must divide the processes of every host, or be those of whole hosts; "
+_BY_HOST = "start ranks host by host, by srun --distribution=block or mpirun --map-by slot"
+
+
+@pytest.mark.parametrize(
+    ("count", "hosts", "problem"),
+    [
+        (2, "aabb", None),
+        (4, "aabb", None),
+        (2, "aaaabb", "train.global_batch=8: must be a multiple of micro_batch 2 × 6 processes / 2 that share"),
+        (2, "aaaabbccd", "train.sequence_parallel=2: must divide the 9 processes; nearest 1"),
+        (4, "aabbcccc", None),
+        (4, "abab", None),  # all of both hosts, in whatever order
+        (1, "abab", None),
+        (4, "aaabbbbb", f"train.sequence_parallel=4: {_RULE}b has ranks 3 to 7; give the hosts other numbers of them"),
+        (4, "aabbbbcc", f"train.sequence_parallel=4: {_RULE}b has ranks 2 to 5; nearest 2"),
+        (8, "aabbbbccddddddee", None),
+        (2, "abab", f"train.sequence_parallel=2: {_RULE}a has ranks 0, 2; {_BY_HOST}"),
+        (2, "aba", "train.sequence_parallel=2: must divide the 3 processes; nearest 1"),
+    ],
+)
+def test_no_host_is_cut_through_those_that_share_a_context(
+    count: int, hosts: str, problem: str | None, config: RunConfig
+) -> None:
+    if problem is None:
+        sharing(config, count).check_hosts(list(hosts))
+        return
+    with pytest.raises(ConfigError) as refused:
+        sharing(config, count).check_hosts(list(hosts))
+    assert str(refused.value).startswith(problem) and "\n" not in str(refused.value)
 
 
 @pytest.mark.campaign
@@ -71,6 +129,8 @@ def test_processes_take_the_first_of_the_visible_gpus(config: RunConfig, monkeyp
     assert "--num_gpus" not in launched.command  # beside which the launcher passes over the variable
     with pytest.raises(ConfigError, match=r"^--processes=4: each takes a GPU, and 3 can be seen$"):
         launch(config, 4)
+    with pytest.raises(ConfigError, match=r"^train\.sequence_parallel=2: must divide the 3 processes; nearest 1"):
+        launch(sharing(config, 2), None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "--num_gpus" in launch(config, 2).command
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")

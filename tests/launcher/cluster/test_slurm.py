@@ -83,6 +83,10 @@ def test_script_is_never_overwritten_and_may_be_printed(
     [
         (["--nodes", "0"], "--nodes=0: must be at least 1"),
         (["--processes-per-node", "3"], "train.global_batch=8: must be a multiple of micro_batch 2 × 6 processes"),
+        (
+            ["--processes-per-node", "3", "train.sequence_parallel=2", "train.global_batch=12"],
+            "train.sequence_parallel=2: must divide the processes of every host, or be those of whole hosts; host-1",
+        ),
         (["--time", "12h"], "--time=12h: must be [days-]hours:minutes:seconds, such as 12:00:00"),
         (["--time", "3"], "--time=3: must be more than --stop-seconds 120 and a minute, or the job stops as it starts"),
         (["--partition", "a b"], "--partition=a b: must be a name; such as a-b"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData, together
@@ -45,15 +46,15 @@ Take = Callable[[Ranks], Iterator[EvaluationBatch]]
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Take], list[Future[list[int]]]]:
-    """A function (W, B, take) -> each rank's sample ids, or what it raised."""
+def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int]]]]:
+    """A function (W, B, take, U = 1) -> each rank's sample ids, or what it raised."""
 
-    def run(world_size: int, rows: int, take: Take) -> list[Future[list[int]]]:
+    def run(world_size: int, rows: int, take: Take, sequence_parallel: int = 1) -> list[Future[list[int]]]:
         meeting = Meeting(world_size)
         meeting.replace_collectives(monkeypatch)
 
         def one(rank: int) -> list[int]:
-            ranks = Ranks(rank, rank, world_size)
+            ranks = Ranks(rank, rank, world_size, sequence_parallel)
             all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"))
             return [number for each in all_taken for number in each.part.sample_ids.tolist()]
 
@@ -86,15 +87,41 @@ def test_every_evaluation_ends_on_all_ranks_with_each_context_once(
             assert len(numbers) == limit if limit is not None else len(numbers) > 8
 
 
-@pytest.mark.parametrize("shorter", [0, 1, 2])
-def test_rank_with_less_data_is_named_on_all_ranks(shorter: int, taken: Callable[..., list[Future[list[int]]]]) -> None:
+def batch(number: int, length: int = 4) -> EvaluationBatch:
+    """Two contexts of one number."""
+    ids = torch.full((2,), number)
+    return EvaluationBatch(torch.zeros(2, 4, dtype=torch.uint8), torch.full((2,), length), torch.zeros(2), ids)
+
+
+@pytest.mark.parametrize(("shorter", "world_size", "sharing"), [(0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 4, 2)])
+def test_rank_with_less_data_is_named_on_all_ranks(
+    shorter: int, world_size: int, sharing: int, taken: Callable[..., list[Future[list[int]]]]
+) -> None:
     """As where the hosts have different copies of a folder."""
 
     def take(ranks: Ranks) -> Iterator[EvaluationBatch]:
-        for number in range(3 - (ranks.rank == shorter)):
-            ids = torch.full((2,), number)
-            yield EvaluationBatch(torch.zeros(2, 4, dtype=torch.uint8), torch.full((2,), 4), torch.zeros(2), ids)
+        yield from (batch(number) for number in range(3 - (ranks.rank == shorter)))
 
-    for each in taken(3, 2, take):
-        with pytest.raises(AgreedError, match=f"rank {shorter} of 3 finds less data than the others"):
+    for each in taken(world_size, 2, take, sharing):
+        with pytest.raises(AgreedError, match=f"rank {shorter} of {world_size} finds less data than the others"):
+            each.result()
+
+
+@pytest.mark.parametrize("wrong", [None, batch(5), batch(1, length=3), DataError("damaged")])
+def test_ranks_that_share_contexts_take_the_same_or_none_does(
+    wrong: EvaluationBatch | DataError | None, taken: Callable[..., list[Future[list[int]]]]
+) -> None:
+    """Damage that one host's copy has, and that another context stands in for, would be mixed into a context."""
+
+    def take(ranks: Ranks) -> Iterator[EvaluationBatch]:
+        if isinstance(wrong, DataError) and ranks.rank == 3:
+            raise wrong
+        yield wrong if wrong is not None and ranks.rank == 3 else batch(ranks.data_rank)
+
+    for rank, each in enumerate(taken(4, 2, take, 2)):
+        if wrong is None:
+            assert each.result() == [rank // 2] * 2
+            continue
+        damaged = isinstance(wrong, DataError)
+        with pytest.raises(AgreedError, match="damaged" if damaged else "share a context find other ones there; give"):
             each.result()

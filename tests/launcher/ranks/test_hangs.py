@@ -239,6 +239,38 @@ def test_rank_that_dies_ends_the_others_at_once(where: str, config_file: Path, t
     assert [path.name[-14:] for path in (tmp_path / "run/stacks").iterdir()] == ["rank-00000.txt"]
 
 
+ENDS = {"killed": -signal.SIGKILL, "raises": 1, "stopped": HUNG}
+EXCHANGES = {  # the first one of a forward pass
+    "heads": "train.sequence_exchange=heads",
+    "keys": "train.sequence_exchange=keys",
+    "rows before": "model.convolution=3",
+}
+LOST_IN = [(name, where, how) for name in EXCHANGES for where in ("backward", "forward") for how in ENDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "how"), [LOST_IN[0], *(pytest.param(*each, marks=pytest.mark.campaign) for each in LOST_IN[1:])]
+)
+def test_rank_lost_in_an_exchange_of_its_group_ends_the_run(
+    name: str, where: str, how: str, config_file: Path, tmp_path: Path
+) -> None:
+    """Of two groups of two: the other group waits for all at the step's end, or comes there while it is asked."""
+    timeout = TIMEOUT if how == "stopped" else 3 * WITHIN
+    arguments = ["--config", str(config_file), f"train.timeout_seconds={timeout}", "train.sequence_parallel=2"]
+    ended = spawn([*arguments, EXCHANGES[name]], 4, {"HALT": f"{where},4,{how}"})
+    assert ended_within_seconds(tmp_path / "run") < WITHIN + (TIMEOUT if how == "stopped" else 0)
+    assert ended.codes == [HUNG, HUNG, HUNG, ENDS[how]], ended.stderr
+    [groups] = [line for line in ended.stdout[3].splitlines() if line.startswith("time-outs of groups and store: ")]
+    seconds = groups.split(": ")[1].split()
+    assert set(seconds) == {str(timeout)} and len(seconds) > 3  # torch's world, DeepSpeed's, the group, and the store
+    [told] = [line for text in ended.stderr for line in text.splitlines() if line.startswith("longstride")]
+    assert "(step 4, after " in told and ("lost another process" in told) == (how != "stopped")
+    assert ("Traceback" in "".join(ended.stderr)) == (how == "raises")
+    stacks = {int(path.stem[-5:]): path.read_text() for path in (tmp_path / "run/stacks").iterdir()}
+    assert stacks.keys() >= {0, 1, 2}
+    assert "step 4, for " in stacks[2].splitlines()[1] and " in swap" in stacks[2]
+
+
 STARTS = {
     "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", str(ROOT / "launcher/train.py")],
     "longstride": ["longstride.launcher.cli", "train", "--processes", "2"],

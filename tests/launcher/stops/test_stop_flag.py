@@ -23,12 +23,17 @@ Trained = Callable[..., Path]
 
 
 @pytest.mark.parametrize("where", ["step", pytest.param("evaluation", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("name", ["two", "two-sharing"])
 def test_signal_to_one_rank_stops_all_and_nothing_is_lost(
-    trained: Trained, config_file: Path, tmp_path: Path, where: str
+    trained: Trained, config_file: Path, tmp_path: Path, where: str, name: str
 ) -> None:
-    """The second of two ranks gets the signal in the middle of step 4's computing, or of its evaluation."""
-    whole = trained("two", 2)
-    arguments = ["--config", str(config_file), "--resume", "auto", "train.checkpoint_every=3", "data.workers=1"]
+    """The second of two ranks gets the signal in the middle of step 4's computing, or of its evaluation.
+
+    Both ranks may share each context: then the step ends with all its exchanges.
+    """
+    more = ["train.sequence_parallel=2"] if name == "two-sharing" else []
+    whole = trained(name, 2, *more)
+    arguments = ["--config", str(config_file), "--resume", "auto", "train.checkpoint_every=3", "data.workers=1", *more]
     ended = spawn(arguments, 2, {"SIGNAL_RANK_1": f"{signal.SIGUSR1.value},4,{where}"})
     assert ended.codes == [exit_codes.REQUEUE] * 2, ended.stderr
     assert "longstride: stopped by SIGUSR1; --resume auto goes on" in ended.stderr[0]
