@@ -76,7 +76,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         ConfigError: the warm-up is longer than the run.
         DataError: the data is here, and does not fit the run.
     """
-    from longstride.launcher.planning import costs
+    from longstride.launcher.planning import costs, rehearsal
     from longstride.sparse_model import Ngrams
 
     length = run_length(config, contexts)
@@ -89,7 +89,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     step = step_flops(work, config)
     with_dense = model.model_copy(update={"attention": {"type": "dense"}})
     as_dense = step_flops(costs.work(with_dense, train.micro_batch), config)
-    kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
+    kept = {name: rehearsal.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
         "buffer_numbers": costs.buffer_numbers(model),

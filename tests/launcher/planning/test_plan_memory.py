@@ -14,15 +14,8 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.planning.costs import (
-    Activations,
-    activations,
-    buffer_numbers,
-    count,
-    parameter_parts,
-    states,
-    table_step,
-)
+from longstride.launcher.planning.costs import buffer_numbers, parameter_parts, states, table_step
+from longstride.launcher.planning.rehearsal import Activations, activations, count
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import LATER
 from tests.harness.runs import ROOT, plain_environment
@@ -108,7 +101,7 @@ import json, sys
 import deepspeed, torch
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.engine.device import prepare_accelerator
-from longstride.launcher.planning.costs import activations, count
+from longstride.launcher.planning.rehearsal import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
 prepare_accelerator()

@@ -1,0 +1,256 @@
+"""A step rehearsed: what a process keeps, brings to the host and sends, found on tensors that have no content.
+
+Letters: B batch, n positions of a process, C width, U processes that share a context.
+
+A step of a model with a few blocks of each kind runs on tensors that have shapes alone; every storage that the model's
+own code creates is counted until it would be freed. That tells what a block keeps and what it takes at work; the
+model's own order tells what other blocks keep at that moment. Nothing here can drift from the model, and nothing is
+allocated. Where contexts are divided the exchanges are the model's own too: they make what they would receive, send
+nothing, and are counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.launcher.models import DTYPES
+from longstride.sparse_model import BlockConfig, Division, SparseTransformer
+
+REHEARSED_BLOCKS = 2  # of each kind: the first also makes what blocks share, such as the table of rotary positions
+ON_THEIR_WAY = 2  # inputs of the newest blocks: DeepSpeed frees them once the host has them
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a process takes beside weights and gradients, in a forward and backward pass over one micro-batch."""
+
+    kept: int  # bytes, when the loss is known, for the backward pass
+    peak: int  # bytes, at the worst moment
+    on_host: int = 0  # bytes of block inputs, in the host's memory
+    calls: int = 0  # of exchanges between the processes that share a context
+    sent_bytes: int = 0  # in them, by the last of these processes
+
+
+def activations(config: RunConfig, checkpointing: bool) -> Activations:
+    """Of a micro-batch, in the run's precision, as a GPU keeps them, or a CPU where ``model.backend`` is cpu.
+
+    What an attention kernel allocates and frees within a call is not counted. Of the processes that share a context it
+    is the last, which receives the most.
+    """
+    blocks = config.model.blocks()
+    kinds = list(dict.fromkeys(blocks))
+    on_host = checkpointing and bool(config.deepspeed.get("activation_checkpointing", {}).get("cpu_checkpointing"))
+    # Inputs that are on their way to the host are not what each block keeps.
+    rounds = REHEARSED_BLOCKS + (ON_THEIR_WAY if on_host else 0)
+    if config.model.reversible or len(blocks) <= rounds * len(kinds):
+        # Of reversible blocks one at a time is at work, and none keeps anything.
+        rehearsed = kinds if config.model.reversible else blocks
+        found = _rehearse(config, rehearsed, checkpointing, on_host)
+        kept, peak = found.kept, found.peak
+    else:
+        rehearsed = rounds * kinds
+        found = _rehearse(config, rehearsed, checkpointing, on_host)
+        *shares, behind = found.shares[-len(kinds) - 1 :]
+        of_kind = dict(zip(kinds, shares, strict=True))
+        # As if the first ones of each kind were not there.
+        live, peak = found.begun[-len(kinds) - 1] - (rounds - 1) * sum(share.kept for share in shares), 0
+        for block in blocks:
+            peak = max(peak, live + of_kind[block].peak)
+            live += of_kind[block].kept
+        kept, peak = live + behind.kept, max(peak, live + behind.peak)
+    of_block = dict(zip(rehearsed, found.within, strict=True))
+    exchanges = [found.around, *(of_block[block] for block in blocks)]
+    return Activations(
+        kept,
+        peak,
+        (len(blocks) - 1) * found.input_bytes if on_host else 0,
+        sum(each.calls for each in exchanges),
+        sum(each.sent_bytes for each in exchanges),
+    )
+
+
+@dataclass(slots=True)
+class _Rehearsed:
+    """A forward and backward pass of a few blocks."""
+
+    around: Pretended  # what is exchanged outside of the blocks
+    within: list[Pretended]  # and by each of them
+    begun: list[int] = field(default_factory=list)  # bytes that live when a block begins, and what is behind all
+    shares: list[Activations] = field(default_factory=list)  # what each of these adds to those
+    kept: int = 0
+    peak: int = 0
+    input_bytes: int = 0  # of a block
+
+
+def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool, on_host: bool) -> _Rehearsed:
+    """A forward and backward pass of a model with these blocks on tensors without content, counted."""
+    with ExitStack() as modes:
+        modes.enter_context(FakeTensorMode())
+        # Every backend's operation has the same shapes, and the CPU's runs on any machine.
+        model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks)
+        for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
+            parameter.data = parameter.data.to(DTYPES[config.precision])
+        if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
+            model.embedding.ngrams.rows.requires_grad_(False)
+        around, *within = (Pretended(config.train) for _ in range(1 + len(blocks)))
+        found = _Rehearsed(around, within)
+        if config.train.sequence_parallel is not None:
+            model.divide(around)
+            for block, division in zip(model.blocks, within, strict=True):
+                for part in block.modules():
+                    if hasattr(part, "division"):
+                        part.division = division
+        tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
+        if config.model.backend != "cpu":
+            modes.enter_context(_FusedDropout())
+        live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
+        peaks: list[int] = []  # between those moments, and then between the same ones of the backward pass
+        kept_inputs = _ToHost() if on_host else ExitStack()
+
+        def begin(h: Tensor) -> None:
+            peaks.append(live.take_peak())
+            found.begun.append(live.now)
+            h.register_hook(lambda _: peaks.append(live.take_peak()))
+
+        def run(block: Callable[..., Any], h: Tensor) -> Any:
+            begin(h)
+            if not checkpointing:
+                return block(h)
+            # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
+            found.input_bytes = h.nbytes
+            with kept_inputs:
+                return checkpoint(block, h, use_reentrant=True)
+
+        if not config.model.reversible:
+            model.activation_checkpoint = run
+        model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
+        whole = count(model, tokens, live)
+    found.kept, found.peak = whole.kept, whole.peak
+    # Both passes of a block begin and end with what those before it keep.
+    both = zip(peaks[1:], peaks[::-1], found.begun, [*found.begun[1:], whole.kept], strict=False)
+    found.shares = [Activations(after - before, max(peak) - before) for *peak, before, after in both]
+    return found
+
+
+def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
+    """What a forward and backward pass over tokens (B, N) creates beside the model's tensors and their gradients.
+
+    Tensors may have content or not. Each gradient is dropped once it is complete: ``states`` counts them.
+    """
+
+    def drop_gradient(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
+    try:
+        with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
+            given = model(tokens, return_nats=True, return_mixed=True)
+            loss = given.rows.sum() if given.auxiliary is None else given.rows.sum() + given.auxiliary
+            kept = live.now
+            loss.backward()
+        return Activations(kept, live.peak)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Pretended(Division):
+    """The last place of a run's division, whose exchanges go nowhere and are counted."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        size = train.sequence_parallel or 1
+        super().__init__(size - 1, size)
+        self.calls = self.sent_bytes = 0
+
+    def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """What would be received, without content."""
+        to_others = len(values) - (sent or [1] * self.size)[self.rank]
+        self.calls += 1
+        self.sent_bytes += to_others * values[0].nbytes if len(values) else 0
+        out = values.new_empty(sum(received or [1] * self.size), *values.shape[1:])
+        values.contiguous()  # for a moment a copy, where it is not
+        return out
+
+    def drop(self, rows: Tensor, share: float) -> Tensor:
+        """Rows (B, n, C) by a mask of bytes that is kept for the backward pass, as the real one makes it."""
+        return rows * torch.empty_like(rows, dtype=torch.bool) * (1 / (1 - share))
+
+
+class _ToHost(saved_tensors_hooks):
+    """The inputs of blocks brought to the host as DeepSpeed does, which holds the newest on the card for a while."""
+
+    def __init__(self) -> None:
+        newest: dict[int, Tensor] = {}
+        numbers = itertools.count()
+
+        def bring(h: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+            number = next(numbers)
+            newest[number] = h
+            newest.pop(number - ON_THEIR_WAY, None)
+            return number, h.shape, h.dtype
+
+        def fetch(brought: tuple[int, torch.Size, torch.dtype]) -> Tensor:
+            number, shape, dtype = brought
+            return newest.pop(number) if number in newest else torch.empty(shape, dtype=dtype)
+
+        super().__init__(bring, fetch)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes, as long as it lives, but for those of some tensors."""
+
+    def __init__(self, without: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = self._recent = 0
+        self._counted = {tensor.untyped_storage()._cdata for tensor in without}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation, and counts what it returns."""
+        out = func(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)):
+            if (key := storage._cdata) not in self._counted:
+                self._counted.add(key)
+                self.now += storage.nbytes()
+                self.peak, self._recent = max(self.peak, self.now), max(self._recent, self.now)
+                weakref.finalize(storage, self._free, key, storage.nbytes())
+        return out
+
+    def take_peak(self) -> int:
+        """The peak since the last call."""
+        peak, self._recent = self._recent, self.now
+        return peak
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._counted.discard(key)
+        self.now -= num_bytes
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as on a GPU, which keeps a mask of bytes; a CPU keeps one of the activations' type."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def dropout(h: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            return torch.native_dropout(h, p, training)[0] if training and p else h
+
+        return (dropout if func is F.dropout else func)(*args, **(kwargs or {}))
