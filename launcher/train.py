@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -113,6 +114,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
 
     ranks = Ranks.from_environment(os.environ)
     config.check_world_size(ranks.world_size)
+    ranks = replace(ranks, sequence_parallel=config.train.sequence_parallel or 1)
     prepare_accelerator(config)
     check_engine(config, ranks)
     # Before the data, which may take a while.

@@ -79,7 +79,7 @@ class Probe:
             content = self.read()
         except ConfigError as error:
             raise AgreedError(str(error)) from None
-        nats = _loss_nats(engine, content)
+        nats = _loss_nats(engine, content, ranks)
         difference = self.difference(nats)
         tolerance = self.tolerance(config.precision, engine.device.type, config.model.backend)
         # `<=`, so that a nan is wrong.
@@ -103,7 +103,7 @@ def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: 
         return None
     model = config.model
     content = np.random.default_rng(_SEED).integers(0, min(256, model.vocabulary), model.context, dtype=np.uint8)
-    nats = _loss_nats(engine, torch.from_numpy(content))
+    nats = _loss_nats(engine, torch.from_numpy(content), ranks)
     if not math.isfinite(nats):
         return None
     if ranks.is_first:
@@ -117,11 +117,14 @@ def take_probe(engine: DeepSpeedEngine, config: RunConfig, folder: Path, ranks: 
     }
 
 
-def _loss_nats(engine: DeepSpeedEngine, content: Tensor) -> float:
+def _loss_nats(engine: DeepSpeedEngine, content: Tensor, ranks: Ranks) -> float:
     """The mean loss of one context, without dropout: (N,) uint8. All ranks must call, and get the same number."""
     training = engine.module.training
     engine.eval()
     with torch.no_grad():
         nats = engine(content[None].to(engine.device), return_nats=True)
     engine.train(training)
-    return float(nats.double().mean())
+    if ranks.sequence_parallel == 1:
+        return float(nats.double().mean())
+    shares = ranks.gather_float64(nats.double().sum(), engine.device)  # all groups have the same
+    return float(shares[: ranks.sequence_parallel].sum() / len(content))

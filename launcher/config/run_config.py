@@ -198,6 +198,12 @@ class TrainConfig(StrictModel):
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the initial weights and of dropout")
     activation_checkpointing: bool = Field(default=False, description="recompute each residual block in backward")
     compile: bool = Field(default=False, description="the residual blocks by torch.compile, for training steps alone")
+    sequence_parallel: int | None = Field(
+        default=None, gt=0, description="processes that share each context; null: every process has its own"
+    )
+    sequence_exchange: Literal["heads", "keys", "auto"] = Field(
+        default="auto", description="what attention exchanges between them; auto: in each layer what sends fewer bytes"
+    )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
     evaluate_every: int = Field(default=0, ge=0, description="steps; 0: at the end only")
     evaluate_contexts: int | None = Field(default=None, gt=0, description="contexts of an evaluation; null: all")
@@ -222,7 +228,14 @@ class TrainConfig(StrictModel):
     )
     guards: GuardsConfig = GuardsConfig()
 
-    left_out_at_default = ("optimizer", "compile", "keep_best", "stop_when")
+    left_out_at_default = (
+        "optimizer",
+        "compile",
+        "sequence_parallel",
+        "sequence_exchange",
+        "keep_best",
+        "stop_when",
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> TrainConfig:
@@ -294,6 +307,9 @@ class RunConfig(StrictModel):
             wrong = [name for name in rules if getattr(self.train, name)]
             if wrong:
                 raise ConfigError(*(Problem(f"train.{name}", rules[name], True) for name in wrong))
+        if self.train.sequence_parallel is not None and self.train.compile:
+            rule = "compiles blocks whole, and train.sequence_parallel exchanges rows within them; give false"
+            raise ConfigError.at("train.compile", True, rule)
         if self.data.apart:
             self._check_documents()
         if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:
@@ -325,20 +341,26 @@ class RunConfig(StrictModel):
         return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
 
     def check_world_size(self, world_size: int) -> None:
-        """Whether the batch divides over so many processes.
+        """Whether so many processes divide by those that share a context, and the batch over what that makes of them.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: one of them does not.
         """
-        train = self.train
-        unit = train.micro_batch * world_size
+        train, shared = self.train, self.train.sequence_parallel or 1
+        if world_size % shared:
+            divisors = (count for count in range(1, world_size + 1) if world_size % count == 0)
+            rule = f"must divide the {world_size} processes; nearest {min(divisors, key=lambda d: abs(d - shared))}"
+            raise ConfigError.at("train.sequence_parallel", shared, rule)
+        unit = train.micro_batch * world_size // shared
         if train.global_batch % unit == 0:
             return
         divisor = f"micro_batch {train.micro_batch} × {world_size} processes"
+        if shared > 1:
+            divisor += f" / {shared} that share a context"
         problem = _batch_problem("train.global_batch", train.global_batch, unit, divisor)
         # A resumed run cannot take another batch, but other processes can share the one it has.
         shares = train.global_batch // train.micro_batch
-        fitting = [count for count in range(1, shares + 1) if shares % count == 0]
+        fitting = [count * shared for count in range(1, shares + 1) if shares % count == 0]
         below = max(count for count in fitting if count < world_size)
         good = " or ".join(map(str, [below, *[count for count in fitting if count > world_size][:1]]))
         raise ConfigError(replace(problem, rule=f"{problem.rule}; or start {good} processes"))

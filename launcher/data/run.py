@@ -42,7 +42,7 @@ class Run:
         self, open_stream: Callable[[], Iterable[Batch]], device: torch.device
     ) -> Generator[GlobalBatch[Batch]]:
         """The global batches of a training stream, once all ranks have their parts; see ``together``."""
-        rows = self.config.train.global_batch // self.ranks.world_size
+        rows = self.config.train.global_batch // self.ranks.data_world_size
         return together(lambda: iter(open_stream()), rows, self.ranks, device, self.stop)
 
 

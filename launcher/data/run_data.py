@@ -113,8 +113,10 @@ def together(
         if bool(everyone[:, 3].any()):
             reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
+        everyone = everyone[:: ranks.sequence_parallel]  # those that share contexts have the same
         if int(everyone[:, 2].sum()):
-            substitutions = tuple(each for part in ranks.gather_objects(substitutions) for each in part)
+            parts = ranks.gather_objects(substitutions)[:: ranks.sequence_parallel]
+            substitutions = tuple(each for part in parts for each in part)
         ids = everyone[:, 4:].contiguous().numpy().astype("<i8")
         crc32 = zlib.crc32(ids.tobytes())
         yield GlobalBatch(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
@@ -183,8 +185,8 @@ class RunData:
                 context=self._config.model.context,
                 global_batch=self._config.train.global_batch,
                 seed=data.seed,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
+                rank=self._ranks.data_rank,
+                world_size=self._ranks.data_world_size,
                 cut=self._cut,
                 shuffle_bytes=data.shuffle_bytes,
                 on_damage=data.on_damage,
@@ -212,8 +214,8 @@ class RunData:
                 split or self._config.data.validation_split,
                 context=self._config.model.context,
                 batch_size=batch_size or self._config.train.micro_batch,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
+                rank=self._ranks.data_rank,
+                world_size=self._ranks.data_world_size,
                 cut=self._cut,
                 limit=limit,
                 min_context=min_context,

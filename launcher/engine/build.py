@@ -83,6 +83,8 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
             lr_scheduler=functools.partial(make_schedule, train=config.train),
             config=section,
         )
+    # What it counts samples by: for it each process has contexts of its own, and several may share theirs.
+    engine._config.train_batch_size = config.train.global_batch
     engine.tables = tables  # beside what DeepSpeed knows of; None: the model has none
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
@@ -93,7 +95,9 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
         compile_blocks(model)
     if config.train.activation_checkpointing:
         checkpoint_activations(model, section)
-    torch.manual_seed(config.train.seed + 1 + ranks.rank)
+    if config.train.sequence_parallel is not None:
+        model.divide(ranks.division())
+    torch.manual_seed(config.train.seed + 1 + ranks.data_rank)
     return engine
 
 
@@ -142,9 +146,11 @@ def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
         "steps_per_print": None,  # its progress lines would cut through ours
         "zero_force_ds_cpu_optimizer": False,  # it would refuse torch's AdamW where the optimiser is offloaded
         **config.deepspeed,
-        "train_batch_size": train.global_batch,
+        "train_batch_size": train.global_batch * (train.sequence_parallel or 1),
         "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": train.global_batch // (train.micro_batch * world_size),
+        "gradient_accumulation_steps": train.global_batch
+        * (train.sequence_parallel or 1)
+        // (train.micro_batch * world_size),
     }
 
 
@@ -185,7 +191,7 @@ def check_section(config: RunConfig, world_size: int, on_cpu: bool) -> None:
     if errors:
         raise ConfigError.joined(errors)
     try:
-        alone = {"train_batch_size": config.train.global_batch // world_size}
-        deepspeed.DeepSpeedConfig(engine_section(config, world_size) | alone)
+        section = engine_section(config, world_size)
+        deepspeed.DeepSpeedConfig(section | {"train_batch_size": section["train_batch_size"] // world_size})
     except (AssertionError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"deepspeed: {' '.join(str(error).split())}") from error

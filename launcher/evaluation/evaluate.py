@@ -174,8 +174,10 @@ def score(
 
     parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop))
     for batch, nats in _in_turn(nats_of, parts, threads):
-        scored = batch.scored  # (B, N)
-        sums.add(nats[scored].numpy(), None if bins is None else bins[scored.nonzero()[:, 1].numpy()])
+        first = ranks.sequence_rank * nats.shape[1]
+        own = slice(first, first + nats.shape[1])  # the positions that this rank has
+        scored = batch.scored[:, own]  # (B, n)
+        sums.add(nats[scored].numpy(), None if bins is None else bins[own][scored.nonzero()[:, 1].numpy()])
     sums.gather(ranks, device)
     return sums
 

@@ -25,6 +25,7 @@ from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks.hangs import Watchdog, peer_failure
 from longstride.launcher.ranks.rank_environment import choose_interface
 from longstride.launcher.ranks.waiting import Result, first_works
+from longstride.sparse_model import Division
 
 _AFTER_THE_WATCHDOG_SECONDS = 15.0
 _HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
@@ -40,6 +41,7 @@ class Ranks:
     rank: int = 0
     local_rank: int = 0  # on this host
     world_size: int = 1
+    sequence_parallel: int = 1  # ranks that share each context: neighbours
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
@@ -69,6 +71,28 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank's group among those that have contexts of their own."""
+        return self.rank // self.sequence_parallel
+
+    @property
+    def data_world_size(self) -> int:
+        """How many groups have contexts of their own."""
+        return self.world_size // self.sequence_parallel
+
+    @property
+    def sequence_rank(self) -> int:
+        """The place of this rank in its group, and of its positions in a context."""
+        return self.rank % self.sequence_parallel
+
+    def division(self) -> Division:
+        """How contexts are divided over the ranks that share them. All ranks must call."""
+        if self.sequence_parallel == 1:
+            return Division()
+        group, _ = torch.distributed.new_subgroups(self.sequence_parallel)
+        return Division(self.sequence_rank, self.sequence_parallel, group)
 
     @property
     def device(self) -> torch.device:

@@ -254,7 +254,7 @@ def train_step(
 class Scored(NamedTuple):
     """What the model makes of some contexts."""
 
-    nats: Tensor  # () fp32: the cross-entropy of all their bytes, padding left out
+    nats: Tensor  # () fp32: the cross-entropy of all their bytes that this rank computes, padding left out
     loss: Tensor  # () fp32: to train on; with the auxiliary losses of the model's parts, for each byte
     statistics: tuple[Tensor, ...]  # of the parts that observe
 
@@ -265,8 +265,10 @@ def score(engine: DeepSpeedEngine, batch: Batch, rows: slice, context_nats: list
     more = {} if batch.begins is None else {"begins": batch.begins[rows].to(engine.device)}
     given = engine(tokens.to(engine.device), return_nats=True, return_mixed=True, **more)
     nats, auxiliary, statistics = given  # (B, N), …
-    if not bool((lengths == tokens.shape[1]).all()):
-        real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    first = engine.module.division.section(tokens.shape[1]).start
+    lengths = (lengths - first).clamp(0, nats.shape[1])  # of the positions that this rank has
+    if not bool((lengths == nats.shape[1]).all()):
+        real = torch.arange(nats.shape[1]) < lengths[:, None]
         nats = nats.masked_fill(~real.to(engine.device), 0.0)
     if context_nats is not None:
         context_nats += nats.detach().double().sum(1).tolist()
