@@ -131,8 +131,8 @@ class SparseTransformer(nn.Module):
                 stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
             if self.config.reversible:
                 stream = stream._replace(rows=closed(stream.rows, h))
-        targets = tokens[:, self.division.section(tokens.shape[1])].long() if return_nats else None
-        scored = self.logits(self.norm(stream.rows), targets)
+        rows = self.norm(stream.rows)
+        scored = self.logits(rows, tokens[:, self.division.section(tokens.shape[1])].long() if return_nats else None)
         return stream._replace(rows=scored) if return_mixed else scored
 
     def beside(self, places: Tensor | None) -> list[tuple[Any, ...]]:
