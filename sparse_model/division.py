@@ -16,22 +16,45 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import SectionReads, rows_sent
+
 DROPPED_TOGETHER = 256  # positions whose mask one generator draws
+
+
+Exchange = Literal["heads", "keys"]  # of which attention takes one
+
+
+class Traffic(NamedTuple):
+    """What one attention sends in a forward pass over one context. The backward pass sends as much."""
+
+    exchange: Exchange
+    calls: int
+    sent: tuple[int, ...]  # numbers that each process sends to others: times their bytes, and the contexts of a batch
 
 
 class Division:
     """The place of this process among the U that hold the same contexts. Of one process, every exchange is nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1, group: ProcessGroup | None = None) -> None:
-        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order."""
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: ProcessGroup | None = None,
+        exchange: Literal["heads", "keys", "auto"] = "auto",
+    ) -> None:
+        """Process ``rank`` of ``size``; ``group``: those processes alone, in their order.
+
+        ``exchange``: what attention over patterns does, see ``traffic``.
+        """
+        self.rank, self.size, self.group, self.exchange = rank, size, group, exchange
 
     def section(self, context: int) -> slice:
         """The positions of this process in a context of so many.
@@ -65,6 +88,45 @@ class Division:
             return tensors
         exchanged: Sequence[Tensor] = _ToSections.apply(self, *tensors)
         return exchanged
+
+    def traffic(
+        self, context: int, heads: int, key_heads: int, widths: tuple[int, int], patterns: tuple[Pattern, ...] | None
+    ) -> Traffic:
+        """What an attention sends, and by which exchange; it needs no other process, and is the same on each.
+
+        "auto" takes what sends fewer numbers, of all processes together. Where heads do not divide by U, it is keys;
+        where the data decide who reads whom, it is heads.
+
+        Args:
+            context: N, which U divides.
+            heads, key_heads: H and K.
+            widths: channels of a key and of a value.
+            patterns: of each head, resolved; None: they do not tell what is read.
+        """
+        elsewhere = (self.size - 1) * context // self.size
+        # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
+        shared = math.lcm(key_heads, self.size)
+        there = heads * widths[0] + shared * sum(widths)
+        by_heads = Traffic(
+            "heads", 2 * (self.size > 1), (elsewhere * (there + heads * widths[1]) // self.size,) * self.size
+        )
+        if patterns is None or self.exchange == "heads" or self.size == 1:
+            return by_heads
+        rows = rows_sent(patterns, key_heads, context, self.size).sum(1)
+        by_keys = Traffic("keys", int(rows.any()), tuple((rows * sum(widths)).tolist()))
+        if self.exchange == "keys" or heads % self.size:
+            return by_keys
+        return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
+
+    def fetch(self, k: Tensor, v: Tensor, reads: SectionReads) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of k (B, K, n, D) and v (B, K, n, Dv) to the sections that read them.
+
+        Returns:
+            k and v again, whose gradients have those of the rows that were sent, and the rows that were received,
+            (R, B, D + Dv).
+        """
+        fetched: tuple[Tensor, Tensor, Tensor] = _Fetched.apply(self, reads, k, v)
+        return fetched
 
     def before(self, rows: Tensor, count: int) -> Tensor:
         """The ``count`` rows before those of this process, (B, count, C) of (B, n, C), count <= n; 0 before all."""
@@ -205,3 +267,27 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, ctx.division.sum(grad)
+
+
+class _Fetched(torch.autograd.Function):
+    # It hands on k and v, so that every process goes through its backward pass: also one that receives nothing.
+    @staticmethod
+    def forward(ctx: Any, division: Division, reads: SectionReads, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        ctx.division, ctx.reads = division, reads
+        rows = torch.cat([x[:, reads.sent_heads, reads.sent_rows] for x in (k, v)], -1).transpose(0, 1)
+        return k, v, division.swap(rows, list(reads.sent), list(reads.received))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reads, (grad_k, grad_v, grad_rows) = ctx.reads, grads
+        back = ctx.division.swap(grad_rows, list(reads.received), list(reads.sent)).transpose(0, 1)
+        by_part = back.split([grad_k.shape[-1], grad_v.shape[-1]], -1)
+        totals = []
+        for own, rows in zip((grad_k, grad_v), by_part, strict=True):
+            total = own.clone()
+            places = zip(reads.sent_heads.split(reads.sent), reads.sent_rows.split(reads.sent), strict=True)
+            # Section after section: none reads a row twice, so nothing is added to one place in an open order.
+            for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
+                total[:, heads, places_in] += added
+            totals.append(total)
+        return None, None, *totals

@@ -66,6 +66,10 @@ class Pattern(Protocol):
         """Disjoint parts whose union is the pattern: merged by logsumexp, their softmaxes are that of the pattern."""
         ...
 
+    def period(self) -> int | None:
+        """Positions by which it may be moved: it allows (q + period, k + period) just where (q, k); None: by none."""
+        ...
+
     def check(self, context: int) -> None:
         """Raise ConfigError where a model of this context cannot use the pattern evenly."""
         ...
@@ -102,6 +106,10 @@ class PatternDefaults:
     def factors(self) -> tuple[Pattern, ...]:
         """Itself alone."""
         return (self,)  # type: ignore[return-value]
+
+    def period(self) -> int | None:
+        """None that is known of."""
+        return None
 
     def check(self, context: int) -> None:
         """Raise ConfigError where a model of this context cannot use the pattern evenly: never."""

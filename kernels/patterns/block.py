@@ -35,6 +35,10 @@ class Block(SinglePart):
             return None  # the last block is short
         return Bounds(context, stride, Bound(stride, 0, 0, stride), constant(stride, stride))
 
+    def period(self) -> int:
+        """Whole blocks."""
+        return self.stride
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""
         require_divides("stride", self.stride, context)

@@ -38,6 +38,10 @@ class Column(PatternDefaults):
         """The whole column."""
         return (Entries(self.stride),)
 
+    def period(self) -> int:
+        """Any: it goes by distances."""
+        return 1
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""
         require_divides("stride", self.stride, context)

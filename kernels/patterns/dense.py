@@ -25,3 +25,7 @@ class Dense(SinglePart):
     def by_key(self, context: int) -> Bounds:
         """Key i is read by queries i … N-1."""
         return Bounds(context, whole(context), ramp(0, 0, context), constant(context))
+
+    def period(self) -> int:
+        """Any: it goes by distances."""
+        return 1

@@ -46,6 +46,10 @@ class Fixed(PatternDefaults):
         block, summary = self.factors()
         return block, SummaryKeys(summary, earlier_blocks=True)
 
+    def period(self) -> int:
+        """Whole blocks."""
+        return self.stride
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""
         require_divides("stride", self.stride, context)

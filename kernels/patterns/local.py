@@ -43,6 +43,10 @@ class Local(PatternDefaults):
         """The window, or its entries of the query's column."""
         return (Window(self.window) if self.dilation == 1 else Entries(self.dilation, count=self.window),)
 
+    def period(self) -> int:
+        """Any: it goes by distances."""
+        return 1
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the dilation divides the context."""
         require_divides("dilation", self.dilation, context)

@@ -97,6 +97,10 @@ class LongNet(PatternDefaults):
         )
         return (Block(self.segments[0]), *further)
 
+    def period(self) -> int:
+        """Whole outer segments."""
+        return self.segments[-1]
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the last segment, and so every one, divides the context."""
         if context % self.segments[-1] == 0:

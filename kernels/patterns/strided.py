@@ -76,6 +76,10 @@ class Strided(PatternDefaults):
         """Of the factors after the first."""
         return [min(self.stride**power, FAR) for power in range(1, self.num_factors)]
 
+    def period(self) -> int:
+        """Any: it goes by distances."""
+        return 1
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride, or the largest power that a factor has, divides the context."""
         power = self.num_factors - 1

@@ -76,6 +76,10 @@ class Summary(PatternDefaults):
         elsewhere = ((0, self.first()), (self.first() + self.summary, self.stride))
         return (keys, *(SelfBetween(self.stride, first, last) for first, last in elsewhere if first < last))
 
+    def period(self) -> int:
+        """Whole blocks."""
+        return self.stride
+
     def check(self, context: int) -> None:
         """Raise ConfigError unless the stride divides the context."""
         require_divides("stride", self.stride, context)

@@ -8,15 +8,20 @@ from longstride.kernels.selections.blocks import chosen_blocks
 from longstride.kernels.selections.clusters import hash_rounds, recent_members
 from longstride.kernels.selections.documents import within_documents
 from longstride.kernels.selections.of_pattern import pattern_parts
+from longstride.kernels.selections.sections import Piece, SectionReads, rows_sent, section_reads
 
 __all__ = [
     "Part",
+    "Piece",
+    "SectionReads",
     "Selection",
     "chosen_blocks",
     "hash_rounds",
     "inverse_order",
     "pattern_parts",
     "recent_members",
+    "rows_sent",
+    "section_reads",
     "selection_mask",
     "within_documents",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -101,3 +102,21 @@ def selection_mask(selection: Selection, context: int, queries: Tensor | None = 
     """
     masks = [part_mask(part, context, queries) for part in selection.parts]
     return torch.stack(torch.broadcast_tensors(*masks)).any(0)
+
+
+def stacked(parts: Sequence[Part | None], batch: int, context: int, device: torch.device) -> Part:
+    """The parts of all heads as one; None is an empty one. Where heads are alike, their axis is expanded."""
+    natural = torch.arange(context, dtype=torch.int32, device=device).expand(batch, 1, context)
+    empty = Part(None, None, torch.zeros_like(natural), torch.zeros_like(natural))
+    given = [part or empty for part in parts]
+    alike = all(part is given[0] for part in given)
+
+    def of_heads(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        if all(tensor is None for tensor in tensors):
+            return None
+        several = [natural if tensor is None else tensor for tensor in tensors]
+        return several[0].expand(-1, len(parts), -1) if alike else torch.cat(several, 1)
+
+    query_order, key_order, low, high = (of_heads(tensors) for tensors in zip(*given, strict=True))
+    assert low is not None and high is not None
+    return Part(query_order, key_order, low, high)

@@ -14,7 +14,7 @@ from torch import Tensor
 from longstride.kernels.kept import kept
 from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import view
-from longstride.kernels.selections.base import Part, Selection
+from longstride.kernels.selections.base import Part, Selection, stacked
 
 
 def within_documents(patterns: Sequence[Pattern], starts: Tensor) -> Selection:
@@ -49,7 +49,7 @@ def within_documents(patterns: Sequence[Pattern], starts: Tensor) -> Selection:
             if part not in known:
                 known[part] = _of_part(ranks, begin, own, positions)
             by_head.append(known[part])
-        parts.append(_stacked(by_head, batch, context, starts.device))
+        parts.append(stacked(by_head, batch, context, starts.device))
     return Selection(tuple(parts), span)
 
 
@@ -101,21 +101,3 @@ def _of_part(ranks: _Ranks, begin: Tensor, own: Tensor, positions: Tensor) -> Pa
     low, high = (torch.searchsorted(key_codes, first + bound[row]) for bound in (ranks.low, ranks.high))
     query_order, key_order = (None if order is None else order.int()[:, None] for order in (query_order, key_order))
     return Part(query_order, key_order, low.int()[:, None], high.int()[:, None])
-
-
-def _stacked(parts: Sequence[Part | None], batch: int, context: int, device: torch.device) -> Part:
-    """The parts of all heads as one; None is an empty one. Where heads are alike, their axis is expanded."""
-    natural = torch.arange(context, dtype=torch.int32, device=device).expand(batch, 1, context)
-    empty = Part(None, None, torch.zeros_like(natural), torch.zeros_like(natural))
-    given = [part or empty for part in parts]
-    alike = all(part is given[0] for part in given)
-
-    def of_heads(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        if all(tensor is None for tensor in tensors):
-            return None
-        several = [natural if tensor is None else tensor for tensor in tensors]
-        return several[0].expand(-1, len(parts), -1) if alike else torch.cat(several, 1)
-
-    query_order, key_order, low, high = (of_heads(tensors) for tensors in zip(*given, strict=True))
-    assert low is not None and high is not None
-    return Part(query_order, key_order, low, high)

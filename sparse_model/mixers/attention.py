@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
 from longstride.kernels.patterns import Pattern
-from longstride.sparse_model.division import Division
+from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
+from longstride.sparse_model.mixers.sections import section_attention
 from longstride.sparse_model.network import NetworkConfig, nearest_divisor
 from longstride.sparse_model.part import HeadWidths, Mixed, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
@@ -156,6 +157,24 @@ class Attention(nn.Module):
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
         division = self.division
         q, k, v = self.heads_of(rows, division.positions(h.shape[1]) if documents is None else documents.places)
+        given: Tensor | Mixed
+        if state is not None:
+            given = state.keys_values.begin(q, k, v)
+        elif (
+            documents is None
+            and division.size > 1
+            and self.traffic(division, h.shape[1] * division.size).exchange == "keys"
+        ):
+            given = section_attention(q, k, v, self.patterns, division, self.backend)
+        else:
+            given = self._by_heads(q, k, v, documents)
+        out = given.rows if isinstance(given, Mixed) else given
+        out = self.projection(out.transpose(1, 2).flatten(2))
+        return given._replace(rows=out) if isinstance(given, Mixed) else out
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor | Mixed:
+        """Of the own positions of all heads to those of the output, by some heads of whole contexts."""
+        division = self.division
         # As many heads of keys and values as the processes can share: a copy each where there are fewer.
         copies = math.lcm(self.key_value_heads, division.size) // self.key_value_heads
         if copies > 1:
@@ -167,10 +186,15 @@ class Attention(nn.Module):
             assert documents.selection is not None
             given = selected_attention(q, k, v, documents.selection.of_heads(heads), backend=self.backend)
         else:
-            given = self.attend(q, k, v, heads) if state is None else state.keys_values.begin(q, k, v)
+            given = self.attend(q, k, v, heads)
         (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
-        out = self.projection(out.transpose(1, 2).flatten(2))
         return given._replace(rows=out) if isinstance(given, Mixed) else out
+
+    def traffic(self, division: Division, context: int) -> Traffic:
+        """What it sends in a forward pass over one context of so many positions, where this is how it is divided."""
+        widths = self.widths[-2] // self.key_value_heads, self.widths[-1] // self.key_value_heads
+        patterns = self.patterns if type(self) is Attention else None
+        return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
