@@ -2,8 +2,7 @@
 
 WORLD_SIZE of the environment says how many; they are forked from one that has imported everything. For every case they
 build the engine of a run and take its steps by the training loop's own functions, on batches of noise; the last step is
-counted. A case of Ulysses calls DeepSpeed's DistributedAttention alone, forward and backward. What a rank counted goes
-to FOLDER/rank-R.json.
+counted. What a rank counted goes to FOLDER/rank-R.json.
 
 With FAKE_RANKS=W this one process is rank 0 of W whose collectives go nowhere (torch's own fake process group): what
 DeepSpeed asks of a rank can be counted so for any W, though not what it computes.
@@ -16,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     if fake:
         _pretend(fake)
     with process_group(ranks, 120):
-        found = [ulysses(case, ranks) if "heads" in case else step(case, ranks) for case in cases]
+        found = [step(case, ranks) for case in cases]
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
     return max([0, *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)])
 
@@ -70,9 +70,10 @@ def _fork(ranks: int) -> list[int]:
 def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What a rank communicates in a step of a run once it is warm."""
     config = RunConfig.model_validate(case["config"])
+    ranks = replace(ranks, sequence_parallel=config.train.sequence_parallel or 1)
     prepare_accelerator(config)
     engine = build_engine(config, ranks)
-    rows = config.train.global_batch // ranks.world_size
+    rows = config.train.global_batch // ranks.data_world_size
     micro_batches = rows // config.train.micro_batch
     warm = -(-WARM_MICRO_BATCHES // micro_batches)
     batches = together(lambda: _noise(config, rows), rows, ranks, engine.device)
@@ -84,25 +85,6 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     found = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
     engine.destroy()
     return found
-
-
-def ulysses(case: dict[str, int], ranks: Ranks) -> dict[str, Any]:
-    """What a rank communicates in DistributedAttention, forward and backward: q and k narrower than v."""
-    from deepspeed.sequence.layer import DistributedAttention
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v  # a shape is all that matters here
-
-    local = case["context"] // ranks.world_size
-    shape = (case["batch"], local, case["heads"])  # (B, N / W, H)
-    widths = [case["query_key_width"], case["query_key_width"], case["value_width"]]
-    q, k, v = (torch.randn(*shape, width, dtype=torch.bfloat16, requires_grad=True) for width in widths)
-    comms_logger.enabled = comms_logger.prof_all = True
-    comms_logger.reset_data()
-    layer = DistributedAttention(attention, torch.distributed.group.WORLD, scatter_idx=2, gather_idx=1)
-    with Counted() as counted:
-        layer(q, k, v, 0).sum().backward()
-    return {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
 
 
 def _noise(config: RunConfig, rows: int) -> Iterator[Batch]:

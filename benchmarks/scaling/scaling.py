@@ -208,9 +208,9 @@ def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[d
         counted = communication.measured(cases, ranks, place, fake)
         differing = [
             line
-            for rank in counted
-            for case, own in zip(cases, rank, strict=True)
-            for line in communication.differences(case, ranks, own)
+            for rank, of_rank in enumerate(counted)
+            for case, own in zip(cases, of_rank, strict=True)
+            for line in communication.differences(case, ranks, own, rank)
         ]
         rows = [
             {"case": case["title"], "bytes": own["bytes"][DEEPSPEED]}

@@ -13,6 +13,7 @@ first half of feed-forward.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import torch
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.launcher.planning.rehearsal import Activations
-from longstride.sparse_model import BlockConfig, ModelConfig, SparseTransformer, Work
+from longstride.sparse_model import BlockConfig, Division, ModelConfig, SparseTransformer, Work
 
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
@@ -46,6 +47,43 @@ def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConf
     with torch.device("meta"):
         model = SparseTransformer(config, list(counts))
     return model, {kind: (block, counts[kind]) for kind, block in zip(counts, model.blocks, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the attention of a layer sends where several processes share a context.
+
+    Bytes are those of a forward pass over a micro-batch, of a process in the mean; None where it cannot. The backward
+    pass sends as much.
+    """
+
+    taken: str  # heads or keys
+    calls: int  # of the one that is taken
+    heads_bytes: int | None
+    keys_bytes: int | None
+    copies: int  # of each head of keys and values, where these are fewer than the processes and heads are exchanged
+
+
+def exchanges(config: RunConfig) -> list[Exchange | None]:
+    """Of each block that has a mixer, as the model's parts count them; None: its mixer is no attention."""
+    model, train = config.model, config.train
+    size, element = train.sequence_parallel or 1, train.micro_batch * DTYPES[config.precision].itemsize
+    _, kinds = _one_of_each(model)
+    found: dict[BlockConfig, Exchange | None] = {}
+    for kind, (block, _) in kinds.items():
+        found[kind] = None
+        if hasattr(block.attention, "traffic"):
+            asked: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
+            ways = [block.attention.traffic(Division(0, size, exchange=each), model.context) for each in asked]
+            sent = [element * sum(way.sent) // size for way in ways]
+            found[kind] = Exchange(
+                taken := ways[2].exchange,
+                ways[2].calls,
+                None if model.heads % size else sent[0],
+                sent[1] if ways[1].exchange == "keys" and not config.data.apart else None,
+                math.lcm(kept := block.attention.key_value_heads, size) // kept if taken == "heads" else 1,
+            )
+    return [found[block] for block in model.blocks() if block.mixer is not None]
 
 
 def buffer_numbers(config: ModelConfig) -> int:

@@ -12,6 +12,7 @@ nothing, and are counted.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from longstride.launcher.config import RunConfig, TrainConfig
+from longstride.kernels.selections import section_reads
+from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.sparse_model import BlockConfig, Division, SparseTransformer
 
@@ -44,7 +46,8 @@ class Activations:
     peak: int  # bytes, at the worst moment
     on_host: int = 0  # bytes of block inputs, in the host's memory
     calls: int = 0  # of exchanges between the processes that share a context
-    sent_bytes: int = 0  # in them, by the last of these processes
+    sent_bytes: int = 0  # in them, to the others
+    received_bytes: int = 0
 
 
 def activations(config: RunConfig, checkpointing: bool) -> Activations:
@@ -80,8 +83,7 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
         kept,
         peak,
         (len(blocks) - 1) * found.input_bytes if on_host else 0,
-        sum(each.calls for each in exchanges),
-        sum(each.sent_bytes for each in exchanges),
+        *(sum(getattr(each, name) for each in exchanges) for name in ("calls", "sent_bytes", "received_bytes")),
     )
 
 
@@ -101,21 +103,25 @@ class _Rehearsed:
 def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool, on_host: bool) -> _Rehearsed:
     """A forward and backward pass of a model with these blocks on tensors without content, counted."""
     with ExitStack() as modes:
-        modes.enter_context(FakeTensorMode())
+        # Lists of keys that travel have content: see ``_list_keys``.
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         # Every backend's operation has the same shapes, and the CPU's runs on any machine.
         model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks)
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(DTYPES[config.precision])
         if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
             model.embedding.ngrams.rows.requires_grad_(False)
-        around, *within = (Pretended(config.train) for _ in range(1 + len(blocks)))
+        around, *within = (Pretended(config) for _ in range(1 + len(blocks)))
         found = _Rehearsed(around, within)
         if config.train.sequence_parallel is not None:
             model.divide(around)
-            for block, division in zip(model.blocks, within, strict=True):
-                for part in block.modules():
-                    if hasattr(part, "division"):
-                        part.division = division
+            for block, own in zip(model.blocks, within, strict=True):
+                parts: list[Any] = [part for part in block.modules() if hasattr(part, "division")]
+                for part in parts:
+                    part.division = own
+            with unset_fake_temporarily():
+                for block in model.blocks:
+                    _list_keys(block.attention, around, config.model.context)
         tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
         if config.model.backend != "cpu":
             modes.enter_context(_FusedDropout())
@@ -148,6 +154,13 @@ def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: b
     return found
 
 
+def _list_keys(attention: Any, division: Division, context: int) -> None:
+    """Have the lists of keys that an attention exchanges made and kept, so that the rehearsal finds them."""
+    if hasattr(attention, "traffic") and attention.traffic(division, context).exchange == "keys":
+        place = division.size, division.rank
+        section_reads(attention.patterns, attention.key_value_heads, context, *place, torch.device("cpu"))
+
+
 def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
     """What a forward and backward pass over tokens (B, N) creates beside the model's tensors and their gradients.
 
@@ -174,17 +187,25 @@ def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = Non
 class Pretended(Division):
     """The last place of a run's division, whose exchanges go nowhere and are counted."""
 
-    def __init__(self, train: TrainConfig) -> None:
-        size = train.sequence_parallel or 1
-        super().__init__(size - 1, size)
-        self.calls = self.sent_bytes = 0
+    def __init__(self, config: RunConfig) -> None:
+        size = config.train.sequence_parallel or 1
+        # Between documents that are kept apart nothing is read, which no pattern tells.
+        super().__init__(size - 1, size, exchange="heads" if config.data.apart else config.train.sequence_exchange)
+        self.calls = self.sent_bytes = self.received_bytes = 0
+
+    def traffic(self, *attention: Any) -> Any:
+        """As it is: it is told by numbers of rows, which have content."""
+        with unset_fake_temporarily():
+            return super().traffic(*attention)
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """What would be received, without content."""
-        to_others = len(values) - (sent or [1] * self.size)[self.rank]
+        counts = sent or [1] * self.size, received or [1] * self.size
+        own, row_bytes = counts[0][self.rank], math.prod(values.shape[1:]) * values.element_size()
         self.calls += 1
-        self.sent_bytes += to_others * values[0].nbytes if len(values) else 0
-        out = values.new_empty(sum(received or [1] * self.size), *values.shape[1:])
+        self.sent_bytes += (sum(counts[0]) - own) * row_bytes
+        self.received_bytes += (sum(counts[1]) - own) * row_bytes
+        out = values.new_empty(sum(counts[1]), *values.shape[1:])
         values.contiguous()  # for a moment a copy, where it is not
         return out
 
