@@ -7,6 +7,10 @@ nothing more. What brings positions together asks its ``Division``, which a mode
 Attention exchanges heads for positions: every process gets H / U heads of whole contexts, and computes them as ever
 (Jacobs et al. 2023, DeepSpeed Ulysses). Every exchange has its gradient, which is the exchange back.
 
+A layer whose heads all read within the column of a query, every l-th position, needs none of that where its rows are
+divided by columns: process u then holds columns u · l / U to (u + 1) · l / U - 1 of every l positions, and whole ones.
+The residual stream is divided anew before and behind such layers, which sends a row where heads send four.
+
 All processes of a group call the same exchanges in the same order, in the backward pass too: a parameter that some of
 them do not use gets zeros there, and never nothing.
 """
@@ -70,6 +74,24 @@ class Division:
     def positions(self, rows: int) -> slice:
         """The positions of a section of n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
+
+    def positions_in_columns(self, rows: int, stride: int) -> Tensor:
+        """The positions (n,) int64 of this process where n = ``rows`` are divided by columns, ascending."""
+        width = stride // self.size
+        row = torch.arange(rows)
+        return row // width * stride + self.rank * width + row % width
+
+    def divides(self, context: int, stride: int) -> bool:
+        """Whether several processes can divide rows by columns of a stride, and sections evenly into them."""
+        return self.size > 1 and stride > 0 and stride % self.size == 0 and context % (self.size * stride) == 0
+
+    def divided_anew(self, rows: Tensor, before: int, after: int) -> Tensor:
+        """Rows (B, n, ·) divided by columns of one stride to those divided by another; 0 is by sections."""
+        if before == after:
+            return rows
+        if before:
+            rows = _Columns.apply(self, rows, before, False)
+        return _Columns.apply(self, rows, after, True) if after else rows
 
     def heads(self, count: int) -> slice:
         """Of so many heads, those that this process computes."""
@@ -149,25 +171,26 @@ class Division:
         everyone = self.swap(values.detach().expand(self.size, *values.shape).contiguous())
         return everyone[: self.rank].sum(0, dtype=values.dtype)
 
-    def drop(self, rows: Tensor, share: float) -> Tensor:
+    def drop(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
         """Dropout of rows (B, n, C) whose mask depends on positions, and not on how a context is divided.
+
+        ``columns``: the stride of the columns by which the rows are divided; 0: by sections.
 
         Each call draws one number from torch's generator of the CPU, which a group's processes have alike. From it and
         from its place follows the generator of each run of ``DROPPED_TOGETHER`` positions.
         """
         draw = int(torch.randint(1 << 62, ()))
         own = self.positions(rows.shape[1])
-        runs = range(own.start // DROPPED_TOGETHER, -(-own.stop // DROPPED_TOGETHER))
-        kept = torch.empty(
-            len(rows), len(runs) * DROPPED_TOGETHER, *rows.shape[2:], dtype=torch.bool, device=rows.device
-        )
-        for place, run in enumerate(runs):
+        positions = self.positions_in_columns(rows.shape[1], columns) if columns else torch.arange(own.start, own.stop)
+        numbers, counts = torch.unique_consecutive(positions // DROPPED_TOGETHER, return_counts=True)
+        kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+        runs = zip(numbers.tolist(), positions.split(counts.tolist()), kept.split(counts.tolist(), 1), strict=True)
+        for run, places, mask in runs:
             seed = int.from_bytes(hashlib.sha256(f"{draw} {run}".encode()).digest()[:8], "little") >> 1
             generator = torch.Generator(rows.device).manual_seed(seed)
-            mask = kept[:, place * DROPPED_TOGETHER : (place + 1) * DROPPED_TOGETHER]
-            mask.copy_(torch.rand(mask.shape, generator=generator, device=rows.device) >= share)
-        first = own.start - runs.start * DROPPED_TOGETHER
-        return rows * kept[:, first : first + rows.shape[1]] * (1 / (1 - share))
+            drawn = torch.rand(len(rows), DROPPED_TOGETHER, *rows.shape[2:], generator=generator, device=rows.device)
+            mask.copy_(drawn[:, (places - run * DROPPED_TOGETHER).to(rows.device)] >= share)
+        return rows * kept * (1 / (1 - share))
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
@@ -228,6 +251,27 @@ class _ToSections(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *_heads(ctx.division, grads)
+
+
+def _columns(division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+    """(B, n, ·) of a section to those of columns, or back."""
+    width = stride // division.size
+    if there:
+        swapped = division.swap(rows.unflatten(1, (-1, division.size, width)).movedim(2, 0))
+        return swapped.movedim(0, 1).flatten(1, 3)  # (B, U, n / l, l / U, ·), by section
+    swapped = division.swap(rows.unflatten(1, (division.size, -1, width)).movedim(1, 0))
+    return swapped.movedim(0, 2).flatten(1, 3)  # (B, n / l, U, l / U, ·), by column
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
+        ctx.division, ctx.stride, ctx.there = division, stride, there
+        return _columns(division, rows, stride, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _columns(ctx.division, grad, ctx.stride, not ctx.there), None, None
 
 
 class _Before(torch.autograd.Function):

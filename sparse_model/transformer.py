@@ -116,44 +116,62 @@ class SparseTransformer(nn.Module):
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.context:
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
-        more = self.beside(places)
+        more = self.beside(tokens.shape[1], places)
         h = self.embedding(tokens, places)
         recompute = self.activation_checkpoint
+        columns = 0  # by which rows are divided; 0: by sections
         if self.config.reversible and recompute is None and torch.is_grad_enabled():
             rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
             stream = Mixed(rows, auxiliary, tuple(statistics))
         else:
             stream = Mixed(opened(h) if self.config.reversible else h)
             for block, rest in zip(self.blocks, more, strict=True):
-                rows = stream.rows
+                wanted = rest[3] if len(rest) > 3 else 0
+                rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted
                 given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
                 # Torch's recomputation makes a plain tuple of it.
                 stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
             if self.config.reversible:
                 stream = stream._replace(rows=closed(stream.rows, h))
-        rows = self.norm(stream.rows)
-        scored = self.logits(rows, tokens[:, self.division.section(tokens.shape[1])].long() if return_nats else None)
+if return_nats:  # targets and nats travel, which are less than rows
+            rows = self.norm(stream.rows)
+            targets = tokens[:, self.division.section(tokens.shape[1]), None]
+            targets = self.division.divided_anew(targets, 0, columns)[..., 0].long()
+            nats = self.logits(rows, targets)
+            scored = self.division.divided_anew(nats[..., None], columns, 0)[..., 0]
+        else:
+            scored = self.logits(self.norm(self.division.divided_anew(stream.rows, columns, 0)))
         return stream._replace(rows=scored) if return_mixed else scored
 
-    def beside(self, places: Tensor | None) -> list[tuple[Any, ...]]:
-        """What each block takes beside its rows in training, by the place of each position in its document (B, N).
+    def beside(self, context: int, places: Tensor | None = None) -> list[tuple[Any, ...]]:
+        """What each block takes beside its rows in training.
 
-        Nothing for None: each context is one whole. Else no state, the first position and its ``Documents``.
+        Where the place of each position in its document is given, (B, N): no state, the first position, and its
+        ``Documents``. Else nothing; or these with None, and the stride of the columns by which its rows are divided.
 
         Raises:
             ConfigError: as ``ModelConfig.check_documents`` does.
         """
+        more: list[tuple[Any, ...]] = []
+        mixer: Any
         if places is None:
-            return [()] * len(self.blocks)
+            columns = 0
+            for block in self.blocks:
+                mixer = block.attention
+                if self.config.reversible or any(getattr(part, "in_sections", False) for part in block.modules()):
+                    columns = 0
+                elif mixer is not None:
+                    columns = mixer.columns(context) if hasattr(mixer, "columns") else 0
+                more.append((None, 0, None, columns) if columns else ())
+            return more
         if not self._kept_apart:
             self.config.check_documents()
             self._kept_apart = True
         starts = torch.arange(places.shape[1], device=places.device) - places
         own = places[:, self.division.section(places.shape[1])]
         known: dict[tuple[Pattern, ...], Selection] = {}  # layers of the same patterns share theirs
-        more = []
         for block in self.blocks:
-            mixer: Any = block.attention
+            mixer = block.attention
             if mixer is not None and mixer.patterns not in known:
                 known[mixer.patterns] = within_documents(mixer.patterns, starts)
             more.append((None, 0, Documents(own, None if mixer is None else known[mixer.patterns])))
@@ -218,44 +236,57 @@ class ResidualBlock(nn.Module):
         self.division: Division | None = None  # where set, what is dropped goes by positions
 
     def forward(
-        self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
+        self,
+        h: Tensor,
+        state: State | None = None,
+        first: int = 0,
+        documents: Documents | None = None,
+        columns: int = 0,
     ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C), with what the parts have to tell beside that, if they have.
 
         With a state: one position, which reads the kept ones too, or the first N. With documents: none sees another.
+        With columns: rows are those of this process's columns of that stride.
         """
         more: list[Mixed] = []
         if self.attention is not None:
-            h = h + _rows(self.mix(h, state, first, documents), more)
+            h = h + _rows(self.mix(h, state, first, documents, columns), more)
         if self.feed_forward is not None:
-            h = h + _rows(self.feed(h), more)
+            h = h + _rows(self.feed(h, columns), more)
         return functools.reduce(joined, more)._replace(rows=h) if more else h
 
     def mix(
-        self, h: Tensor, state: State | None = None, first: int = 0, documents: Documents | None = None
+        self,
+        h: Tensor,
+        state: State | None = None,
+        first: int = 0,
+        documents: Documents | None = None,
+        columns: int = 0,
     ) -> Tensor | Mixed:
         """What the mixer adds to a stream, (B, N, C) as it reads it."""
         assert self.attention is not None
-        rest = (state, first) if documents is None else (state, first, documents)
-        return self._dropped(self.attention(self.attention_norm(h), *rest))
+        rest: tuple[Any, ...] = (state, first) if documents is None else (state, first, documents)
+        if columns:
+            rest = (state, first, documents, columns)
+        return self._dropped(self.attention(self.attention_norm(h), *rest), columns)
 
-    def feed(self, h: Tensor) -> Tensor | Mixed:
+    def feed(self, h: Tensor, columns: int = 0) -> Tensor | Mixed:
         """What the feed-forward adds to a stream, (B, N, C) as it reads it."""
         assert self.feed_forward is not None
-        return self._dropped(self.feed_forward(self.feed_forward_norm(h)))
+        return self._dropped(self.feed_forward(self.feed_forward_norm(h)), columns)
 
     def work(self, positions: int, batch: int) -> Work:
         """Of all sub-layers."""
         parts: list[Any] = [part for part in (self.attention, self.feed_forward) if part is not None]
         return sum((part.work(positions, batch) for part in parts), Work())
 
-    def _dropped(self, given: Tensor | Mixed) -> Tensor | Mixed:
+    def _dropped(self, given: Tensor | Mixed, columns: int = 0) -> Tensor | Mixed:
         # Tested here and not in the module: for a single row, calling it takes longer than an addition.
         if not self.dropout.training:
             return given
         dropout: Callable[[Tensor], Tensor] = self.dropout
         if self.division is not None and self.dropout.p:
-            dropout = functools.partial(self.division.drop, share=self.dropout.p)
+            dropout = functools.partial(self.division.drop, share=self.dropout.p, columns=columns)
         return given._replace(rows=dropout(given.rows)) if isinstance(given, Mixed) else dropout(given)
 
 
@@ -268,9 +299,11 @@ class ReversibleBlock(ResidualBlock):
         state: State | None = None,
         first: int = 0,
         documents: Documents | None = None,
+        columns: int = 0,
         starts: list[RandomStates] | None = None,
     ) -> Tensor | Mixed:
         """Streams (2, B, N, C) to such, as ``reversible`` has them; ``starts`` gets what each part draws from."""
+        assert not columns, "streams are divided by sections"
         before, written = h.unbind()
         more: list[Mixed] = []
         for sublayer in self.sublayers(state, first, documents):

@@ -64,7 +64,7 @@ def paper_manifest(folder: Path, shards: int) -> Path:
 class _Unread:
     """The contexts of a split, of which nothing is read: every row is one byte, and stays as it is."""
 
-    context, dtype = 1, np.dtype(np.uint8)
+    context, span, dtype = 1, range(1), np.dtype(np.uint8)
 
     def __init__(self, stream: ByteStream) -> None:
         self.split, self._context = stream.contexts.split, stream.contexts.context

@@ -4,6 +4,9 @@ N positions of a context. Documents are either *packed*, laid end to end with or
 bytes, or have contexts of their own, which begin every ``hop`` bytes; the last one is shorter. One picture is one
 context, of exactly its size. A position is a byte; where the data folder has a palette, it is a pixel, whose token is
 the number of its colour.
+
+Who needs a ``Span`` of every context reads that alone: P positions of each. What is verified as a whole, a sample, is
+read as a whole.
 """
 
 from abc import ABC, abstractmethod
@@ -29,6 +32,20 @@ class Cut:
     separator: int | None = None  # a byte behind each document, where they are packed
     hop: int | None = None  # bytes between the beginnings of a document's contexts, where they are not; None: N
     apart: bool = False  # where they are packed: batches tell where documents begin, so that none sees another
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The positions ``first`` to ``end`` - 1 of every context: what one of several processes that share it needs."""
+
+    first: int  # may lie before the context's beginning, which then is meant
+    end: int
+
+    def within(self, context: int) -> range:
+        """The positions as they lie in a context. Raises DataError where there are none, or some behind its end."""
+        if not max(self.first, 0) < self.end <= context:
+            raise DataError(f"span={self.first}..{self.end}: must be positions of the context; such as 0..{context}")
+        return range(max(self.first, 0), self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +87,15 @@ def settle_cut(
     return Cut(packing=False, hop=hop)
 
 
-def cut_contexts(split: Split, context: int, cut: Cut) -> "Contexts":
-    """The contexts of a split. Raises DataError where the cut does not fit the documents."""
+def cut_contexts(split: Split, context: int, cut: Cut, span: Span | None = None) -> "Contexts":
+    """The contexts of a split, of which ``span`` is read; None: whole ones.
+
+    Raises DataError where the cut does not fit the documents, or the span the context.
+    """
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
-        return PackedContexts(split, context, settled.separator, apart=settled.apart)
-    return DocumentContexts(split, context, settled.hop)
+        return PackedContexts(split, context, settled.separator, apart=settled.apart, span=span)
+    return DocumentContexts(split, context, settled.hop, span=span)
 
 
 def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
@@ -87,27 +107,31 @@ class Contexts(ABC):
     """The contexts of a split, numbered as in lanes.py. Each epoch permutes the shards anew.
 
     ``units``: of each shard, (shards,) int64. ``identity`` names the cutting: with the data set, it decides which bytes
-    a context's number means.
+    a context's number means. ``span`` does not: it only says which of them are read.
     """
 
-    def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int, identity: str) -> None:
+    def __init__(
+        self, split: Split, context: int, units: np.ndarray, context_units: int, identity: str, span: Span | None
+    ) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
+        self.span = range(context) if span is None else span.within(context)  # the P positions that are read
         self.total_units, self.context_units, self.identity = int(units.sum()), context_units, identity
         self._kept: dict[tuple[int | None, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @abstractmethod
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, N) ``dtype``; their lengths into (n,) int64.
+        """Write the contexts ``first``, first + 1 ... into ``rows`` (n, P) ``dtype``; their lengths into (n,) int64.
 
-        In the order of ``seed``; None is the canonical order, of one epoch. What a row has beyond its length is 0.
-        Raises DataError, naming shard and sample, for any damage.
+        Lengths, 1 to N, are of whole contexts. In the order of ``seed``; None is the canonical order, of one epoch.
+        What a context has beyond its length is 0. Raises DataError, naming shard and sample, for any damage that the
+        span meets.
         """
 
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
         """Where documents begin in the contexts from ``first`` on, (count, N) bool; None where a context is one whole.
 
-        What a row has beyond its length belongs to no document: each position begins one of its own. Raises DataError
-        for a damaged index.
+        Whole ones, whatever the span, as indexes tell it. What a row has beyond its length belongs to no document: each
+        position begins one of its own. Raises DataError for a damaged index.
         """
         return None
 
@@ -147,20 +171,26 @@ class Contexts(ABC):
 class PackedContexts(Contexts):
     """Documents laid end to end; a unit is a byte."""
 
-    def __init__(self, split: Split, context: int, separator: int | None, *, apart: bool = False) -> None:
+    def __init__(
+        self, split: Split, context: int, separator: int | None, *, apart: bool = False, span: Span | None = None
+    ) -> None:
         self._separator, self._apart = separator, apart
         extra = 0 if separator is None else 1
         units = np.array([shard.content_bytes + extra * shard.documents for shard in split.shards], dtype=np.int64)
-        super().__init__(split, context, units, context, f"packed/{context}/{separator}")
+        super().__init__(split, context, units, context, f"packed/{context}/{separator}", span)
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
-        start, end = first * self.context, (first + len(rows)) * self.context
+        starts = (first + np.arange(len(rows))) * self.context
+        end = int(starts[-1]) + self.context
         if seed is None:
             end = min(end, self.total_units)
-        flat = rows.reshape(-1)
-        self.fill(reader, start, flat[: end - start], seed)
-        flat[end - start :] = 0
-        lengths[:] = np.clip(end - start - np.arange(len(rows)) * self.context, 0, self.context)
+        lengths[:] = np.clip(end - starts, 0, self.context)
+        if len(self.span) == self.context:  # whole contexts lie end to end, and are read at once
+            starts, rows = starts[:1], rows.reshape(1, -1)
+        for start, row in zip((starts + self.span.start).tolist(), rows, strict=True):
+            size = min(max(end - start, 0), len(row))
+            self.fill(reader, start, row[:size], seed)
+            row[size:] = 0
 
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray | None:
         start, end = first * self.context, (first + count) * self.context
@@ -196,10 +226,10 @@ class PackedContexts(Contexts):
 class DocumentContexts(Contexts):
     """Contexts that hold bytes of one document alone; a unit is a context."""
 
-    def __init__(self, split: Split, context: int, hop: int) -> None:
+    def __init__(self, split: Split, context: int, hop: int, *, span: Span | None = None) -> None:
         self._palette = split.palette
         width = 1 if self._palette is None else CHANNELS  # bytes of a position
-        self._bytes, self._hop = width * context, width * hop
+        self._width, self._bytes, self._hop = width, width * context, width * hop
         if split.modality.document_bytes(split.manifest.properties) is not None:  # the manifest counts them
             units = np.array([shard.documents for shard in split.shards], dtype=np.int64)
         else:  # every index is read, once
@@ -208,7 +238,7 @@ class DocumentContexts(Contexts):
                 counts = [int(contexts_in(sizes, *key).sum()) for sizes in split.document_sizes()]
                 split.tables[key] = np.array(counts, dtype=np.int64)
             units = split.tables[key]
-        super().__init__(split, context, units, 1, f"documents/{context}/{hop}")
+        super().__init__(split, context, units, 1, f"documents/{context}/{hop}", span)
 
     def read(self, reader: SampleReader, first: int, rows: np.ndarray, lengths: np.ndarray, seed: int | None) -> None:
         rows[:] = 0
@@ -220,15 +250,22 @@ class DocumentContexts(Contexts):
             documents = np.searchsorted(before, numbers, side="right") - 1
             starts = edges[documents] + (numbers - before[documents]) * self._hop  # (n,), in the shard's content
             sizes = np.minimum(self._bytes, edges[documents + 1] - starts)
-            # Contexts of a shard lie one behind the other, and may overlap: each byte is read once.
-            content = np.empty(int((starts + sizes).max()) - int(starts[0]), dtype=np.uint8)
-            reader.fill(visit.shard, int(starts[0]), content)
-            places = zip((starts - starts[0]).tolist(), sizes.tolist(), strict=True)
-            for number, (start, size) in enumerate(places, start=done):
-                tokens = content[start : start + size]
-                tokens = tokens if self._palette is None else self._palette.tokens(tokens)
-                rows[number, : len(tokens)], lengths[number] = tokens, len(tokens)
-            done += len(starts)
+            lengths[done : done + len(numbers)] = sizes // self._width
+            stops = starts + np.minimum(sizes, self._width * self.span.stop)
+            starts = starts + self._width * self.span.start
+            reached = np.flatnonzero(starts < stops)  # a short context may end before the span
+            # What is read of a shard lies one behind the other, and may overlap: each byte once, and no gap.
+            gaps = np.flatnonzero(starts[reached[1:]] > stops[reached[:-1]]) + 1
+            for run in filter(len, np.split(reached, gaps)):
+                base = int(starts[run[0]])
+                content = np.empty(int(stops[run[-1]]) - base, dtype=np.uint8)
+                reader.fill(visit.shard, base, content)
+                places = ((starts[run] - base).tolist(), (stops[run] - base).tolist())
+                for number, start, stop in zip((run + done).tolist(), *places, strict=True):
+                    tokens = content[start:stop]
+                    tokens = tokens if self._palette is None else self._palette.tokens(tokens)
+                    rows[number, : len(tokens)] = tokens
+            done += len(numbers)
 
     def goes_on(self, number: int) -> bool:
         """Whether context ``number`` of the canonical order begins within a document, another one before it."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, PackedContexts, settle_cut
+from longstride.data_pipelines.order.contexts import Cut, DocumentContexts, PackedContexts, Span, settle_cut
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
 
@@ -32,7 +32,7 @@ class EvaluationBatch:
     What a batch holds follows from the split, the cut and B alone: the number of ranks only says who gets which.
     """
 
-    tokens: Tensor  # (B, N), of the types that ``Batch`` has
+    tokens: Tensor  # (B, N), of the types that ``Batch`` has; 0 outside of a span
     lengths: Tensor  # (B,) int64, bytes of the split in each row; 0 where a row only fills up the batch
     scored_from: Tensor  # (B,) int64: the bytes of the row before it are scored in the row before, and only seen here
     sample_ids: Tensor  # (B,) int64: the context's number within the split, PADDING_ID for a row without bytes
@@ -56,6 +56,7 @@ def evaluation_contexts(
     cut: Cut | None = None,
     limit: int | None = None,
     min_context: int = 0,
+    span: Span | None = None,
     remote: RemoteSettings | None = None,
 ) -> Iterator[EvaluationBatch]:
     """The split in canonical order, cut into contexts of N bytes; each byte scored on one rank, once, whatever the hop.
@@ -63,7 +64,8 @@ def evaluation_contexts(
     Context k of those that are taken is row ``k % B`` of batch ``k // B``; every rank gets a run of the batches, the
     same number of them, filled up with empty ones. ``limit`` takes that many contexts, evenly spread over the split.
     With a ``min_context`` they overlap, so that each scored byte sees at least that many before it, or all that its
-    stream has (see the head of this file). Raises DataError for arguments out of range and for any damage.
+    stream has (see the head of this file). With a ``span`` only those positions of each row are read, and the others
+    are 0; nothing else differs. Raises DataError for arguments out of range and for any damage in what is read.
     """
     for name, value, least in (
         ("batch_size", batch_size, 1),
@@ -75,7 +77,7 @@ def evaluation_contexts(
             raise DataError(f"{name}={value}: must be at least {least}")
     if rank >= world_size:
         raise DataError(f"rank={rank}: must be less than the world size {world_size}")
-    windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context)
+    windows = _Windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context, span)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
     taken = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
@@ -127,7 +129,7 @@ class _Windows:
     The cut is the one of training but for its hop. Of documents apart, the last window of each is shorter.
     """
 
-    def __init__(self, split: Split, context: int, cut: Cut, min_context: int) -> None:
+    def __init__(self, split: Split, context: int, cut: Cut, min_context: int, span: Span | None = None) -> None:
         modality, properties = split.modality, split.manifest.properties
         settled = settle_cut(replace(cut, hop=None), context, modality, properties, split.palette)
         if not 0 <= min_context < context:
@@ -142,27 +144,26 @@ class _Windows:
         self.split, self._shared, self._hop = split, min_context, context - min_context
         self._contexts: PackedContexts | DocumentContexts
         if settled.hop is None:
-            self._contexts = PackedContexts(split, context, settled.separator, apart=settled.apart)
+            self._contexts = PackedContexts(split, context, settled.separator, apart=settled.apart, span=span)
             self.count = 1 + max(0, -(-(self._contexts.total_units - context) // self._hop))
         else:
-            self._contexts = DocumentContexts(split, context, self._hop)
+            self._contexts = DocumentContexts(split, context, self._hop, span=span)
             self.count = self._contexts.total_units
         self.dtype, self.apart = self._contexts.dtype, settled.apart
 
     def read(self, reader: SampleReader, number: int, row: np.ndarray) -> tuple[int, int]:
-        """Write window ``number`` into ``row``, (N,) ``dtype``, 0 beyond its length.
+        """Write window ``number``, or the span of it, into ``row``, (N,) zeros ``dtype``.
 
-        Returns its length and the first byte of it to be scored. Raises DataError for any damage.
+        Returns its length and the first byte of it to be scored. Raises DataError for any damage in what is read.
         """
-        contexts = self._contexts
+        contexts, part = self._contexts, row[self._contexts.span.start : self._contexts.span.stop]
         if isinstance(contexts, PackedContexts):
             start = number * self._hop
             length = min(contexts.context, contexts.total_units - start)
-            contexts.fill(reader, start, row[:length], None)
-            row[length:] = 0
+            contexts.fill(reader, start + contexts.span.start, part[: max(0, length - contexts.span.start)], None)
             return length, self._shared if number else 0
         lengths = np.zeros(1, dtype=np.int64)
-        contexts.read(reader, number, row[None], lengths, None)
+        contexts.read(reader, number, part[None], lengths, None)
         return int(lengths[0]), self._shared if self._shared and contexts.goes_on(number) else 0
 
     def begins(self, number: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The contexts of one rank's steps: lanes read block after block, here or ahead by worker processes.
 
-Letters: N positions a context, L lanes of a reader, S contexts of a block.
+Letters: N positions a context, P of them that are read, L lanes of a reader, S contexts of a block.
 
 Each block of a lane is given out in an order of its own. Workers share out the lanes, not the steps: each lane is read
 once, in sequence, by one process, and every worker's share of a step is asked for in turn. So the contexts are the same
@@ -8,7 +8,8 @@ with any number of workers.
 
 Of a context that cannot be read the run ends, or another context of the epoch stands in for it. Which one follows from
 (seed, epoch, context) alone: whoever reads the damaged context, whatever the number of ranks and workers, finds the
-same substitute.
+same substitute. Processes that share contexts by spans must agree on that too, yet each would meet its own damage
+alone: so under ``substitute`` whole contexts are read and verified, and a span only chooses what is handed on.
 """
 
 import signal
@@ -24,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.contexts import Contexts, Cut
+from longstride.data_pipelines.order.contexts import Contexts, Cut, Span
 from longstride.data_pipelines.order.lanes import Lanes, block_order, shard_order, substitutes
 from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES
 from longstride.data_pipelines.shards import SampleReader
@@ -40,6 +41,7 @@ class StreamSettings:
     rank: int = 0
     world_size: int = 1
     cut: Cut = Cut()  # noqa: RUF009 - frozen
+    span: Span | None = None  # of every context, what this process needs; None: all. No part of the order
     shuffle_bytes: int = SHUFFLE_BYTES  # each lane is shuffled in blocks of this size; 0 reads it in sequence
     on_damage: str = "abort"
     workers: int = 0  # processes that read ahead
@@ -49,6 +51,8 @@ class StreamSettings:
         for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
             if getattr(self, name) < least:
                 raise DataError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.span is not None:
+            self.span.within(self.context)
         shard_order(0, self.seed, 0)  # refuses a seed that cannot be used
         if self.on_damage not in ON_DAMAGE:
             raise DataError(f"on_damage={self.on_damage!r}: must be one of {', '.join(ON_DAMAGE)}")
@@ -75,7 +79,7 @@ class Substitution:
 class LaneRows:
     """Some lanes' contexts of one step."""
 
-    tokens: np.ndarray  # (lanes, N), of the type that the contexts have
+    tokens: np.ndarray  # (lanes, P), of the type that the contexts have
     lengths: np.ndarray  # (lanes,) int64
     sample_ids: np.ndarray  # (lanes,) int64
     substitutions: tuple[Substitution, ...]
@@ -93,7 +97,7 @@ class LanesReader:
         in_sequence = max(1, SampleReader.READ_BYTES // contexts.context)
         self._size = settings.block_contexts if self._shuffled else in_sequence  # S
         self._readers = [SampleReader(contexts.split) for _ in own]
-        self._rows = np.empty((len(own), 0, contexts.context), dtype=contexts.dtype)  # (L, S, N)
+        self._rows = np.empty((len(own), 0, len(contexts.span)), dtype=contexts.dtype)  # (L, S, P)
         self._begins: list[np.ndarray | None] = [None] * len(own)  # (S, N) each
         self._loaded: tuple[int, int] | None = None  # epoch and block
 
@@ -105,7 +109,7 @@ class LanesReader:
         chosen = self._order[:, place]
         stand_ins = (self._substitutions.get(each) for each in chosen.tolist()) if self._substitutions else ()
         return LaneRows(
-            tokens=self._rows.reshape(-1, self._contexts.context).take(chosen, axis=0),
+            tokens=self._rows.reshape(-1, self._rows.shape[2]).take(chosen, axis=0),
             lengths=self._lengths.take(chosen),
             sample_ids=self._ids.take(chosen),
             substitutions=tuple(each for each in stand_ins if each is not None),
@@ -123,7 +127,7 @@ class LanesReader:
         self._loaded = None
         count = min(self._size, self._lanes.steps_in(epoch) - block * self._size)
         if self._rows.shape[1] != count:
-            self._rows = np.empty((len(self._own), count, self._contexts.context), dtype=self._rows.dtype)
+            self._rows = np.empty((len(self._own), count, self._rows.shape[2]), dtype=self._rows.dtype)
         self._lengths = np.empty((len(self._own), count), dtype=np.int64)
         self._ids = np.empty_like(self._lengths)
         self._order = np.empty_like(self._lengths)

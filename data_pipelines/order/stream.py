@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from longstride.data_pipelines.shards import DataFolder
 class Batch:
     """One rank's part of one step. What a row has beyond its length is padding, and not to be learned."""
 
-    tokens: Tensor  # (G / W, N) uint8; of a palette of more than 256 colours int16, or int32
+    tokens: Tensor  # (G / W, N) uint8; of a palette of more than 256 colours int16, or int32; 0 outside of a span
     lengths: Tensor  # (G / W,) int64, positions of each context, 1 to N
     sample_ids: Tensor  # (G / W,) int64: the contexts' numbers, see lanes.py
     state: StreamState  # after this batch: a stream that is given it begins with the next one
@@ -36,9 +37,12 @@ class ByteStream:
     """An endless stream of one rank's batches; each ``iter()`` begins again at ``state``.
 
     ``location`` is a folder, a URL or an opened DataFolder. ``state`` (None: the beginning) may come from a run with
-    other world size, workers or prefetch. A block of each lane is held in memory. Raises DataError for a folder, split,
-    batch or state that does not fit, and, while it is iterated, for any damage that ``settings.on_damage`` does not
-    allow: before the damaged sample is delivered.
+    other world size, workers, prefetch or span. A block of each lane is held in memory. With ``settings.span``, batches
+    differ in their tokens alone: those outside of it are 0. Only what it meets is read and held, but under
+    ``substitute``, where processes that share a context must all find its damage.
+
+    Raises DataError for a folder, split, batch, span or state that does not fit, and, while it is iterated, for any
+    damage in what is read that ``settings.on_damage`` does not allow: before the damaged sample is delivered.
     """
 
     def __init__(
@@ -51,7 +55,9 @@ class ByteStream:
         state: StreamState | None = None,
     ) -> None:
         self.settings = settings
-        self.contexts = cut_contexts(DataFolder.at(location, remote).split(split), settings.context, settings.cut)
+        opened = DataFolder.at(location, remote).split(split)
+        read = settings.span if settings.on_damage == "abort" else None  # see the head of loading.py
+        self.contexts = cut_contexts(opened, settings.context, settings.cut, read)
         self.lanes = Lanes(self.contexts.total_units, self.contexts.context_units, settings.global_batch)
         self._own = self.lanes.of_rank(settings.rank, settings.world_size)
         self.contexts.split.reserve(len(self._own))
@@ -71,7 +77,7 @@ class ByteStream:
         with closing(load_rows(self.contexts, self.lanes, self._own, self.settings, first)) as steps:
             for number, rows in enumerate(steps, start=first):
                 yield Batch(
-                    tokens=torch.from_numpy(rows.tokens),
+                    tokens=torch.from_numpy(self._in_place(rows.tokens)),
                     lengths=torch.from_numpy(rows.lengths),
                     sample_ids=torch.from_numpy(rows.sample_ids),
                     state=self._state_at(number + 1),
@@ -93,6 +99,15 @@ class ByteStream:
         unit = "contexts" if self.lanes.context_units == 1 else "bytes"
         place = self.contexts.place(start, self.settings.seed)
         return f"{left:,} {unit} are carried over into epoch {epoch}, from {place} on"
+
+    def _in_place(self, tokens: np.ndarray) -> np.ndarray:
+        """(lanes, P), what was read -> (lanes, N): what was asked for, at its place."""
+        if self.settings.span is None:
+            return tokens
+        span, before = self.settings.span.within(self.settings.context), self.contexts.span.start
+        rows = np.zeros((len(tokens), self.settings.context), dtype=tokens.dtype)
+        rows[:, span.start : span.stop] = tokens[:, span.start - before : span.stop - before]
+        return rows
 
     def _state_at(self, batch: int) -> StreamState:
         epoch, step = self.lanes.position(batch)

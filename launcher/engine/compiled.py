@@ -80,7 +80,7 @@ def run_blocks(
         model = SparseTransformer(config, list(dict.fromkeys(config.blocks())))
     compile_blocks(model)
     places = torch.arange(config.context, device=device).expand(batch, -1) if apart else None
-    for block, rest in zip(model.blocks, model.beside(places), strict=True):
+    for block, rest in zip(model.blocks, model.beside(config.context, places), strict=True):
         block.to_empty(device=device).to(dtype)
         for parameter in block.parameters():
             nn.init.zeros_(parameter)

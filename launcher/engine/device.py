@@ -139,7 +139,7 @@ def run_attention(
     with torch.device("meta"):
         network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
     places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
-    for block, rest in zip(network.blocks, network.beside(places), strict=True):
+    for block, rest in zip(network.blocks, network.beside(model.context, places), strict=True):
         mixer: Any = block.attention
         if mixer is None:
             continue

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_attention, sparse_attention
-from longstride.kernels.patterns import Pattern
+from longstride.kernels.patterns import Column, Local, Pattern
 from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.documents import Documents
 from longstride.sparse_model.mixers.cache import Cache, KeyValues
@@ -137,11 +137,17 @@ class Attention(nn.Module):
         draw_linear(self.projection, self.network, into_stream=True)
 
     def forward(
-        self, h: Tensor, state: AttentionState | None = None, first: int = 0, documents: Documents | None = None
+        self,
+        h: Tensor,
+        state: AttentionState | None = None,
+        first: int = 0,
+        documents: Documents | None = None,
+        columns: int = 0,
     ) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
 
-        With documents, each is computed as in a context of its own.
+        With documents, each is computed as in a context of its own. With columns, rows are those of this process's
+        columns of that stride, as the method ``columns`` asks for.
 
         Raises:
             ValueError: several positions that do not begin at 0.
@@ -149,17 +155,25 @@ class Attention(nn.Module):
         if first and h.shape[1] != 1:
             raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         if self.convolution is not None:
-            places = None if documents is None else documents.places
-            h = self.convolution(h, None if state is None else state.recent, first, places)
+            of_document = None if documents is None else documents.places
+            h = self.convolution(h, None if state is None else state.recent, first, of_document)
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
         division = self.division
-        q, k, v = self.heads_of(rows, division.positions(h.shape[1]) if documents is None else documents.places)
+        places: Tensor | slice = division.positions(h.shape[1])
+        if documents is not None:
+            places = documents.places
+        elif columns:
+            places = division.positions_in_columns(h.shape[1], columns).to(h.device)
+        q, k, v = self.heads_of(rows, places)
         given: Tensor | Mixed
         if state is not None:
             given = state.keys_values.begin(q, k, v)
+        elif columns:
+            patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
+            given = sparse_attention(q, k, v, patterns, backend=self.backend)
         elif (
             documents is None
             and division.size > 1
@@ -195,6 +209,20 @@ class Attention(nn.Module):
         widths = self.widths[-2] // self.key_value_heads, self.widths[-1] // self.key_value_heads
         patterns = self.patterns if type(self) is Attention else None
         return division.traffic(context, self.heads, self.key_value_heads, widths, patterns)
+
+    def columns(self, context: int) -> int:
+        """The stride of the columns by which its rows are best divided, so that nothing travels; 0: by sections.
+
+        That is where all heads stay in columns of one stride, and to divide the rows anew before and behind it sends
+        less than its other exchanges.
+        """
+        division = self.division
+        strides = {_within_columns(pattern, division.size)[0] for pattern in self.patterns}
+        stride = strides.pop() if type(self) is Attention and len(strides) == 1 else 0
+        if self.convolution is not None or division.exchange == "heads" or not division.divides(context, stride):
+            return 0
+        sent = 2 * context * (division.size - 1) // division.size * self.network.width
+        return stride if sent < sum(self.traffic(division, context).sent) else 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.
@@ -310,3 +338,15 @@ class Attention(nn.Module):
         prepared, v = row.split((sum(self.widths[:-1]), self.widths[-1]), dim=-1)
         prepared = prepared_row(prepared.view(len(row), -1, self.widths[0] // self.heads), self.normed, turns)
         return *prepared.split(self.part_heads[:-1], 1), v.view(len(row), self.key_value_heads, -1)
+
+
+def _within_columns(pattern: Pattern, sharing: int) -> tuple[int, Pattern]:
+    """The stride of the columns in which a pattern stays, and what it is among those that one of ``sharing`` has.
+
+    0, and the pattern itself, where it does not stay in them.
+    """
+    if isinstance(pattern, Column):
+        return pattern.stride, Column(max(1, pattern.stride // sharing))
+    if isinstance(pattern, Local) and pattern.dilation > 1:
+        return pattern.dilation, replace(pattern, dilation=max(1, pattern.dilation // sharing))
+    return 0, pattern

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
+from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord
+from longstride.data_pipelines.shards.reading import SampleReader
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,23 @@ def corpus(tmp_path_factory) -> Corpus:
     write_sources(base / "source", num_files=70)
     manifest = build([base / "source"], base / "data", validation_fraction=0.1, shard_bytes=2500)
     return Corpus(base / "source", base / "data", manifest)
+
+
+@pytest.fixture(scope="session")
+def built_in_pieces(tmp_path_factory) -> Corpus:
+    """Documents of many samples, some over several shards."""
+    base = tmp_path_factory.mktemp("pieces")
+    write_sources(base / "source", num_files=30, seed=1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shard_writer, "SAMPLE_BYTES", 37)
+        manifest = build([base / "source"], base / "data", validation_fraction=0.2, shard_bytes=900)
+    return Corpus(base / "source", base / "data", manifest)
+
+
+@pytest.fixture
+def pieces(built_in_pieces, monkeypatch) -> Corpus:
+    """The same, and reads of a few samples at once."""
+    monkeypatch.setattr(SampleReader, "READ_BYTES", 3000)
+    monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
+    monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)
+    return built_in_pieces

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longstride.data_pipelines.building import shard_writer
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Cut, PackedContexts
@@ -17,22 +16,9 @@ from longstride.data_pipelines.order.lanes import shard_order
 from longstride.data_pipelines.shards import reading
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader
 from longstride.data_pipelines.stores import open_store
-from tests.data_pipelines.conftest import Corpus, write_sources
 from tests.harness.data.streams import open_stream
 
 CONTEXT = 300
-
-
-@pytest.fixture
-def pieces(tmp_path, monkeypatch) -> Corpus:
-    """Documents of many samples, some over several shards, and reads of a few samples at once."""
-    write_sources(tmp_path / "source", num_files=30, seed=1)
-    monkeypatch.setattr(shard_writer, "SAMPLE_BYTES", 37)
-    monkeypatch.setattr(SampleReader, "READ_BYTES", 3000)
-    monkeypatch.setattr(reading, "SCATTERED_BYTES", 37)
-    monkeypatch.setattr(reading, "_MOST_SCATTERED", 4)
-    manifest = build([tmp_path / "source"], tmp_path / "data", validation_fraction=0.2, shard_bytes=900)
-    return Corpus(tmp_path / "source", tmp_path / "data", manifest)
 
 
 def shard_documents(corpus, split: str) -> list[list[bytes]]:
