@@ -133,7 +133,7 @@ class SparseTransformer(nn.Module):
                 stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
             if self.config.reversible:
                 stream = stream._replace(rows=closed(stream.rows, h))
-if return_nats:  # targets and nats travel, which are less than rows
+        if return_nats:  # targets and nats travel, which are less than rows
             rows = self.norm(stream.rows)
             targets = tokens[:, self.division.section(tokens.shape[1]), None]
             targets = self.division.divided_anew(targets, 0, columns)[..., 0].long()

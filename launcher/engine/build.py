@@ -96,7 +96,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
     if config.train.activation_checkpointing:
         checkpoint_activations(model, section)
     if config.train.sequence_parallel is not None:
-        model.divide(ranks.division())
+        model.divide(ranks.division(config.train.sequence_exchange))
     torch.manual_seed(config.train.seed + 1 + ranks.data_rank)
     return engine
 

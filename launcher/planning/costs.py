@@ -51,16 +51,16 @@ def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConf
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the attention of a layer sends where several processes share a context.
+    """What a layer sends where several processes share a context.
 
-    Bytes are those of a forward pass over a micro-batch, of a process in the mean; None where it cannot. The backward
-    pass sends as much.
+    Bytes are those of a forward pass over a micro-batch, of a process in the mean; the backward pass sends as much.
     """
 
-    taken: str  # heads or keys
-    calls: int  # of the one that is taken
-    heads_bytes: int | None
-    keys_bytes: int | None
+    taken: str  # heads or keys, or columns: its rows are divided by them, and nothing travels in attention
+    heads_bytes: int | None  # None: heads do not divide
+    keys_bytes: int | None  # None: no pattern says which keys are read
+    anew: int  # times that the rows are divided anew before it
+    anew_bytes: int  # by that
     copies: int  # of each head of keys and values, where these are fewer than the processes and heads are exchanged
 
 
@@ -68,22 +68,33 @@ def exchanges(config: RunConfig) -> list[Exchange | None]:
     """Of each block that has a mixer, as the model's parts count them; None: its mixer is no attention."""
     model, train = config.model, config.train
     size, element = train.sequence_parallel or 1, train.micro_batch * DTYPES[config.precision].itemsize
-    _, kinds = _one_of_each(model)
-    found: dict[BlockConfig, Exchange | None] = {}
-    for kind, (block, _) in kinds.items():
-        found[kind] = None
-        if hasattr(block.attention, "traffic"):
-            asked: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
-            ways = [block.attention.traffic(Division(0, size, exchange=each), model.context) for each in asked]
-            sent = [element * sum(way.sent) // size for way in ways]
-            found[kind] = Exchange(
-                taken := ways[2].exchange,
-                ways[2].calls,
+    asked: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
+    with torch.device("meta"):
+        network = SparseTransformer(model)
+    network.divide(Division(0, size, exchange=asked[2]))
+    found: list[Exchange | None] = []
+    before = 0
+    for block, rest in zip(network.blocks, network.beside(model.context), strict=True):
+        columns = rest[3] if len(rest) > 3 else 0
+        anew = 0 if columns == before else bool(before) + bool(columns)
+        mixer: Any = block.attention
+        before = columns
+        if not hasattr(mixer, "traffic"):
+            found += [] if mixer is None else [None]
+            continue
+        ways = [mixer.traffic(Division(0, size, exchange=each), model.context) for each in asked]
+        sent = [element * sum(way.sent) // size for way in ways]
+        found.append(
+            Exchange(
+                taken := "columns" if columns else ways[2].exchange,
                 None if model.heads % size else sent[0],
                 sent[1] if ways[1].exchange == "keys" and not config.data.apart else None,
-                math.lcm(kept := block.attention.key_value_heads, size) // kept if taken == "heads" else 1,
+                anew,
+                anew * element * model.width * model.context * (size - 1) // size**2,
+                math.lcm(mixer.key_value_heads, size) // mixer.key_value_heads if taken == "heads" else 1,
             )
-    return [found[block] for block in model.blocks() if block.mixer is not None]
+        )
+    return found
 
 
 def buffer_numbers(config: ModelConfig) -> int:

@@ -272,15 +272,17 @@ def _exchanges(plan: dict[str, Any]) -> list[str]:
             f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {_gigabytes(sent)} and "
             f"receives {_gigabytes(received)}"
         )
-    lines.append("  of it a layer's attention, forward over a micro-batch, a process in the mean:")
+    lines.append("  of it a layer, forward over a micro-batch, a process in the mean:")
     for each, shown in _layers_alike([each and tuple(each.items()) for each in sequence["layers"]]):
         if each is None:
-            lines.append(f"    not told  {shown}")
+            lines.append(f"    not told: {shown}")
             continue
         layer = dict(each)
-        ways = (f"by {way} {_gigabytes(layer[f'{way}_bytes'])}" for way in ("heads", "keys"))
-        copies = f"; keys and values copied {layer['copies']} times" if layer["copies"] > 1 else ""
-        lines.append(f"    {', '.join(ways)}: {layer['taken']}{copies}; {shown}")
+        ways = ", ".join(f"by {way} {_gigabytes(layer[f'{way}_bytes'])}" for way in ("heads", "keys"))
+        more = f"; keys and values copied {layer['copies']} times" if layer["copies"] > 1 else ""
+        if layer["anew"]:
+            more += f"; {_gigabytes(layer['anew_bytes'])} to divide its rows anew"
+        lines.append(f"    {ways}: {layer['taken']}{more}; {shown}")
     return lines
 
 

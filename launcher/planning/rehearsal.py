@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -56,43 +57,51 @@ def activations(config: RunConfig, checkpointing: bool) -> Activations:
     What an attention kernel allocates and frees within a call is not counted. Of the processes that share a context it
     is the last, which receives the most.
     """
-    blocks = config.model.blocks()
-    kinds = list(dict.fromkeys(blocks))
+    blocks = list(config.model.blocks())
     on_host = checkpointing and bool(config.deepspeed.get("activation_checkpointing", {}).get("cpu_checkpointing"))
     # Inputs that are on their way to the host are not what each block keeps.
-    rounds = REHEARSED_BLOCKS + (ON_THEIR_WAY if on_host else 0)
-    if config.model.reversible or len(blocks) <= rounds * len(kinds):
-        # Of reversible blocks one at a time is at work, and none keeps anything.
-        rehearsed = kinds if config.model.reversible else blocks
-        found = _rehearse(config, rehearsed, checkpointing, on_host)
-        kept, peak = found.kept, found.peak
+    divided = (config.train.sequence_parallel or 1) > 1 and not config.model.reversible
+    rounds = REHEARSED_BLOCKS + divided + (ON_THEIR_WAY if on_host else 0)
+    cycle = list(dict.fromkeys(blocks))
+    places = [cycle.index(block) for block in blocks]  # in it, of the one that stands for each block
+    if config.model.reversible:  # one block at a time is at work, and none keeps anything
+        rounds = 1
     else:
-        rehearsed = rounds * kinds
-        found = _rehearse(config, rehearsed, checkpointing, on_host)
-        *shares, behind = found.shares[-len(kinds) - 1 :]
-        of_kind = dict(zip(kinds, shares, strict=True))
-        # As if the first ones of each kind were not there.
-        live, peak = found.begun[-len(kinds) - 1] - (rounds - 1) * sum(share.kept for share in shares), 0
-        for block in blocks:
-            peak = max(peak, live + of_kind[block].peak)
-            live += of_kind[block].kept
+        if divided:  # a block may find its rows divided otherwise than it wants them, and the last hands on none
+            cycle = _repeated(blocks)
+            places = [number % len(cycle) for number in range(len(blocks))]
+        if len(blocks) <= rounds * len(cycle):
+            rounds, cycle, places = 1, blocks, list(range(len(blocks)))
+    found = _rehearse(config, rounds * cycle, checkpointing, on_host)
+    kept, peak = found.kept, found.peak
+    if rounds > 1:
+        # As if the first ones of each kind were not there; of the others, those of the last round come last.
+        *shares, behind = found.shares[-(1 + divided) * len(cycle) - 1 :]
+        earlier = (rounds - 1 - divided) * sum(share.kept for share in shares[: len(cycle)])
+        live, peak = found.begun[-len(shares) - 1] - earlier, 0
+        for number, place in enumerate(places):
+            share = shares[place - (len(cycle) if number >= len(places) - len(cycle) else len(shares))]
+            peak = max(peak, live + share.peak)
+            live += share.kept
         kept, peak = live + behind.kept, max(peak, live + behind.peak)
-    of_block = dict(zip(rehearsed, found.within, strict=True))
-    exchanges = [found.around, *(of_block[block] for block in blocks)]
-    return Activations(
-        kept,
-        peak,
-        (len(blocks) - 1) * found.input_bytes if on_host else 0,
-        *(sum(getattr(each, name) for each in exchanges) for name in ("calls", "sent_bytes", "received_bytes")),
-    )
+    exchanged = found.around
+    for number, place in enumerate(places):
+        exchanged += found.within[place if number < len(cycle) else place - len(cycle)]
+    return Activations(kept, peak, (len(blocks) - 1) * found.input_bytes if on_host else 0, **exchanged)
+
+
+def _repeated(blocks: list[BlockConfig]) -> list[BlockConfig]:
+    """The shortest run of blocks that, repeated, is all of them."""
+    lengths = (length for length in range(1, len(blocks) + 1) if len(blocks) % length == 0)
+    return next(blocks[:length] for length in lengths if blocks == blocks[:length] * (len(blocks) // length))
 
 
 @dataclass(slots=True)
 class _Rehearsed:
     """A forward and backward pass of a few blocks."""
 
-    around: Pretended  # what is exchanged outside of the blocks
-    within: list[Pretended]  # and by each of them
+    around: Counter[str]  # what is exchanged outside of the blocks
+    within: list[Counter[str]]  # by each of them, and to divide its rows as it wants them
     begun: list[int] = field(default_factory=list)  # bytes that live when a block begins, and what is behind all
     shares: list[Activations] = field(default_factory=list)  # what each of these adds to those
     kept: int = 0
@@ -112,7 +121,7 @@ def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: b
         if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
             model.embedding.ngrams.rows.requires_grad_(False)
         around, *within = (Pretended(config) for _ in range(1 + len(blocks)))
-        found = _Rehearsed(around, within)
+        found = _Rehearsed(around.exchanged, [each.exchanged for each in within])
         if config.train.sequence_parallel is not None:
             model.divide(around)
             for block, own in zip(model.blocks, within, strict=True):
@@ -126,6 +135,7 @@ def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: b
         if config.model.backend != "cpu":
             modes.enter_context(_FusedDropout())
         live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
+        moved: Counter[str] = Counter()
         peaks: list[int] = []  # between those moments, and then between the same ones of the backward pass
         kept_inputs = _ToHost() if on_host else ExitStack()
 
@@ -134,19 +144,25 @@ def _rehearse(config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: b
             found.begun.append(live.now)
             h.register_hook(lambda _: peaks.append(live.take_peak()))
 
-        def run(block: Callable[..., Any], h: Tensor) -> Any:
+        def run(block: Callable[..., Any], h: Tensor, *rest: Any) -> Any:
+            # Its rows were divided anew, which nothing recomputes, and their gradients will be.
+            for _ in range(2):
+                found.within[len(found.begun)].update(around.exchanged)
+            moved.update(around.exchanged)
+            around.exchanged.clear()
             begin(h)
             if not checkpointing:
-                return block(h)
+                return block(h, *rest)
             # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
             found.input_bytes = h.nbytes
             with kept_inputs:
-                return checkpoint(block, h, use_reentrant=True)
+                return checkpoint(block, h, *rest, use_reentrant=True)
 
         if not config.model.reversible:
             model.activation_checkpoint = run
         model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
         whole = count(model, tokens, live)
+    around.exchanged.subtract(moved)
     found.kept, found.peak = whole.kept, whole.peak
     # Both passes of a block begin and end with what those before it keep.
     both = zip(peaks[1:], peaks[::-1], found.begun, [*found.begun[1:], whole.kept], strict=False)
@@ -191,7 +207,7 @@ class Pretended(Division):
         size = config.train.sequence_parallel or 1
         # Between documents that are kept apart nothing is read, which no pattern tells.
         super().__init__(size - 1, size, exchange="heads" if config.data.apart else config.train.sequence_exchange)
-        self.calls = self.sent_bytes = self.received_bytes = 0
+        self.exchanged = Counter(calls=0, sent_bytes=0, received_bytes=0)
 
     def traffic(self, *attention: Any) -> Any:
         """As it is: it is told by numbers of rows, which have content."""
@@ -202,14 +218,13 @@ class Pretended(Division):
         """What would be received, without content."""
         counts = sent or [1] * self.size, received or [1] * self.size
         own, row_bytes = counts[0][self.rank], math.prod(values.shape[1:]) * values.element_size()
-        self.calls += 1
-        self.sent_bytes += (sum(counts[0]) - own) * row_bytes
-        self.received_bytes += (sum(counts[1]) - own) * row_bytes
+        sent_bytes, received_bytes = ((sum(side) - own) * row_bytes for side in counts)
+        self.exchanged.update(calls=1, sent_bytes=sent_bytes, received_bytes=received_bytes)
         out = values.new_empty(sum(counts[1]), *values.shape[1:])
         values.contiguous()  # for a moment a copy, where it is not
         return out
 
-    def drop(self, rows: Tensor, share: float) -> Tensor:
+    def drop(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
         """Rows (B, n, C) by a mask of bytes that is kept for the backward pass, as the real one makes it."""
         return rows * torch.empty_like(rows, dtype=torch.bool) * (1 / (1 - share))
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import torch
 import torch.distributed
@@ -87,12 +87,15 @@ class Ranks:
         """The place of this rank in its group, and of its positions in a context."""
         return self.rank % self.sequence_parallel
 
-    def division(self) -> Division:
-        """How contexts are divided over the ranks that share them. All ranks must call."""
+    def division(self, exchange: Literal["heads", "keys", "auto"] = "auto") -> Division:
+        """How contexts are divided over the ranks that share them. All ranks must call.
+
+        ``exchange``: of attention, see ``Division``.
+        """
         if self.sequence_parallel == 1:
             return Division()
         group, _ = torch.distributed.new_subgroups(self.sequence_parallel)
-        return Division(self.sequence_rank, self.sequence_parallel, group)
+        return Division(self.sequence_rank, self.sequence_parallel, group, exchange)
 
     @property
     def device(self) -> torch.device:
