@@ -44,12 +44,13 @@ STAGE_3: dict[str, dict[str, int]] = {
 }
 LIMIT_SECONDS = 3600  # of a grid, on a machine that has other things to do
 FIXED = {"type": "fixed", "stride": 6, "summary": 2, "combine": "merged"}
-STRIDED = {"type": "strided", "stride": 6, "combine": "interleaved"}
+STRIDED = {"type": "strided", "stride": 8, "combine": "interleaved"}
 SHARED_BY = (2, 3, 4)
 # Attention of runs whose contexts are shared; 12 heads, so that 2, 3 and 4 processes divide them.
 DIVIDED: dict[str, dict[str, Any]] = {
     "fixed": FIXED,
-    "strided": STRIDED,
+    "strided": STRIDED,  # whose last layer, the third, is local
+    "columns": {"type": "column", "stride": 8},
     "strided, merged": {**STRIDED, "combine": "merged"},
     "a pattern a head": {**STRIDED, "combine": "multihead"},
     "fixed, 2 key heads": {**FIXED, "key_value_heads": 2},
@@ -79,7 +80,7 @@ def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes
 def shared(title: str, ranks: int, size: int, exchange: str, stage: int = 0, **train: Any) -> dict[str, Any]:
     """A run whose contexts so many processes share, with one of the attentions of ``DIVIDED``."""
     config = configuration(stage, "bf16", 2, ranks // size, {})
-    config["model"] |= {"heads": 12, "query_key_ratio": 2.0, "attention": DIVIDED[title]}
+    config["model"] |= {"context": 96, "heads": 12, "query_key_ratio": 2.0, "attention": DIVIDED[title]}
     if "key heads" in title:
         config["model"] |= {"convolution": 3, "rotary": {"base": 1000}}
     config["train"] |= {"sequence_parallel": size, "sequence_exchange": exchange, **train}
