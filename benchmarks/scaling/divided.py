@@ -81,7 +81,7 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
         strides = {pattern.stride if isinstance(pattern, Column) else 0 for pattern in patterns}
         stride = max(strides) if len(strides) == 1 and not model.convolution else 0
         fits = stride > 0 and stride % size == 0 and model.context % (stride * size) == 0
-        if fits and train.sequence_exchange != "heads" and 2 * (size - 1) * positions * width < ways[way]:
+        if fits and train.sequence_exchange != "heads" and 2 * (size - 1) * positions * width <= ways[way]:
             way = "columns"
         before, divided_by = divided_by, stride if way == "columns" else 0
         if before != divided_by:
