@@ -111,6 +111,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
     from longstride.launcher.ranks import Ranks
     from longstride.launcher.training import choose_start, replay_step
+    from longstride.sparse_model import Division
 
     ranks = Ranks.from_environment(os.environ)
     config.check_world_size(ranks.world_size)
@@ -138,7 +139,10 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         return replay_step(run, int(options.replay))
     choose_start(run)
     train, apart = config.train, config.data.apart
-    compile_kernels(config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart)
+    division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
+    compile_kernels(
+        config.model, train.micro_batch, config.precision, ranks.device, train=train, apart=apart, division=division
+    )
     stop.listen()
     return _train(run, stop, launcher_gone)
 

@@ -174,6 +174,11 @@ class ModelConfig(NetworkConfig):
             made.append(BlockConfig(mixer, next(feed_forwards) if "f" in block else None))
         return tuple(made)
 
+    @property
+    def reach(self) -> int:
+        """How many tokens before a position its embedding holds."""
+        return 1 if self.ngrams is None else self.ngrams.orders[-1]
+
     def check_backend(self, device: torch.device, dtype: torch.dtype, *, training: bool) -> None:
         """Check that ``backend`` can run what the mixers ask of it, without computing anything.
 
@@ -199,6 +204,55 @@ class ModelConfig(NetworkConfig):
                 kind = getattr(block.mixer, "type", type(block.mixer).__name__)
                 rule = f'{kind} reads whole contexts; take patterns, or data.packing {{"attend": "context"}}'
                 raise ConfigError(Problem("attention", rule))
+
+    def check_division(
+        self, size: int, exchange: Literal["heads", "keys", "auto"] = "auto", *, documents: bool = False
+    ) -> None:
+        """Whether several processes can share each context, a section of it each.
+
+        Args:
+            size: processes.
+            exchange: what attention exchanges between them; "auto" is either.
+            documents: several in a context are kept apart.
+
+        Raises:
+            ConfigError: they cannot; one line for each reason.
+        """
+        if size == 1:
+            return
+        by_heads: dict[str, None] = {}  # what has no other exchange
+        for mixer in (block.mixer for block in self.blocks() if block.mixer is not None):
+            if documents or self.backend == "flex":
+                by_heads["attention within documents" if documents else "backend flex"] = None
+            elif not getattr(mixer, "exchanges_keys", False):
+                by_heads[getattr(mixer, "type", type(mixer).__name__)] = None
+        divided, before = bool(by_heads) or exchange == "heads", (self.convolution or 1) - 1
+
+        def fits(count: int) -> bool:
+            rows = self.context // count
+            return count == 1 or not (self.context % count or (divided and self.heads % count) or before > rows)
+
+        most = self.heads if divided else self.context
+        below = next(count for count in range(min(size - 1, most), 0, -1) if fits(count))
+        above = next((count for count in range(size + 1, most + 1) if fits(count)), None)
+        good = f"{below}{'' if above is None else f' or {above}'} processes"
+        rule = f"must be a multiple of the {size} processes that share each context"
+        problems = []
+        if exchange == "keys":
+            only = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'
+            problems += [Problem("attention", f"{kind} {only}") for kind in by_heads]
+        if self.context % size:
+            near = [str(count) for count in (self.context // size * size, -(-self.context // size) * size) if count]
+            problems.append(Problem("context", f"{rule}; nearest {' or '.join(near)}, or {good}", self.context))
+        if divided and self.heads % size:
+            why = f"{next(iter(by_heads))} exchanges them" if by_heads else "sequence_exchange asks for heads"
+            problems.append(Problem("heads", f"{rule}, as {why}; nearest {good}", self.heads))
+        if before > self.context // size:
+            rows = self.context // size
+            rule = f"reads {before} rows before each, and a section of {size} processes has {rows}"
+            problems.append(Problem("convolution", f"{rule}; at most {rows + 1}, or {good}", self.convolution))
+        if problems:
+            raise ConfigError(*problems)
 
     def layer_patterns(self) -> tuple[tuple[Pattern, ...], ...]:
         """Which positions each head of each mixer may read, ``[layer][head]`` (Child et al. 2019, section 4.2)."""

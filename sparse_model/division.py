@@ -17,7 +17,6 @@ them do not use gets zeros there, and never nothing.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -30,7 +29,9 @@ from torch.distributed import ProcessGroup
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import SectionReads, rows_sent
 
-DROPPED_TOGETHER = 256  # positions whose mask one generator draws
+WORDS = 1 << 16  # of random bits that are made together: on a CPU they stay in the cache; a card wants more to do
+WORDS_ON_CARDS = 1 << 22
+_STEP, _MIXERS = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 Exchange = Literal["heads", "keys"]  # of which attention takes one
@@ -75,10 +76,12 @@ class Division:
         """The positions of a section of n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
-    def positions_in_columns(self, rows: int, stride: int) -> Tensor:
-        """The positions (n,) int64 of this process where n = ``rows`` are divided by columns, ascending."""
-        width = stride // self.size
+    def positions_of(self, rows: int, stride: int) -> Tensor:
+        """The positions (n,) int64 of n = ``rows`` divided by columns of a stride, ascending; 0 is by sections."""
         row = torch.arange(rows)
+        if not stride:
+            return row + self.rank * rows
+        width = stride // self.size
         return row // width * stride + self.rank * width + row % width
 
     def divides(self, context: int, stride: int) -> bool:
@@ -151,7 +154,13 @@ class Division:
         return fetched
 
     def before(self, rows: Tensor, count: int) -> Tensor:
-        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C), count <= n; 0 before all."""
+        """The ``count`` rows before those of this process, (B, count, C) of (B, n, C); 0 before all.
+
+        Raises:
+            ValueError: a section has fewer rows.
+        """
+        if count > rows.shape[1]:
+            raise ValueError(f"{count} rows before a section of {rows.shape[1]} lie in several other sections")
         if self.size == 1:
             return rows.new_zeros(len(rows), count, *rows.shape[2:])
         earlier: Tensor = _Before.apply(self, rows, count)
@@ -164,6 +173,16 @@ class Division:
         total: Tensor = _Sum.apply(self, values)
         return total
 
+    def alike(self, values: Tensor) -> Tensor:
+        """The same values, which all processes have; each gets an equal part of all their gradients' sum.
+
+        For what its gradient goes through next, where that is not linear in it.
+        """
+        if self.size == 1:
+            return values
+        same: Tensor = _Alike.apply(self, values)
+        return same
+
     def sum_before(self, values: Tensor) -> Tensor:
         """The sum of the values of the processes before this one. Has no gradient."""
         if self.size == 1:
@@ -175,22 +194,36 @@ class Division:
         """Dropout of rows (B, n, C) whose mask depends on positions, and not on how a context is divided.
 
         ``columns``: the stride of the columns by which the rows are divided; 0: by sections.
-
-        Each call draws one number from torch's generator of the CPU, which a group's processes have alike. From it and
-        from its place follows the generator of each run of ``DROPPED_TOGETHER`` positions.
         """
-        draw = int(torch.randint(1 << 62, ()))
-        own = self.positions(rows.shape[1])
-        positions = self.positions_in_columns(rows.shape[1], columns) if columns else torch.arange(own.start, own.stop)
-        numbers, counts = torch.unique_consecutive(positions // DROPPED_TOGETHER, return_counts=True)
-        kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-        runs = zip(numbers.tolist(), positions.split(counts.tolist()), kept.split(counts.tolist(), 1), strict=True)
-        for run, places, mask in runs:
-            seed = int.from_bytes(hashlib.sha256(f"{draw} {run}".encode()).digest()[:8], "little") >> 1
-            generator = torch.Generator(rows.device).manual_seed(seed)
-            drawn = torch.rand(len(rows), DROPPED_TOGETHER, *rows.shape[2:], generator=generator, device=rows.device)
-            mask.copy_(drawn[:, (places - run * DROPPED_TOGETHER).to(rows.device)] >= share)
-        return rows * kept * (1 / (1 - share))
+        kept = 1 - _of_bits(share) / (1 << 16)
+        return (rows * (1 / kept)).masked_fill_(self.dropped(rows, share, columns), 0.0)
+
+    def dropped(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
+        """What ``drop`` takes of rows (B, n, C): (B, n, C) bool, each with the probability ``share`` to 16 bits.
+
+        A call draws one number from torch's generator of the CPU, which a group's processes have alike. With it the
+        number of a position, context and four channels is hashed to 64 bits (Steele et al. 2014, SplitMix64): the same
+        on every device.
+        """
+        batch, count, width = rows.shape
+        words = batch * -(-width // 4)
+        number = self.positions_of(count, columns).to(rows.device) * _signed(_STEP * words)
+        number += torch.randint(1 << 62, ())
+        channels = torch.arange(words, device=rows.device) * _signed(_STEP)
+        together = max(1, (WORDS if rows.device.type == "cpu" else WORDS_ON_CARDS) // words)
+        memory = torch.empty(2, min(together, count), words, dtype=torch.int64, device=rows.device)
+        mask = torch.empty(count, batch, width, dtype=torch.bool, device=rows.device)
+        for some, out in zip(number.split(together), mask.split(together), strict=True):
+            bits, shifted = memory[:, : len(some)]
+            torch.add(some[:, None], channels, out=bits)
+            for shift, factor in _MIXERS:
+                torch.bitwise_right_shift(bits, shift, out=shifted)
+                bits.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # without the sign's copies
+                if factor > 1:
+                    bits.mul_(_signed(factor))
+            drawn = bits.view(torch.int16).view(len(some), batch, -1)[..., :width]
+            torch.lt(drawn, _of_bits(share) - (1 << 15), out=out)
+        return mask.transpose(0, 1)
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
@@ -229,6 +262,16 @@ def _sections(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ..
     """(B, H / U, N, ·) to (B, H, n, ·)."""
     swapped = division.swap_parts([x.unflatten(2, (division.size, -1)).movedim(2, 0) for x in tensors])
     return tuple(x.movedim(0, 1).flatten(1, 2) for x in swapped)  # (U, B, H / U, n, ·) by who had the heads
+
+
+def _of_bits(share: float) -> int:
+    """How many of the values of 16 bits are below a share of them; not all."""
+    return min(round(share * (1 << 16)), (1 << 16) - 1)
+
+
+def _signed(number: int) -> int:
+    """A number mod 2⁶⁴ as the int64 of the same bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -335,3 +378,14 @@ class _Fetched(torch.autograd.Function):
                 total[:, heads, places_in] += added
             totals.append(total)
         return None, None, *totals
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
+        ctx.division = division
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, ctx.division.sum(grad) / ctx.division.size

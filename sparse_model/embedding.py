@@ -37,7 +37,7 @@ class Embedding(nn.Module):
         if config.ngrams is not None:
             self.ngrams = Ngrams(config.ngrams, config.vocabulary, config.width)
         self.division = Division()
-        self.reach = 1 if config.ngrams is None else config.ngrams.orders[-1]  # tokens before a row that it holds
+        self.reach = config.reach
 
     def initialize(self) -> None:
         """Set its tables. What is added up to one row of the stream shares its size; n-gram tables begin at 0."""

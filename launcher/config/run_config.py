@@ -258,6 +258,11 @@ class TrainConfig(StrictModel):
             problems.append(Problem("keep_best", rule, self.keep_best))
         if self.stop_when and not self.evaluate_every:
             problems.append(Problem("stop_when.evaluations", rule, self.stop_when.evaluations))
+        if self.sequence_parallel is None and self.sequence_exchange != "auto":
+            rule = (
+                "says what processes exchange that share a context: give sequence_parallel too, such as 2, or leave out"
+            )
+            problems.append(Problem("sequence_exchange", rule, self.sequence_exchange))
         if self.global_batch % self.micro_batch:
             divisor = f"micro_batch {self.micro_batch}"
             problems.append(_batch_problem("global_batch", self.global_batch, self.micro_batch, divisor))
@@ -307,9 +312,8 @@ class RunConfig(StrictModel):
             wrong = [name for name in rules if getattr(self.train, name)]
             if wrong:
                 raise ConfigError(*(Problem(f"train.{name}", rules[name], True) for name in wrong))
-        if self.train.sequence_parallel is not None and self.train.compile:
-            rule = "compiles blocks whole, and train.sequence_parallel exchanges rows within them; give false"
-            raise ConfigError.at("train.compile", True, rule)
+        if self.train.sequence_parallel is not None:
+            self._check_division(self.train.sequence_parallel)
         if self.data.apart:
             self._check_documents()
         if isinstance(self.train.optimizer, AdafactorConfig) and self.zero_stage:
@@ -320,6 +324,16 @@ class RunConfig(StrictModel):
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
         return self
+
+    def _check_division(self, processes: int) -> None:
+        """Whether so many processes can share each context."""
+        if self.train.compile:
+            rule = "compiles blocks whole, and train.sequence_parallel exchanges rows within them; give false"
+            raise ConfigError.at("train.compile", True, rule)
+        try:
+            self.model.check_division(processes, self.train.sequence_exchange, documents=self.data.apart)
+        except ConfigError as error:
+            raise error.under("model") from None
 
     def _check_documents(self) -> None:
         """Whether the model keeps documents apart."""
@@ -348,8 +362,9 @@ class RunConfig(StrictModel):
         """
         train, shared = self.train, self.train.sequence_parallel or 1
         if world_size % shared:
-            divisors = (count for count in range(1, world_size + 1) if world_size % count == 0)
-            rule = f"must divide the {world_size} processes; nearest {min(divisors, key=lambda d: abs(d - shared))}"
+            near = min((d for d in range(1, world_size + 1) if world_size % d == 0), key=lambda d: abs(d - shared))
+            rule = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {near}"
+            rule += f"; or start {-(-world_size // shared) * shared} processes"
             raise ConfigError.at("train.sequence_parallel", shared, rule)
         unit = train.micro_batch * world_size // shared
         if train.global_batch % unit == 0:

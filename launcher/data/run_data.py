@@ -23,6 +23,7 @@ from longstride.data_pipelines.order import (
     ByteStream,
     Cut,
     EvaluationBatch,
+    Span,
     StreamSettings,
     StreamState,
     Substitution,
@@ -37,6 +38,7 @@ from longstride.launcher.config import DATA_PATHS, RunConfig
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
+from longstride.sparse_model import Division
 
 _PLACES = {
     "context": "model.context",
@@ -55,8 +57,8 @@ class GlobalBatch(Generic[SomeBatch]):
     """What all ranks take at once, in a step or an evaluation; each rank holds its part."""
 
     part: SomeBatch  # of this rank
-    num_bytes: int  # over all ranks, without padding: what the loss is normalised by
-    sample_ids: tuple[int, ...]  # of all ranks, in rank order
+    num_bytes: int  # over all contexts, without padding: what the loss is normalised by
+    sample_ids: tuple[int, ...]  # of all ranks, in rank order; once of those that share contexts
     sample_ids_crc32: int  # of the same as little-endian int64
     substitutions: tuple[Substitution, ...]  # of all ranks: what stands in for damaged contexts
 
@@ -146,6 +148,10 @@ class RunData:
             config.data.check_order()
         data = config.data
         self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
+        self._span: Span | None = None  # of contexts that others share: what this rank's model looks at
+        if ranks.sequence_parallel > 1:
+            own = Division(ranks.sequence_rank, ranks.sequence_parallel).section(config.model.context)
+            self._span = Span(own.start - config.model.reach, own.stop)
         with placed():
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
@@ -188,6 +194,7 @@ class RunData:
                 rank=self._ranks.data_rank,
                 world_size=self._ranks.data_world_size,
                 cut=self._cut,
+                span=self._span,
                 shuffle_bytes=data.shuffle_bytes,
                 on_damage=data.on_damage,
                 workers=data.workers,
@@ -217,6 +224,7 @@ class RunData:
                 rank=self._ranks.data_rank,
                 world_size=self._ranks.data_world_size,
                 cut=self._cut,
+                span=self._span,
                 limit=limit,
                 min_context=min_context,
             )

@@ -84,7 +84,7 @@ def build_engine(config: RunConfig, ranks: Ranks) -> deepspeed.DeepSpeedEngine:
             config=section,
         )
     # What it counts samples by: for it each process has contexts of its own, and several may share theirs.
-    engine._config.train_batch_size = config.train.global_batch
+    engine._config.train_batch_size = engine.tput_timer.batch_size = config.train.global_batch
     engine.tables = tables  # beside what DeepSpeed knows of; None: the model has none
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.

@@ -25,7 +25,7 @@ from torch import Tensor
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.engine.compiled import run_blocks
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -102,6 +102,7 @@ def compile_kernels(
     *,
     train: TrainConfig | None = None,
     apart: bool = False,
+    division: Division | None = None,
 ) -> None:
     """Compiles what batches of so many contexts will launch on a GPU, and what ``train.compile`` asks for anywhere.
 
@@ -110,13 +111,15 @@ def compile_kernels(
     strides that are 1 or multiples of 16 are compiled in. So the model's own attention is run once at the run's own
     sizes. Of the processes of a host one compiles; the others find the result in Triton's or torch's cache folder.
     ``train`` is None where no backward pass follows. ``apart``: contexts hold documents that do not see each other.
+    ``division``: the place of this process among those that share a context, which need not have met.
     """
     blocks = train is not None and train.compile
     if device.type == "cpu" and not blocks:
         return
     with _one_at_a_time():
         if device.type != "cpu":
-            run_attention(model, batch, DTYPES[precision], device, training=train is not None, apart=apart)
+            training = train is not None
+            run_attention(model, batch, DTYPES[precision], device, training=training, apart=apart, division=division)
         if train is not None and blocks:
             recomputed = train.activation_checkpointing
             run_blocks(model, batch, DTYPES[precision], device, recomputed=recomputed, apart=apart)
@@ -134,10 +137,17 @@ def run_attention(
     *,
     training: bool = True,
     apart: bool = False,
+    division: Division | None = None,
 ) -> None:
-    """Each of the model's kinds of mixers once, forward and, for training, backward, over (B, N, C) zeros."""
+    """Each of the model's kinds of mixers once, forward and, for training, backward, over (B, N, C) zeros.
+
+    Of a ``division`` what its process would compute, over a section of zeros (B, n, C). It exchanges nothing.
+    """
     with torch.device("meta"):
         network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
+    if division is not None:
+        network.divide(_Unmet(division.rank, division.size, None, division.exchange))
+    own = network.division.section(model.context)
     places = torch.arange(model.context, device=device).expand(batch, -1) if apart else None
     for block, rest in zip(network.blocks, network.beside(model.context, places), strict=True):
         mixer: Any = block.attention
@@ -146,11 +156,19 @@ def run_attention(
         mixer.to_empty(device=device).to(dtype)
         for parameter in mixer.parameters():
             torch.nn.init.zeros_(parameter)
-        h = torch.zeros(batch, model.context, model.width, device=device, dtype=dtype, requires_grad=training)
+        h = torch.zeros(batch, own.stop - own.start, model.width, device=device, dtype=dtype, requires_grad=training)
         with torch.set_grad_enabled(training):
             out = mixer(h, *rest)
         if training:
             out.sum().backward()
+
+
+class _Unmet(Division):
+    """Processes that have not met: what the others would send is zeros."""
+
+    def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """As many zeros as would come."""
+        return values.new_zeros(self.size if received is None else sum(received), *values.shape[1:])
 
 
 @contextmanager

@@ -87,11 +87,8 @@ class Ranks:
         """The place of this rank in its group, and of its positions in a context."""
         return self.rank % self.sequence_parallel
 
-    def division(self, exchange: Literal["heads", "keys", "auto"] = "auto") -> Division:
-        """How contexts are divided over the ranks that share them. All ranks must call.
-
-        ``exchange``: of attention, see ``Division``.
-        """
+    def division(self, exchange: Literal["heads", "keys", "auto"]) -> Division:
+        """How contexts are divided over the ranks that share them. All ranks must call."""
         if self.sequence_parallel == 1:
             return Division()
         group, _ = torch.distributed.new_subgroups(self.sequence_parallel)

@@ -57,12 +57,13 @@ class Trainer:
         run, engine = self._run, self._engine
         evaluation_is_missing = lacks_evaluation(engine.global_steps, run)
         self._open_batches(state)
-        config, world_size = run.config, run.ranks.world_size
+        config, world_size, shared = run.config, run.ranks.world_size, run.ranks.sequence_parallel
         numel = sum(getattr(each, "ds_numel", each.numel()) for each in engine.module.parameters())
         numel += engine.tables.shape.numel() if engine.tables is not None else 0
+        place = f"{engine.device.type}, {shared} share each context" if shared > 1 else engine.device.type
         self._recorder.say(
             f"{numel:,} parameters, context {config.model.context:,}, {world_size} process"
-            f"{'es' if world_size > 1 else ''} on {engine.device.type}, ZeRO {config.zero_stage}, {config.precision}"
+            f"{'es' if world_size > 1 else ''} on {place}, ZeRO {config.zero_stage}, {config.precision}"
         )
         self._response = GuardResponse(run, engine, self._guards, self._plateau, self._recorder, self._state)
         steps_left = config.train.last_step - engine.global_steps

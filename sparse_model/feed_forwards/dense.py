@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import FeedForwardConfig, Work, draw_linear
 
@@ -80,6 +81,7 @@ class FeedForward(nn.Module):
         """``kind``: of activation."""
         super().__init__()
         self.network, self.kind = network, kind
+        self.division = Division()
         self.activation, _ = ACTIVATIONS[kind]
         self.expand = nn.Linear(network.width, network.feed_forward_width, bias=network.bias)
         self.contract = nn.Linear(network.feed_forward_width, network.width, bias=network.bias)
@@ -99,7 +101,8 @@ class FeedForward(nn.Module):
     def work(self, positions: int, batch: int) -> Work:
         """Of long inputs the backward pass computes the first half again."""
         expand, contract = (2 * positions * linear.weight.numel() for linear in (self.expand, self.contract))
-        return Work(linear=expand + contract, again=expand if batch * positions > LONG_ROWS else 0)
+        long = batch * positions // self.division.size > LONG_ROWS  # of the rows of one process
+        return Work(linear=expand + contract, again=expand if long else 0)
 
 
 class FeedForwardInChunks(torch.autograd.Function):

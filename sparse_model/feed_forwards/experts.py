@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import ACTIVATIONS
 from longstride.sparse_model.network import NetworkConfig
@@ -83,6 +84,8 @@ class Experts(nn.Module):
         super().__init__()
         self.network, self.config, self.count = network, config, config.count
         self.activation, _ = ACTIVATIONS[config.activation]
+        self.division = Division()
+        self.in_sections = config.capacity is not None  # arrivals are counted by position
         width, inner, bias = network.width, network.feed_forward_width, network.bias
         self.router = Router(network, self.count)
         self.expand = nn.Parameter(torch.empty(self.count, inner, width))
@@ -112,7 +115,8 @@ class Experts(nn.Module):
             Their weights (R, k): one has its probability (Fedus et al. 2021), two have theirs so that they sum to 1
             (Lepikhin et al. 2020); their numbers (R, k) int64, the more probable first, E where capacity leaves the
             row out; and in training the auxiliary loss, E·Σ f·P over experts with f the share of rows that choose one
-            first and P its mean probability (Lepikhin et al. 2020, algorithm 1).
+            first and P its mean probability (Lepikhin et al. 2020, algorithm 1). Of divided contexts, both are of
+            all their rows, and the loss is the same on every process.
         """
         config, wide = self.config, torch.promote_types(h.dtype, torch.float32)
         logits = self.router(h.flatten(0, 1).to(wide))
@@ -122,7 +126,8 @@ class Experts(nn.Module):
         auxiliary = None
         if self.training and config.balance:
             first = (chosen[:, :1] == torch.arange(self.count, device=h.device)).to(wide).mean(0)
-            auxiliary = config.balance * self.count * (first * probabilities.mean(0)).sum()
+            first, mean = self.division.sum(torch.stack([first, probabilities.mean(0)])).div(self.division.size)
+            auxiliary = config.balance * self.count * (first * mean).sum()
         if self.training and config.capacity is not None:
             kept = self._within_capacity(chosen.view(len(h), -1))
             gates, chosen = torch.where(kept, gates, 0.0), torch.where(kept, chosen, self.count)
@@ -136,19 +141,22 @@ class Experts(nn.Module):
         weights = (self.router.weight, self.expand, self.contract)
         router, expand, contract = (2 * positions * each.numel() for each in weights)
         expand, contract = top * expand // self.count, top * contract // self.count
-        return Work(linear=router + expand + contract, again=expand if batch * positions * top > dense.LONG_ROWS else 0)
+        long = batch * positions * top // self.division.size > dense.LONG_ROWS
+        return Work(linear=router + expand + contract, again=expand if long else 0)
 
     def _within_capacity(self, chosen: Tensor) -> Tensor:
-        """Which choices (B, N·k) of each context an expert has room for: (R, k) booleans.
+        """Which choices (B, n·k) of each context an expert has room for: (R, k) booleans.
 
         It takes the first that come, by position, and of a position the more probable. So what becomes of a row depends
         on earlier rows of its own context alone. GShard takes all first choices before any second one, and a group may
         hold several contexts: there a row's second choice depends on rows behind it.
         """
         assert self.config.capacity is not None
-        room = math.ceil(self.config.capacity * chosen.shape[1] / self.count)
-        arrivals = (chosen[..., None] == torch.arange(self.count, device=chosen.device)).cumsum(1)  # (B, N·k, E)
-        return (arrivals.gather(-1, chosen[..., None]) <= room).view(-1, self.config.top)
+        room = math.ceil(self.config.capacity * chosen.shape[1] * self.division.size / self.count)
+        arrivals = (chosen[..., None] == torch.arange(self.count, device=chosen.device)).cumsum(1)  # (B, n·k, E)
+        earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
+        before, within = (each.gather(-1, chosen[..., None]) for each in (earlier, arrivals))
+        return (before + within <= room).view(-1, self.config.top)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """One position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""

@@ -99,7 +99,7 @@ class AdaptiveSpan(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) to (B, H, N, Dv); in training with the penalty."""
-        spans = self.positions_read()
+        spans = self.division.alike(self.positions_read())  # which way they lead says the gradient of the whole
         out = span_attention(q, k, v, spans[heads], self.config.ramp, self.limit, self.backend)
         if not (self.training and self.config.penalty):
             return out

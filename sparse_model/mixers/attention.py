@@ -57,6 +57,7 @@ class HeadPatterns(OfQueriesAndKeys):
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
     within_documents: ClassVar[bool] = True
+    exchanges_keys: ClassVar[bool] = True
 
     def check(self, network: NetworkConfig, context: int) -> None:
         """Raise ConfigError unless all patterns divide the context evenly, and heads of keys those of queries."""
@@ -166,7 +167,7 @@ class Attention(nn.Module):
         if documents is not None:
             places = documents.places
         elif columns:
-            places = division.positions_in_columns(h.shape[1], columns).to(h.device)
+            places = division.positions_of(h.shape[1], columns).to(h.device)
         q, k, v = self.heads_of(rows, places)
         given: Tensor | Mixed
         if state is not None:
@@ -189,10 +190,8 @@ class Attention(nn.Module):
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor | Mixed:
         """Of the own positions of all heads to those of the output, by some heads of whole contexts."""
         division = self.division
-        # As many heads of keys and values as the processes can share: a copy each where there are fewer.
-        copies = math.lcm(self.key_value_heads, division.size) // self.key_value_heads
-        if copies > 1:
-            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        if self.copies > 1:
+            k, v = (x.repeat_interleave(self.copies, 1) for x in (k, v))
         q, k, v = division.to_heads(q, k, v)
         heads = division.heads(self.heads)
         given: Tensor | Mixed
@@ -203,6 +202,11 @@ class Attention(nn.Module):
             given = self.attend(q, k, v, heads)
         (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)
         return given._replace(rows=out) if isinstance(given, Mixed) else out
+
+    @property
+    def copies(self) -> int:
+        """How often each head of keys and values travels, so that as many as the processes divide do."""
+        return math.lcm(self.key_value_heads, self.division.size) // self.key_value_heads
 
     def traffic(self, division: Division, context: int) -> Traffic:
         """What it sends in a forward pass over one context of so many positions, where this is how it is divided."""

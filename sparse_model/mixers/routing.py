@@ -127,30 +127,36 @@ class ClusteredAttention(Attention):
                 keys.copy_(queries)
 
     @abstractmethod
-    def clusters(self, x: Tensor, first: int = 0) -> Tensor:
-        """The cluster of each position from ``first`` on, x (B, R, n, D): (B, R, n) int64."""
+    def clusters(self, x: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> Tensor:
+        """The cluster of each position from ``first`` on, x (B, r, n, D) of some routed heads: (B, r, n) int64."""
 
-    def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
-        """In training, what ``observe`` gets, of routed keys (B, R, N, D) in their clusters (B, R, N)."""
+    def statistics(self, keys: Tensor, clusters: Tensor, routed: slice) -> tuple[Tensor, ...]:
+        """In training, what ``observe`` gets, of the keys (B, r, N, D) of some routed heads in clusters (B, r, N)."""
         return ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q, k and v (B, H, N, D) of whole contexts to (B, H, N, Dv), with statistics in training."""
-        outs, local = [], self.local
+        outs, patterns = [], self.patterns[heads]
+        local = len(patterns)
         if local:
             of_local = [x[:, :local] for x in (q, k, v)]
-            outs.append(sparse_attention(of_local[0], of_local[1], of_local[2], self.patterns, backend=self.backend))
+            outs.append(sparse_attention(of_local[0], of_local[1], of_local[2], patterns, backend=self.backend))
         q, k, v = (x[:, local:] for x in (q, k, v))
-        queries, keys = self.assigned(q, k)
-        outs.append(self.attend_routed(q, k, v, queries, keys))
-        out = torch.cat(outs, 1) if local else outs[0]
-        if self.training and (seen := self.statistics(q if keys is None else k, queries if keys is None else keys)):
+        start = max(0, (heads.start or 0) - self.local)
+        routed = slice(start, start + q.shape[1])  # none where these are all local
+        queries, keys = self.assigned(q, k, routed=routed)
+        if q.shape[1]:
+            outs.append(self.attend_routed(q, k, v, queries, keys))
+        out = torch.cat(outs, 1) if len(outs) > 1 else outs[0]
+        counted = (q, queries) if keys is None else (k, keys)
+        if self.training and (seen := self.statistics(*counted, routed)):
             return Mixed(out, None, seen)
         return out
 
-    def assigned(self, q: Tensor, k: Tensor, first: int = 0) -> tuple[Tensor, Tensor | None]:
-        """The clusters of routed queries and keys (B, R, n, D); None for keys that are the queries."""
-        return self.clusters(q, first), None if self.config.shared_query_key else self.clusters(k, first)
+    def assigned(self, q: Tensor, k: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> tuple[Tensor, Tensor | None]:
+        """The clusters of queries and keys (B, r, n, D) of some routed heads; None for keys that are the queries."""
+        queries = self.clusters(q, first, routed)
+        return queries, None if self.config.shared_query_key else self.clusters(k, first, routed)
 
     def attend_routed(self, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor | None) -> Tensor:
         """Of routed heads: q, k and v (B, R, N, ·) in clusters (B, R, N) to (B, R, N, Dv)."""
@@ -266,14 +272,18 @@ class Routing(ClusteredAttention):
         nn.init.normal_(self.centroids)
         self.centroids.copy_(F.normalize(self.centroids, dim=-1))
 
-    def clusters(self, x: Tensor, first: int = 0) -> Tensor:
+    def clusters(self, x: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> Tensor:
         """The centroid that each position agrees with most, after ``balance``; of equal ones the first."""
         with torch.no_grad():
-            centroids, balance = self.centroids.to(wide_of(x)).mT, self.balance.to(wide_of(x))[:, None]
+            centroids, balance = (each[routed].to(wide_of(x)) for each in (self.centroids, self.balance))
+            centroids, balance = centroids.mT, balance[:, None]
             return torch.cat([(some @ centroids + balance).argmax(-1) for some in self._cut(x.detach())], 2)
 
-    def statistics(self, keys: Tensor, clusters: Tensor) -> tuple[Tensor, ...]:
-        """The sum of each cluster's keys in all contexts, and behind it their number: (R, k, D + 1)."""
+    def statistics(self, keys: Tensor, clusters: Tensor, routed: slice) -> tuple[Tensor, ...]:
+        """The sum of each cluster's keys in all contexts, and behind it their number: (R, k, D + 1), 0 of other heads.
+
+        So of a divided context, the sum over its processes is that of all heads.
+        """
         every = torch.arange(self.config.clusters, device=keys.device)
         total = self.centroids.new_zeros(self.routed, len(every), self.head_width + 1)
         with torch.no_grad():
@@ -281,7 +291,7 @@ class Routing(ClusteredAttention):
             for some, of_some in zip(pieces, clusters.split([each.shape[2] for each in pieces], 2), strict=True):
                 # A product with zeros and ones: a sum that is the same every time, on a card too.
                 member = (of_some[..., None] == every).to(some.dtype)
-                total = total + (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
+                total[routed] += (member.mT @ F.pad(some, (0, 1), value=1.0)).sum(0)
         return (total,)
 
     def observe(self, total: Tensor) -> None:
@@ -307,14 +317,15 @@ class Routing(ClusteredAttention):
 class RandomKeys(ClusteredAttention):
     """Clusters by the position and the head alone, as far from any order as a hash is: the control of the paper."""
 
-    def clusters(self, x: Tensor, first: int = 0) -> Tensor:
+    def clusters(self, x: Tensor, first: int = 0, routed: slice = ALL_HEADS) -> Tensor:
         """The same for all contexts, and for all models of so many clusters."""
-        batch, heads, count, _ = x.shape
+        batch, _, count, _ = x.shape
+        heads = torch.arange(1, self.routed + 1, device=x.device)[routed, None]
         position = torch.arange(first, first + count, device=x.device)
-        mixed = (position * 0x9E3779B1 + torch.arange(1, heads + 1, device=x.device)[:, None] * 0x85EBCA6B) & _MASK
+        mixed = (position * 0x9E3779B1 + heads * 0x85EBCA6B) & _MASK
         mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & _MASK
         mixed = (mixed ^ mixed >> 12) * 0x297A2D39 & _MASK
-        return ((mixed ^ mixed >> 15) % self.config.clusters).expand(batch, heads, count)
+        return ((mixed ^ mixed >> 15) % self.config.clusters).expand(batch, -1, -1)
 
 
 class RoutedCache:

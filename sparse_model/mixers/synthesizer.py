@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from longstride.kernels import ConfigError, Problem, empty_cache, nearest, num_pairs, sparse_attention
 from longstride.kernels.patterns import PATTERNS, Dense, Pattern, pattern_from_json
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
@@ -152,7 +153,7 @@ def _divisors(context: int) -> list[int]:
 
 
 class Heads(NamedTuple):
-    """What the rows of some positions give to their heads."""
+    """What the rows of some positions give to some heads."""
 
     values: Tensor  # (B, H, n, Dv)
     queries: Tensor | None  # (B, H, n, D), scaled; None where no kind is a product
@@ -206,6 +207,7 @@ class Synthesizer(nn.Module):
         widths = config.head_widths(network)
         self.product_width, self.whole_scores = widths.query_key, not widths.in_kernels
         self.rotary, self.normed = rotary, network.query_key_norm
+        self.division = Division()
         context, heads, width = network.context, network.heads, network.width
         hidden, rank = config.hidden or width // heads, config.rank or RANK
         # What one projection of a row gives, in this order: queries and keys first, as they are prepared.
@@ -264,33 +266,40 @@ class Synthesizer(nn.Module):
         if self.convolution is not None:
             h = self.convolution(h, None if state is None else state.recent, first)
         given = self.heads_of(self.rows(h), first)
+        heads = self.division.heads(self.heads)
         values, queries, keys, *_ = given
         if self.whole_scores:
             if state is not None:
                 assert isinstance(state, ScoredState)
                 values, keys = state.add(values, keys, first)
-            out = self._weigh(given, keys, values, first)
+            out = self._weigh(given, keys, values, first, heads)
         else:
             assert queries is not None and keys is not None and not isinstance(state, ScoredState)
             if state is None:
-                out = sparse_attention(queries, keys, values, self.patterns, scale=1.0, backend=self.backend)
+                out = sparse_attention(queries, keys, values, self.patterns[heads], scale=1.0, backend=self.backend)
             elif h.shape[1] == 1:
                 q, k, v = (each.squeeze(2) for each in (queries, keys, values))
                 out = state.keys_values.step(q, k, v, first).unsqueeze(2)
             else:
                 out = state.keys_values.begin(queries, keys, values)
+        (out,) = self.division.to_sections(out)
         return self.projection(out.transpose(1, 2).flatten(2))
 
     def heads_of(self, rows: Tensor, first: int = 0) -> Heads:
-        """What the projected rows (B, n, channels) of positions from ``first`` on give to their heads."""
+        """What the projected rows (B, n, channels) of positions from ``first`` on give to their heads.
+
+        Of a divided context, what the rows of all processes give to the heads of this one. Learned tables stay.
+        """
+        division, heads = self.division, self.division.heads(self.heads)
+        begin = first + division.positions(rows.shape[1]).start
         if "attention" in self.kinds and (self.rotary is not None or self.normed):
             channels, width = 2 * self.widths["queries"], self.widths["queries"] // self.heads
-            table = None if self.rotary is None else self.rotary.table(rows.device)[first : first + rows.shape[1]]
+            table = None if self.rotary is None else self.rotary.table(rows.device)[begin : begin + rows.shape[1]]
             rows = PreparedHeads.apply(rows, channels, width, self.normed, table)
         parts = rows.split(list(self.widths.values()), dim=-1)
         by_head = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        part = dict(zip(self.widths, by_head, strict=True))
-        place = slice(first, first + rows.shape[1])
+        part = dict(zip(self.widths, division.to_heads(*by_head), strict=True))
+        place = slice(first, first + part["values"].shape[2])
 
         def of_all(table: Tensor) -> Tensor:
             table = table.to(rows.dtype).expand(len(rows), -1, -1, -1)
@@ -305,14 +314,14 @@ class Synthesizer(nn.Module):
                 queries.append(part["queries"] * (share * part["queries"].shape[-1] ** -0.5))
                 keys.append(part["keys"])
             elif kind == "factorized_random":
-                queries.append(of_all(share * self.random_queries[:, place]))
-                keys.append(of_all(self.random_keys[:, place]))
+                queries.append(of_all(share * self.random_queries[heads, place]))
+                keys.append(of_all(self.random_keys[heads, place]))
             elif kind == "dense":
                 queries.append(share * part["dense"].relu())
-                keys.append(of_all(self.dense_keys[:, place]))
+                keys.append(of_all(self.dense_keys[heads, place]))
             elif kind == "factorized_dense":
-                blocks = share * (part["blocks"].relu() @ self.block_keys.mT)
-                places = part["places"].relu() @ self.place_keys.mT
+                blocks = share * (part["blocks"].relu() @ self.block_keys[heads].mT)
+                places = part["places"].relu() @ self.place_keys[heads].mT
         q, k = (torch.cat(sides, -1) if len(sides) > 1 else next(iter(sides), None) for sides in (queries, keys))
         return Heads(part["values"], q, k, blocks, places)
 
@@ -320,18 +329,19 @@ class Synthesizer(nn.Module):
         """α of each kind: () tensors, or 1.0 where there is one kind."""
         return [1.0] if self.mixing is None else self.mixing.to(wide_of(self.mixing)).softmax(0).unbind()
 
-    def _weigh(self, given: Heads, keys: Tensor | None, values: Tensor, first: int) -> Tensor:
+    def _weigh(self, given: Heads, keys: Tensor | None, values: Tensor, first: int, heads: slice) -> Tensor:
         """The weighed values (B, H, n, Dv) of rows from ``first`` on, which read the first m positions.
 
         Args:
             given: of the rows.
             keys, values: (B, H, m, ·).
             first: position of the first row.
+            heads: that these are of.
         """
         rows, reads = given.values.shape[2], values.shape[2]
         place = torch.arange(first, first + rows, device=values.device)
-        random = self.random[:, first : first + rows, :reads] if "random" in self.kinds else None
-        allowed = self._allowed(self.patterns, place, reads)
+        random = self.random[heads, first : first + rows, :reads] if "random" in self.kinds else None
+        allowed = self._allowed(self.patterns[heads], place, reads)
         scores = self._scores(given, keys, random, reads)
         # Not -inf, so that a query without keys has no NaN; what it reads becomes 0 below.
         weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).to(values.dtype)

@@ -124,6 +124,56 @@ def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -
     assert str(caught.value) == f"train.global_batch=8: {rule}"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["train.sequence_parallel=0"], "train.sequence_parallel=0: must be greater than 0"),
+        (
+            ["train.sequence_exchange=keys"],
+            'train.sequence_exchange="keys": says what processes exchange that share a context: give sequence_parallel '
+            "too, such as 2, or leave out",
+        ),
+        (
+            ["train.sequence_parallel=2", "train.compile=true"],
+            "train.compile=true: compiles blocks whole, and train.sequence_parallel exchanges rows within them; "
+            "give false",
+        ),
+        (
+            ["train.sequence_parallel=7"],
+            "model.context=64: must be a multiple of the 7 processes that share each context; nearest 63 or 70, or ",
+        ),
+        (
+            ["train.sequence_parallel=4", "train.sequence_exchange=heads"],
+            "model.heads=2: must be a multiple of the 4 processes that share each context, as ",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(path: Path, overrides: list[str], line: str) -> None:
+    (found,) = refused(path, *overrides)
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("processes", "line"),
+    [
+        (1, "train.sequence_parallel=2: must divide the 1 process; nearest 1; or start 2 processes"),
+        (5, "train.sequence_parallel=2: must divide the 5 processes; nearest 1; or start 6 processes"),
+        (
+            6,
+            "train.global_batch=8: must be a multiple of micro_batch 2 × 6 processes / 2 that share a context; nearest "
+            "6, 12; or start 4 or 8 processes",
+        ),
+    ],
+)
+def test_world_size_that_groups_do_not_divide_is_refused(path: Path, processes: int, line: str) -> None:
+    config = load_config(path, ["train.sequence_parallel=2"])
+    for fitting in (2, 4, 8):
+        config.check_world_size(fitting)
+    with pytest.raises(ConfigError) as caught:
+        config.check_world_size(processes)
+    assert str(caught.value) == line
+
+
 @pytest.mark.parametrize("file", sorted(DEEPSPEED_CONFIGS.glob("*.json")), ids=lambda file: file.stem)
 def test_shipped_deepspeed_configuration_is_right(path: Path, file: Path) -> None:
     section = load_config(path, [f"deepspeed={file.stem}"]).deepspeed
@@ -176,6 +226,14 @@ def test_adafactor_is_refused_where_zero_cuts_matrices(path: Path) -> None:
     (line,) = refused(path, 'train.optimizer={"type": "adafactor"}', "deepspeed=zero2_bf16")
     assert line.startswith('train.optimizer.type="adafactor": takes means over rows and columns of whole matrices, ')
     assert line.endswith("take muon or adamw, or deepspeed zero0_bf16")
+
+
+def test_groups_are_saved_only_where_they_are_asked_for(path: Path) -> None:
+    assert not [key for key in load_config(path).to_json()["train"] if key.startswith("sequence")]
+    asked = load_config(path, ["train.sequence_parallel=1"]).to_json()["train"]
+    assert asked["sequence_parallel"] == 1 and "sequence_exchange" not in asked
+    known = RunConfig.model_json_schema()["$defs"]["TrainConfig"]["properties"]
+    assert {"sequence_parallel", "sequence_exchange"} < known.keys()
 
 
 def test_optimizer_is_saved_only_where_one_is_asked_for(path: Path) -> None:

@@ -14,7 +14,7 @@ from longstride.kernels.backends.triton import launch
 from longstride.kernels.backends.triton.call import Call
 from longstride.launcher.engine import device as device_module
 from longstride.launcher.engine.device import compile_kernels, run_attention
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 PATTERNS: dict[str, dict[str, Any]] = {
     "fixed": {"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"},
@@ -86,6 +86,27 @@ def test_warm_up_launches_what_a_step_and_an_evaluation_launch(
     launches.clear()
     run_attention(config, 2, dtype, torch.device("cpu"), training=False)
     assert launches == scored
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_warm_up_launches_what_a_step_of_a_group_launches(pattern: str, apart: bool, launches: set[Key]) -> None:
+    """Each process of it that which it computes itself, and as all together would: of whole contexts, fewer heads."""
+    config = model_config(PATTERNS[pattern])
+    found = []
+    for rank in range(2):
+        run_attention(config, 2, torch.float32, torch.device("cpu"), apart=apart, division=Division(rank, 2))
+        warm = set(launches)
+        launches.clear()
+        model = SparseTransformer(config)
+        model.divide(device_module._Unmet(rank, 2))
+        tokens = torch.arange(96).reshape(2, 48)
+        model(tokens, return_nats=True, begins=tokens % 48 == 0 if apart else None).sum().backward()
+        assert launches == warm and len({key[0] for key in warm}) > 2
+        found.append(warm)
+        launches.clear()
+    run_attention(config, 2, torch.float32, torch.device("cpu"), apart=apart)
+    assert launches != found[0]
 
 
 def test_other_batches_are_other_kernels(launches: set[Key]) -> None:

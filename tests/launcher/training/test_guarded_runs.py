@@ -23,7 +23,12 @@ from tests.launcher.training.test_training import MUON
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 EVERY = [
-    *(f"zero{stage}-{precision}{muon}" for stage in range(4) for precision in PRECISIONS for muon in ("", "-muon")),
+    *(
+        f"zero{stage}-{precision}{kind}"
+        for stage in range(4)
+        for precision in PRECISIONS
+        for kind in ("", "-muon", "-group")
+    ),
     "zero2-bf16-offload",
     "zero3-bf16-offload",
 ]
@@ -59,6 +64,8 @@ class Case:
             chosen.append("deepspeed.zero_optimization.offload_optimizer.device=cpu")
         if "muon" in parts:
             chosen.append(MUON)
+        if "group" in parts:
+            chosen.append("train.sequence_parallel=2")
         every = ["--config", str(self.folder / "run.json"), *chosen, *arguments]
         return Run(every, 2, {"SPOIL": spoil} if spoil else {})
 
@@ -114,7 +121,7 @@ def kinds_of(name: str) -> list[str]:
 
 
 SKIPS = ["train.steps=6", "train.checkpoint_every=1", "train.guards.non_finite=skip", SPIKE % "skip"]
-SAMPLE = (("zero3-bf16-muon", "spike"), ("zero0-fp32", "loss"))
+SAMPLE = (("zero3-bf16-muon", "spike"), ("zero0-fp32", "loss"), ("zero1-fp32-group", "loss"))
 
 
 @pytest.fixture(scope="session")

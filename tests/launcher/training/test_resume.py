@@ -87,16 +87,20 @@ def damage_second_half(data: Path, folder: Path) -> Path:
     return shard
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.campaign), 2])
+@pytest.mark.parametrize(
+    ("workers", "sharing"),
+    [pytest.param(0, 1, marks=pytest.mark.campaign), (2, 1), pytest.param(2, 2, marks=pytest.mark.campaign)],
+)
 def test_damaged_sample_ends_all_ranks_at_one_step_and_what_is_done_is_saved(
-    config_file: Path, data: Path, tmp_path: Path, workers: int
+    config_file: Path, data: Path, tmp_path: Path, workers: int, sharing: int
 ) -> None:
-    """The second of two ranks meets it; the first one tells it, once."""
+    """The second of two ranks meets it, or of two that share a context one alone; the first one tells it, once."""
     shard = damage_second_half(data, tmp_path / "data")
     began = time.monotonic()
     changes = [f"data.path={tmp_path / 'data'}", f"data.workers={workers}", "train.checkpoint_every=0"]
-    ended = spawn(["--config", str(config_file), *changes], 2)
-    assert ended.codes == [2, 2], ended.stderr
+    changes += [f"train.sequence_parallel={sharing}"] * (sharing > 1)
+    ended = spawn(["--config", str(config_file), *changes], 2 * sharing)
+    assert ended.codes == [2, 2] * sharing, ended.stderr
     told = [line for error in ended.stderr for line in error.splitlines() if line.startswith("longstride: error: ")]
     assert len(told) == 1 and f"{shard}: sample " in told[0]
     assert time.monotonic() - began < 25  # a rank that holds its line back does so for 30 seconds

@@ -1,0 +1,140 @@
+"""One pass of a small model by several processes that share its contexts, which are started once for all tests."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from longstride.sparse_model import Division, SparseTransformer
+from tests.harness.configs import small
+from tests.harness.runs import free_port
+
+MOST = 4  # processes that share a context
+SECONDS = 120.0  # that an exchange, or an answer, may take
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every process computes of its own."""
+
+    changes: dict[str, Any] = field(default_factory=dict)  # of the small configuration
+    dtype: torch.dtype = torch.float64
+    batch: int = 2
+    begins: tuple[int, ...] = ()  # of documents that are kept apart, in the first context; None are, where it is empty
+    recompute: bool | None = None  # each block in the backward pass, by torch's checkpoint: reentrant or not
+
+
+class Passed(NamedTuple):
+    """What a process has of it."""
+
+    nats: Tensor  # (B, n)
+    auxiliary: Tensor | None
+    statistics: tuple[Tensor, ...]
+    gradients: dict[str, Tensor | None]  # by the parameter's name
+    drawn: float  # what torch's generator draws next
+
+
+def one_pass(asked: Pass, division: Division | None) -> Passed:
+    """A forward and backward pass of a model in training whose every weight matters.
+
+    It is not shown a token that it need not know.
+    """
+    torch.manual_seed(0)
+    model = SparseTransformer(small(**asked.changes)).to(asked.dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    context = model.config.context
+    tokens, begins = torch.randint(256, (asked.batch, context), dtype=torch.uint8), None
+    if asked.begins:
+        begins = torch.zeros(asked.batch, context, dtype=torch.bool)
+        begins[0, list(asked.begins)] = True
+    if division is not None:
+        model.divide(division)
+        own = division.section(context)
+        tokens[:, : max(0, own.start - model.embedding.reach)], tokens[:, own.stop :] = 7, 8
+    if asked.recompute is not None:
+        model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=asked.recompute)
+    torch.manual_seed(1)
+    given = model(tokens, return_nats=True, return_mixed=True, begins=begins)
+    loss = given.rows.sum()
+    if given.auxiliary is not None:  # as in training: its mean over the processes counts
+        loss = loss + 10 * given.auxiliary / (1 if division is None else division.size)
+    loss.backward()
+    auxiliary = None if given.auxiliary is None else given.auxiliary.detach()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Passed(given.rows.detach(), auxiliary, given.statistics, gradients, float(torch.rand(())))
+
+
+def divided(asked: Pass, size: int, exchange: str = "heads") -> list[Passed]:
+    """The pass of each of so many processes, at most ``MOST``."""
+    processes = _processes()[:size]
+    for process in processes:
+        process.send((asked, size))
+    found = []
+    for process in processes:
+        assert process.poll(SECONDS), "a process does not answer"
+        found.append(process.recv())
+    for each in found:
+        assert not isinstance(each, str), each
+    return found
+
+
+def joined(found: list[Passed]) -> Passed:
+    """What the processes have together: their rows side by side, and sums of all that adds up."""
+    gradients: dict[str, Tensor | None] = {}
+    for name in found[0].gradients:
+        shares = [each.gradients[name] for each in found]
+        assert all(share is not None for share in shares), f"a process has no gradient of {name}"
+        gradients[name] = torch.stack([share for share in shares if share is not None]).sum(0)
+    statistics = tuple(torch.stack(each).sum(0) for each in zip(*(each.statistics for each in found), strict=True))
+    for each in found:  # to the bit, so that all processes take the same steps
+        assert each.drawn == found[0].drawn
+        assert (each.auxiliary is None) == (found[0].auxiliary is None)
+        assert each.auxiliary is None or found[0].auxiliary is None or torch.equal(each.auxiliary, found[0].auxiliary)
+    return Passed(
+        torch.cat([each.nats for each in found], 1), found[0].auxiliary, statistics, gradients, found[0].drawn
+    )
+
+
+@functools.cache
+def _processes() -> list[Connection]:
+    """A connection to each process. They end with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which operations of our own import for seconds
+    port, connections = free_port(), []
+    for rank in range(MOST):
+        here, there = context.Pipe()
+        context.Process(target=_serve, args=(there, rank, port), daemon=True).start()
+        there.close()
+        connections.append(here)
+    atexit.register(lambda: [connection.close() for connection in connections])
+    return connections
+
+
+def _serve(requests: Connection, rank: int, port: int) -> None:
+    """Answers until the other end is closed; what went wrong as text."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=SECONDS), rank=rank, world_size=MOST
+    )
+    groups: list[ProcessGroup] = [torch.distributed.new_group(range(size)) for size in range(1, MOST + 1)]
+    while True:
+        try:
+            asked, size = requests.recv()
+        except EOFError:
+            return
+        try:
+            requests.send(one_pass(asked, Division(rank, size, groups[size - 1])))
+        except Exception:
+            requests.send(traceback.format_exc())

@@ -1,0 +1,173 @@
+"""Runs in which processes share each context, beside runs in which every process has its own (train.sequence_parallel).
+
+Where 1 is given, contexts are whole, and dropout is drawn by positions as in groups of any size. So a run and that of
+as many groups differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from longstride.data_pipelines.building.build import build
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.sparse_model import SparseTransformer
+from tests.harness.runs import configuration, metrics, spawn
+from tests.launcher.conftest import Make, chunks
+from tests.launcher.training.test_training import ADAFACTOR, EXPERTS, HIGH_SCALE, MUON, TABLES
+
+# A large epsilon: where gradients are near zero, Adam's steps would have their signs, and these be rounding.
+COMMON = ("model.heads=4", "train.eps=0.001", "train.checkpoint_every=0", "train.evaluate_every=0")
+APART = 'data.packing={"attend": "document"}'
+CLIPPED = "deepspeed.gradient_clipping=0.05"
+RECOMPUTED = "train.activation_checkpointing=true"
+RECIPE = ("model.convolution=4", "model.query_key_norm=true", "model.rotary={}", "model.attention.key_value_heads=2")
+SAMPLES = 'deepspeed.csv_monitor={"enabled": true, "output_path": "{folder}", "job_name": "csv"}'
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "recipe": (*RECIPE, MUON, TABLES, APART, CLIPPED, RECOMPUTED),
+    "short": ("data.packing=false", "train.micro_batch=1", EXPERTS, SAMPLES),
+    "scaled": (HIGH_SCALE, TABLES),
+}
+OTHER_SETTINGS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "accumulated": ("train.micro_batch=1",),
+    "at once": ("train.micro_batch=4",),
+    "short alone": ("data.packing=false",),
+    "apart": (APART, "data.separator=10"),
+    "recomputed": (RECOMPUTED,),
+    "reversible": ("model.reversible=true", TABLES),
+    "tables": (TABLES,),
+    "muon": (MUON,),
+    "adafactor": (ADAFACTOR,),
+    "experts": (EXPERTS,),
+    "clipped": (CLIPPED,),
+    "routing": ('model.attention={"type": "routing", "clusters": 4, "window": 16}',),
+    "published": RECIPE,
+}
+
+
+class Layout(NamedTuple):
+    """Groups, processes of each, and how DeepSpeed computes."""
+
+    groups: int
+    shared: int
+    stage: int
+    precision: str
+
+
+def layouts(setting: str) -> list[Layout]:
+    """All that a setting is tried in; Adafactor is for ZeRO 0."""
+    places = [
+        (1, 2, 0),
+        (1, 2, 1),
+        (1, 2, 2),
+        (1, 2, 3),
+        (1, 4, 0),
+        (1, 4, 3),
+        (2, 2, 0),
+        (2, 2, 1),
+        (2, 2, 2),
+        (2, 2, 3),
+    ]
+    every = [Layout(*place, precision) for place in places for precision in ("fp32", "bf16", "fp16")]
+    return [each for each in every if not each.stage or setting != "adafactor"]
+
+
+CASES = [
+    ("recipe", Layout(1, 2, 3, "fp32")),
+    ("recipe", Layout(1, 4, 1, "fp32")),
+    ("short", Layout(2, 2, 2, "fp32")),
+    ("scaled", Layout(1, 2, 2, "fp16")),
+    *(
+        pytest.param(setting, layout, marks=pytest.mark.campaign)
+        for setting in OTHER_SETTINGS
+        for layout in layouts(setting)
+    ),
+]
+FIRST_LOSS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative
+Trained = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def run_of(shared: Callable[[str, Make], Path]) -> Callable[[str, Layout], Path]:
+    """A function (setting, layout) -> folder of a run of eight steps on documents that are mostly short, made once."""
+
+    def make_data(folder: Path) -> None:
+        words = random.Random(0)
+        (folder / "source").mkdir()
+        for number in range(300):
+            text = " ".join(words.choice(["sparse", "dense", "stride", "byte"]) for _ in range(words.randint(1, 12)))
+            (folder / f"source/{number}.txt").write_text(text)
+        build([folder / "source"], folder / "data", validation_fraction=0.2)
+
+    def get(setting: str, layout: Layout) -> Path:
+        groups, size, stage, precision = layout
+        overrides = [*COMMON, *(SETTINGS | OTHER_SETTINGS)[setting], f"train.sequence_parallel={size}"]
+
+        def make(folder: Path) -> None:
+            config = folder / "run.json"
+            config.write_text(json.dumps(configuration(shared("short documents", make_data) / "data", folder / "run")))
+            placed = [override.replace("{folder}", str(folder)) for override in overrides]
+            more = [f"deepspeed=zero{stage}_{precision}", *placed]
+            ended = spawn(["--config", str(config), *more], groups * size, chunks(f"zero{stage}"))
+            assert ended.codes == [0] * groups * size, ended.stderr
+            (folder / "stderr").write_text(ended.stderr[0])
+
+        return shared(f"groups-{setting}-{'-'.join(map(str, layout))}".replace(" ", "-"), make)
+
+    return get
+
+
+@pytest.mark.parametrize(("setting", "layout"), CASES)
+def test_groups_train_as_single_processes_do(
+    setting: str, layout: Layout, run_of: Callable[[str, Layout], Path]
+) -> None:
+    """The same batches, and losses, norms and weights but for rounding.
+
+    Tolerances: in fp32 gradients are sums of thousands of terms in another order, 2^-23 each, over eight steps. What
+    weights have moved by is as good as the gradients, and each step rounds them, 2^-24. In half precision the gradients
+    of a process are rounded before they are added up: 2^-8 of terms that may cancel.
+    """
+    exact = layout.precision == "fp32"
+    # In half precision each stage rounds in its own way.
+    reference = layout._replace(shared=1, stage=0 if exact else layout.stage)
+    alone, together = (run_of(setting, each) / "run" for each in (reference, layout))
+    lines, wanted = metrics(together), metrics(alone)
+    assert len(lines) == len(wanted) == 9  # the last is an evaluation
+    for number, (line, other) in enumerate(zip(lines, wanted, strict=True)):
+        rounded = {"loss_nats", "bits_per_byte", "grad_norm"}
+        assert {k: v for k, v in line.items() if k not in rounded} == {
+            k: v for k, v in other.items() if k not in rounded
+        }
+        later = 2**-17 if exact else 2**-8
+        assert line["loss_nats"] == pytest.approx(
+            other["loss_nats"], rel=later if number else FIRST_LOSS[layout.precision]
+        )
+        if (norm := other.get("grad_norm")) is None:
+            assert line.get("grad_norm") is None
+        else:
+            assert line["grad_norm"] == pytest.approx(norm, rel=2**-13 if exact else 2**-4)
+    checkpoint = open_checkpoint(alone, 8)
+    trained, found = (master_weights(each, "trained") for each in (checkpoint, open_checkpoint(together, 8)))
+    torch.manual_seed(checkpoint.config.train.seed)
+    for name, drawn in SparseTransformer(checkpoint.config.model).state_dict().items():
+        if exact:
+            moved, most = (trained[name] - drawn).norm(), 2**-21 * trained[name].norm()
+            assert moved > 0 and (found[name] - trained[name]).norm() <= 2**-13 * moved + most, name
+        else:
+            rate = checkpoint.config.train.learning_rate
+            assert (found[name] - trained[name]).abs().mean() <= 0.2 * rate, name
+
+
+def test_deepspeed_counts_contexts_and_the_first_line_tells_groups(run_of: Callable[[str, Layout], Path]) -> None:
+    """Its own events are by samples: eight contexts a step, and not sixteen."""
+    folder = run_of("short", Layout(2, 2, 2, "fp32"))
+    lines = (folder / "csv/Train_Samples_lr.csv").read_text().splitlines()
+    assert [int(line.split(",")[0]) for line in lines[1:]] == list(range(8, 65, 8))
+    assert "context 64, 4 processes on cpu, 2 share each context, ZeRO 2, fp32\n" in (folder / "stderr").read_text()
