@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -119,6 +120,7 @@ def _attentions(model: ModelConfig) -> list[tuple[tuple[Pattern, ...], int]]:
     with torch.device("meta"):
         blocks = SparseTransformer(model).blocks
     found = []
+    block: Any
     for block in blocks:
         if type(block.attention).__name__ != "Attention" or type(block.feed_forward).__name__ != "FeedForward":
             raise ConfigError("model: has parts whose exchanges are not counted; take patterns and plain feed-forward")

@@ -224,10 +224,6 @@ class Pretended(Division):
         values.contiguous()  # for a moment a copy, where it is not
         return out
 
-    def drop(self, rows: Tensor, share: float, columns: int = 0) -> Tensor:
-        """Rows (B, n, C) by a mask of bytes that is kept for the backward pass, as the real one makes it."""
-        return rows * torch.empty_like(rows, dtype=torch.bool) * (1 / (1 - share))
-
 
 class _ToHost(saved_tensors_hooks):
     """The inputs of blocks brought to the host as DeepSpeed does, which holds the newest on the card for a while."""
