@@ -10,11 +10,9 @@ DeepSpeed asks of a rank can be counted so for any W, though not what it compute
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ import torch.distributed
 from deepspeed.comm.comm import comms_logger
 
 from benchmarks.scaling.counted import Counted, logged
-from longstride.data_pipelines.order.lanes import StreamState
-from longstride.data_pipelines.order.stream import Batch
+from benchmarks.training.planned_memory import noise
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data.run_data import together
 from longstride.launcher.engine.build import build_engine
@@ -76,7 +73,7 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     rows = config.train.global_batch // ranks.data_world_size
     micro_batches = rows // config.train.micro_batch
     warm = -(-WARM_MICRO_BATCHES // micro_batches)
-    batches = together(lambda: _noise(config, rows), rows, ranks, engine.device)
+    batches = together(lambda: noise(config, rows), rows, ranks, engine.device)
     with Counted() as counted:
         for _ in range(warm + 1):
             counted.take()
@@ -85,19 +82,6 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     found = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
     engine.destroy()
     return found
-
-
-def _noise(config: RunConfig, rows: int) -> Iterator[Batch]:
-    generator, context = torch.Generator().manual_seed(0), config.model.context
-    for number in itertools.count(1):
-        yield Batch(
-            tokens=torch.randint(256, (rows, context), dtype=torch.uint8, generator=generator),
-            lengths=torch.full((rows,), context),
-            sample_ids=torch.arange(rows),
-            state=StreamState(
-                fingerprint="noise", seed=0, epoch=0, step=number, global_batch=config.train.global_batch
-            ),
-        )
 
 
 def _pretend(ranks: int) -> None:

@@ -70,7 +70,8 @@ def exchanges(config: RunConfig, rank: int, micro_batches: int, rows: Rows = row
     for patterns, key_heads in _attentions(model):
         there = positions * (model.heads * key + math.lcm(key_heads, size) * (key + value))
         out = positions * model.heads * value
-        sent, ways = [[0]], {}
+        sent: Sequence[Sequence[int]] = [[0]]
+        ways: dict[str, int] = {}
         if model.heads % size == 0:
             ways["heads"] = (size - 1) * (there + out)
         if train.sequence_exchange != "heads":
