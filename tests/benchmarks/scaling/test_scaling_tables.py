@@ -97,8 +97,9 @@ def test_the_prose_says_what_the_table_says(found: dict[str, Any]) -> None:
         assert zero["peak_bytes"] < 16 * 2**30
         shared = [x["heads_sent"] for x in by_name[name]["divided"] if x["ranks"] > 1]
         assert shared == sorted(shared, reverse=True) and shared[0] > 2 * sent[0]
-    for run in found["runs"]:
-        assert all(4 * x["sent"] < x["heads_sent"] for x in run["divided"] if x["ranks"] > 1)
+    for run in found["runs"]:  # by keys and columns a half to an eighth, of music a fourth or less
+        times = [x["heads_sent"] / x["sent"] for x in run["divided"] if x["ranks"] > 1]
+        assert max(times) < 8.1 and min(times) > (4 if "music" in run["name"] else 1.9)
     wide = [row("music_65k, widened", 4096, stage) for stage in range(4)]
     assert wide[0]["peak_bytes"] > 80 * 2**30 > wide[3]["peak_bytes"]
     assert sum(wide[3]["sent"].values()) > 1.4 * sum(wide[0]["sent"].values())
