@@ -9,6 +9,7 @@
 #   PART 4  whole training steps: batch 4, batch 1, a million bytes; sampling byte by byte
 #   PART 5  the whole grid of attention; a DeepSpeed training of some hundred steps, and its resume
 #   PART 6  the paper's tables: dense, fixed and strided models trained side by side
+#   PART 7  music_1m_152m, 152 million parameters over a million bytes: some steps, and their memory beside the plan's
 #
 # Several parts run one after another; --seconds (default 590) is the time of them all, so that one call of ten minutes
 # has what fits: a step that no longer does is left out and named. Part 2 writes to kernels/backends/triton/tuned, and a
@@ -32,12 +33,12 @@ while [ $# -gt 0 ]; do
       shift ;;
     --overwrite) OVERWRITE=(--overwrite) ;;
     --rehearse) REHEARSE=yes ;;
-    [1-6]) PARTS+=("$1") ;;
-    *) wrong "$1: must be parts from 1 to 6, or one of --output, --seconds, --wheels, --python, --overwrite, --rehearse" ;;
+    [1-7]) PARTS+=("$1") ;;
+    *) wrong "$1: must be parts from 1 to 7, or one of --output, --seconds, --wheels, --python, --overwrite, --rehearse" ;;
   esac
   shift
 done
-[ ${#PARTS[@]} -gt 0 ] || wrong "which parts? 1 to 6"
+[ ${#PARTS[@]} -gt 0 ] || wrong "which parts? 1 to 7"
 [[ "$SESSION" =~ ^[1-9][0-9]*$ ]] || wrong "--seconds=$SESSION: must be a whole number; nearest 590"
 [ -z "$WHEELS" ] || [ -d "$WHEELS" ] || wrong "--wheels=$WHEELS: must be a folder"
 mkdir -p "$OUTPUT" || wrong "--output=$OUTPUT: cannot be made"
@@ -242,6 +243,22 @@ part_6() {
     return
   fi
   step paper 540 "$PYTHON" benchmarks/paper/paper.py "${options[@]}" "${OVERWRITE[@]}" --output "$OUTPUT/paper-$SLUG.json"
+}
+part_7() {
+  # A card of 141 GB holds it; one of 80 may, and does where block inputs wait on the host.
+  local changes=() absent
+  [ -z "$REHEARSE" ] || changes=(model.context=1024 model.layers=2 model.attention.stride=32 model.embedding.row_width=32
+    model.backend=reference deepspeed=zero0_fp32)
+  absent="$(missing deepspeed hjson msgpack ninja packaging psutil cpuinfo einops pydantic safetensors tqdm webdataset)"
+  if [ -n "$absent" ]; then
+    skip long-and-large "it needs $absent; --wheels installs it"
+    return
+  fi
+  step long-and-large 280 "$PYTHON" benchmarks/training/planned_memory.py music_1m_152m "${changes[@]}" "${OVERWRITE[@]}" \
+    --output "$OUTPUT/planned-memory-$SLUG.json"
+  [ -n "$REHEARSE" ] || changes=('deepspeed.activation_checkpointing={"cpu_checkpointing": true}')
+  step long-and-large-host 280 "$PYTHON" benchmarks/training/planned_memory.py music_1m_152m "${changes[@]}" \
+    "${OVERWRITE[@]}" --output "$OUTPUT/planned-memory-host-$SLUG.json"
 }
 for part in "${PARTS[@]}"; do "part_$part"; done
 

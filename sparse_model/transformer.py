@@ -134,9 +134,10 @@ class SparseTransformer(nn.Module):
             if self.config.reversible:
                 stream = stream._replace(rows=closed(stream.rows, h))
         if return_nats:  # targets and nats travel, which are less than rows
+            rows = self.norm(stream.rows)
             targets = tokens[:, self.division.section(tokens.shape[1]), None]
             targets = self.division.divided_anew(targets, 0, columns)[..., 0].long()
-            nats = self.logits(self.norm(stream.rows), targets)
+            nats = self.logits(rows, targets)
             scored = self.division.divided_anew(nats[..., None], columns, 0)[..., 0]
         else:
             scored = self.logits(self.norm(self.division.divided_anew(stream.rows, columns, 0)))

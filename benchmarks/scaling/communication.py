@@ -1,11 +1,12 @@
 """Predicted bytes of a step held against those that DeepSpeed and torch count.
 
-Tiny runs of every ZeRO stage and precision, with one and two micro-batches, and DistributedAttention alone.
+Tiny runs of every ZeRO stage and precision, with one and two micro-batches, and with contexts that processes share.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, message_bytes, num_calls
-from benchmarks.scaling.ulysses import attention_collectives
+from benchmarks.scaling.divided import exchanges
 from benchmarks.scaling.zero_communication import Run
 from longstride.launcher.config.run_config import RunConfig, load_config
 
@@ -42,10 +43,18 @@ STAGE_3: dict[str, dict[str, int]] = {
     },
 }
 LIMIT_SECONDS = 3600  # of a grid, on a machine that has other things to do
-ULYSSES = [
-    {"batch": 2, "context": 48, "heads": 4, "query_key_width": 6, "value_width": 10},
-    {"batch": 1, "context": 96, "heads": 12, "query_key_width": 8, "value_width": 8},
-]
+FIXED = {"type": "fixed", "stride": 6, "summary": 2, "combine": "merged"}
+STRIDED = {"type": "strided", "stride": 8, "combine": "interleaved"}
+SHARED_BY = (2, 3, 4)
+# Attention of runs whose contexts are shared; 12 heads, so that 2, 3 and 4 processes divide them.
+DIVIDED: dict[str, dict[str, Any]] = {
+    "fixed": FIXED,
+    "strided": STRIDED,  # whose last layer, the third, is local
+    "columns": {"type": "column", "stride": 8},
+    "strided, merged": {**STRIDED, "combine": "merged"},
+    "a pattern a head": {**STRIDED, "combine": "multihead"},
+    "fixed, 2 key heads": {**FIXED, "key_value_heads": 2},
+}
 
 
 def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +64,7 @@ def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes
         "model.layers=3",
         "model.width=36",
         "model.heads=2",
-        'model.attention={"type": "fixed", "stride": 6, "summary": 2, "combine": "merged"}',
+        f"model.attention={json.dumps(FIXED)}",
         "model.embedding.row_width=6",
         "model.backend=reference",
         f"train.global_batch={2 * micro_batches * ranks}",
@@ -66,6 +75,16 @@ def configuration(stage: int, kind: str, micro_batches: int, ranks: int, changes
     ]
     config = load_config("paper_small", overrides).to_json()
     return {**config, "notes": ""}
+
+
+def shared(title: str, ranks: int, size: int, exchange: str, stage: int = 0, **train: Any) -> dict[str, Any]:
+    """A run whose contexts so many processes share, with one of the attentions of ``DIVIDED``."""
+    config = configuration(stage, "bf16", 2, ranks // size, {})
+    config["model"] |= {"context": 96, "heads": 12, "query_key_ratio": 2.0, "attention": DIVIDED[title]}
+    if "key heads" in title:
+        config["model"] |= {"convolution": 3, "rotary": {"base": 1000}}
+    config["train"] |= {"sequence_parallel": size, "sequence_exchange": exchange, **train}
+    return {"title": f"ZeRO {stage}, {title}, a context over {size}, by {exchange}", "config": config}
 
 
 def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
@@ -89,21 +108,20 @@ def cases(ranks: int, few: bool = False) -> list[dict[str, Any]]:
     for title in ("nothing persistent", "small ones persistent", "released", "few ahead"):
         add(title, 3, "fp16", 2, STAGE_3[title])
     add("reduced to owners", 2, "fp16", 2, {"use_multi_rank_bucket_allreduce": False})
-    return found + [
-        {"title": f"Ulysses of {case['heads']} heads", **case}
-        for case in ULYSSES
-        if case["heads"] % ranks == 0 and case["context"] % ranks == 0
-    ]
+    sizes = [size for size in SHARED_BY if ranks % size == 0 and ranks <= max(SHARED_BY)]
+    for size, exchange in itertools.product(sizes, ("heads", "keys", "auto")):
+        found += [shared(title, ranks, size, exchange) for title in DIVIDED]
+        found += [shared("strided", ranks, size, exchange, stage, activation_checkpointing=True) for stage in (1, 2, 3)]
+    return found
 
 
-def predicted(case: dict[str, Any], ranks: int) -> list[Collective]:
-    """What the formulas say of a case."""
-    if "heads" in case:
-        names = ("batch", "context", "heads", "query_key_width", "value_width")
-        return attention_collectives(ranks=ranks, element_bytes=2, **{name: case[name] for name in names})
+def predicted(case: dict[str, Any], ranks: int, rank: int = 0) -> list[Collective]:
+    """What the formulas say of a case, of one of its processes."""
     config = RunConfig.model_validate(case["config"])
     train = config.train
-    return Run(config).step(ranks, train.global_batch // (train.micro_batch * ranks))
+    size = train.sequence_parallel or 1
+    micro_batches = train.global_batch * size // (train.micro_batch * ranks)
+    return Run(config).step(ranks, micro_batches) + exchanges(config, rank % size, micro_batches)
 
 
 def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> list[list[dict[str, Any]]]:
@@ -130,16 +148,16 @@ def measured(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool =
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(1 if fake else ranks)]
 
 
-def differences(case: dict[str, Any], ranks: int, counted: dict[str, Any]) -> list[str]:
+def differences(case: dict[str, Any], ranks: int, counted: dict[str, Any], rank: int = 0) -> list[str]:
     """Where a rank's counts are not those predicted: bytes and calls by owner, and the logger's own bytes."""
-    expected = predicted(case, ranks)
+    expected = predicted(case, ranks, rank)
     wanted = {
         "bytes": {owner: message_bytes(expected, owner) for owner in (DEEPSPEED, OURS)},
         "calls": {owner: num_calls(expected, owner) for owner in (DEEPSPEED, OURS)},
         "logged": message_bytes(expected, DEEPSPEED),
     }
     return [
-        f"{case['title']}, {ranks} ranks, {kind}: predicted {wanted[kind]}, counted {counted[kind]}"
+        f"{case['title']}, {rank} of {ranks} ranks, {kind}: predicted {wanted[kind]}, counted {counted[kind]}"
         for kind in wanted
         if wanted[kind] != counted[kind]
     ]

@@ -2,8 +2,7 @@
 
 WORLD_SIZE of the environment says how many; they are forked from one that has imported everything. For every case they
 build the engine of a run and take its steps by the training loop's own functions, on batches of noise; the last step is
-counted. A case of Ulysses calls DeepSpeed's DistributedAttention alone, forward and backward. What a rank counted goes
-to FOLDER/rank-R.json.
+counted. What a rank counted goes to FOLDER/rank-R.json.
 
 With FAKE_RANKS=W this one process is rank 0 of W whose collectives go nowhere (torch's own fake process group): what
 DeepSpeed asks of a rank can be counted so for any W, though not what it computes.
@@ -11,11 +10,10 @@ DeepSpeed asks of a rank can be counted so for any W, though not what it compute
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,7 @@ import torch.distributed
 from deepspeed.comm.comm import comms_logger
 
 from benchmarks.scaling.counted import Counted, logged
-from longstride.data_pipelines.order.lanes import StreamState
-from longstride.data_pipelines.order.stream import Batch
+from benchmarks.training.planned_memory import noise
 from longstride.launcher.config.run_config import RunConfig
 from longstride.launcher.data.run_data import together
 from longstride.launcher.engine.build import build_engine
@@ -50,7 +47,7 @@ def main(arguments: list[str]) -> int:
     if fake:
         _pretend(fake)
     with process_group(ranks, 120):
-        found = [ulysses(case, ranks) if "heads" in case else step(case, ranks) for case in cases]
+        found = [step(case, ranks) for case in cases]
     (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
     return max([0, *(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)])
 
@@ -70,12 +67,13 @@ def _fork(ranks: int) -> list[int]:
 def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What a rank communicates in a step of a run once it is warm."""
     config = RunConfig.model_validate(case["config"])
+    ranks = replace(ranks, sequence_parallel=config.train.sequence_parallel or 1)
     prepare_accelerator(config)
     engine = build_engine(config, ranks)
-    rows = config.train.global_batch // ranks.world_size
+    rows = config.train.global_batch // ranks.data_world_size
     micro_batches = rows // config.train.micro_batch
     warm = -(-WARM_MICRO_BATCHES // micro_batches)
-    batches = together(lambda: _noise(config, rows), rows, ranks, engine.device)
+    batches = together(lambda: noise(config, rows), rows, ranks, engine.device)
     with Counted() as counted:
         for _ in range(warm + 1):
             counted.take()
@@ -84,38 +82,6 @@ def step(case: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     found = {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
     engine.destroy()
     return found
-
-
-def ulysses(case: dict[str, int], ranks: Ranks) -> dict[str, Any]:
-    """What a rank communicates in DistributedAttention, forward and backward: q and k narrower than v."""
-    from deepspeed.sequence.layer import DistributedAttention
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v  # a shape is all that matters here
-
-    local = case["context"] // ranks.world_size
-    shape = (case["batch"], local, case["heads"])  # (B, N / W, H)
-    widths = [case["query_key_width"], case["query_key_width"], case["value_width"]]
-    q, k, v = (torch.randn(*shape, width, dtype=torch.bfloat16, requires_grad=True) for width in widths)
-    comms_logger.enabled = comms_logger.prof_all = True
-    comms_logger.reset_data()
-    layer = DistributedAttention(attention, torch.distributed.group.WORLD, scatter_idx=2, gather_idx=1)
-    with Counted() as counted:
-        layer(q, k, v, 0).sum().backward()
-    return {**counted.take(), "logged": logged(comms_logger.comms_dict, ranks.world_size)}
-
-
-def _noise(config: RunConfig, rows: int) -> Iterator[Batch]:
-    generator, context = torch.Generator().manual_seed(0), config.model.context
-    for number in itertools.count(1):
-        yield Batch(
-            tokens=torch.randint(256, (rows, context), dtype=torch.uint8, generator=generator),
-            lengths=torch.full((rows,), context),
-            sample_ids=torch.arange(rows),
-            state=StreamState(
-                fingerprint="noise", seed=0, epoch=0, step=number, global_batch=config.train.global_batch
-            ),
-        )
 
 
 def _pretend(ranks: int) -> None:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from longstride.launcher.config.run_config import RunConfig
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
 FETCH, RELEASE = "fetch", "release"
 
@@ -89,15 +89,16 @@ def persistent(numel: dict[str, int], limits: Limits) -> list[str]:
 def trace(config: RunConfig) -> Trace:
     """A micro-batch of the run. Layers are alike: those of a deep network repeat the third of a rehearsal."""
     model, few = config.model, 3  # layers: the last two are as those of any depth
-    batch, checkpointing = config.train.micro_batch, config.train.activation_checkpointing
+    train = config.train
+    settings = train.micro_batch, train.activation_checkpointing, train.sequence_parallel or 1
     if model.layers <= few:
-        return rehearse(model, batch, checkpointing)
-    short = rehearse(model.model_copy(update={"layers": few}), batch, checkpointing)
+        return rehearse(model, *settings)
+    short = rehearse(model.model_copy(update={"layers": few}), *settings)
     return _deepened(short, few, model.layers)
 
 
-def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool) -> Trace:
-    """A forward and backward pass without content, recorded."""
+def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool, shared: int = 1) -> Trace:
+    """A forward and backward pass without content, recorded, of a process of so many that share each context."""
     found = Trace()
     with ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
@@ -106,6 +107,8 @@ def rehearse(model_config: ModelConfig, batch: int, checkpointing: bool) -> Trac
         _record(model, found.events)
         if checkpointing:
             model.activation_checkpoint = _recomputed
+        # It takes a section of rows, and attends as if that were all: the order of the modules is the same.
+        model.division = model.embedding.division = Division(0, shared)
         tokens = torch.zeros(batch, model_config.context, dtype=torch.uint8)
         model(tokens, return_nats=True).sum().backward()
         found.parameters = _owners(model, found.events)

@@ -1,8 +1,8 @@
 """From one card to 4,096: ``python benchmarks/scaling/scaling.py [RUN [path.to.key=value …]]``.
 
 With a run, by name or file: what a rank sends in a step and what a card holds, for every ZeRO stage and number of
-cards, and what Ulysses would exchange; printed, and nothing else. Every card has the same work whatever their number:
-``--micro-batches`` of the run's micro-batch a step.
+cards, and what cards that share contexts exchange; printed, and nothing else. Every card has the same work whatever
+their number: ``--micro-batches`` of the run's micro-batch a step.
 
 Without one: the runs of RUNS, and beside them what the figures rest on. Predicted bytes are held against those that
 DeepSpeed's communication logger and torch's dispatcher count over real steps of tiny runs, at 1 to 4 processes and as
@@ -31,12 +31,15 @@ import torch
 
 from benchmarks.machine import about, slug
 from benchmarks.report import add_output_arguments, check_output, write_json
-from benchmarks.scaling import communication, order_at_scale, ulysses
+from benchmarks.scaling import communication, divided, order_at_scale
 from benchmarks.scaling.collectives import DEEPSPEED, OURS, Collective, num_calls, total_sent
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
+from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import rows_sent
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.planning import costs as plan_memory
+from longstride.launcher.planning.rehearsal import activations
 
 CARDS = [2**power for power in range(13)]
 # Name, run and changes: the paper's text and longest music, and what music would be at the size of today's models.
@@ -44,6 +47,7 @@ RUNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("enwik8_fixed", "enwik8_fixed", ()),
     ("music_65k", "music_65k", ()),
     ("music_1m", "music_1m", ("deepspeed=zero1_fp16",)),
+    ("music_1m_152m", "music_1m_152m", ()),
     ("music_65k, widened", "music_65k", ("model.width=4096", "model.heads=32", "model.layers=32")),
 )
 REAL_RANKS, FAKE_RANKS, FEW_BEYOND = (1, 2, 3, 4), (8, 64, 4096), 8
@@ -125,7 +129,7 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
         ConfigError: the run has a setting whose communication is not modelled.
     """
     run, train = Run(config), config.train
-    activations = plan_memory.activations(config, train.activation_checkpointing)
+    taken = activations(config, train.activation_checkpointing)
     rows = []
     for count in cards:
         for stage in plan_memory.STAGES:
@@ -139,7 +143,7 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
                     "calls": sum(num_calls(collectives, DEEPSPEED).values()),
                     "own_sent": sum(total_sent(_of(collectives, OURS), count).values()),
                     "resident_bytes": held.resident(),
-                    "peak_bytes": held.peak(activations),
+                    "peak_bytes": held.peak(taken),
                 }
             )
     return {
@@ -150,10 +154,10 @@ def scale(name: str, config: RunConfig, cards: Sequence[int], micro_batches: int
         "micro_batches": micro_batches,
         "precision": config.precision,
         "activation_checkpointing": train.activation_checkpointing,
-        "activations": asdict(activations),
+        "activations": asdict(taken),
         "cards": rows,
         "accumulated": [_accumulated(run, max(cards), stage) for stage in plan_memory.STAGES],
-        "ulysses": [_shared(config, ranks, micro_batches) for ranks in ulysses.shares(config.model)],
+        "divided": [_shared(config, ranks, micro_batches) for ranks in divided.shares(config.model)],
         "largest": largest(config),
     }
 
@@ -169,31 +173,32 @@ def _of(collectives: Sequence[Collective], owner: str) -> list[Collective]:
 
 
 def _shared(config: RunConfig, ranks: int, micro_batches: int) -> dict[str, Any]:
-    """What changes where so many cards share a context."""
-    collectives = ulysses.step_collectives(config, ranks, micro_batches)
-    row: dict[str, Any] = {
-        "ranks": ranks,
-        "sent": sum(total_sent(collectives, ranks).values()),
-        "calls": sum(num_calls(collectives).values()) if ranks > 1 else 0,
-        "activations": None,
-    }
-    model, positions = config.model, config.model.context // ranks
-    # Pictures have one shape; positions of text fold to any number of rows.
-    if model.embedding.type == "text" and positions % model.embedding.row_width == 0:
-        shorter = config.model_copy(update={"model": model.model_copy(update={"context": positions})})
-        row["activations"] = asdict(plan_memory.activations(shorter, config.train.activation_checkpointing))
-    return row
+    """What a card sends in the mean, and holds at most, where so many share a context."""
+    found: dict[str, Any] = {"ranks": ranks}
+    for name, exchange in (("heads_sent", "heads"), ("sent", "auto")):
+        changes = {"sequence_parallel": ranks, "sequence_exchange": exchange}
+        changed = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+        exchanges = [divided.exchanges(changed, rank, micro_batches, _rows_sent) for rank in range(ranks)]
+        found[name] = sum(divided.sent_to_others(each, ranks) for each in exchanges) / ranks
+    found["calls"] = sum(num_calls(exchanges[0]).values())
+    return {**found, "activations": asdict(activations(changed, config.train.activation_checkpointing))}
+
+
+def _rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int) -> list[list[int]]:
+    """As the model counts them: masks would have a pair for every two positions."""
+    counts: list[list[int]] = rows_sent(patterns, key_heads, context, sections).tolist()
+    return counts
 
 
 def largest(config: RunConfig) -> dict[str, int]:
     """How many cards a run's own global batch keeps busy, and the global batch that 4,096 would ask for."""
-    train, heads = config.train, max(ulysses.shares(config.model))
+    train, most = config.train, max(divided.shares(config.model))
     return {
         "global_batch": train.global_batch,
         "cards": train.global_batch // train.micro_batch,
         "cards_of_one_context": train.global_batch,
-        "cards_with_ulysses": train.global_batch * heads,
-        "least_global_batch_of_4096": max(1, CARDS[-1] // heads),
+        "cards_divided": train.global_batch * most,
+        "least_global_batch_of_4096": max(1, CARDS[-1] // most),
         "bytes_of_a_step_on_4096": CARDS[-1] * config.model.context,
     }
 
@@ -208,9 +213,9 @@ def check(folder: Path, real: Sequence[int], pretended: Sequence[int]) -> list[d
         counted = communication.measured(cases, ranks, place, fake)
         differing = [
             line
-            for rank in counted
-            for case, own in zip(cases, rank, strict=True)
-            for line in communication.differences(case, ranks, own)
+            for rank, of_rank in enumerate(counted)
+            for case, own in zip(cases, of_rank, strict=True)
+            for line in communication.differences(case, ranks, own, rank)
         ]
         rows = [
             {"case": case["title"], "bytes": own["bytes"][DEEPSPEED]}
@@ -236,16 +241,18 @@ def described(found: dict[str, Any], links: Links) -> str:
             f"  {row['cards']:>5}{row['stage']:>6}{sent / 1e6:>17,.1f}{row['calls']:>14,}{own:>11,.1f}"
             f"{row['peak_bytes'] / 2**30:>13.2f}{links.seconds(sent, row['cards']) * 1e3:>14.1f}"
         )
-    lines.append("  Ulysses, cards that share a context:   MB sent a rank   collectives   activations of a card, GiB")
-    for row in found["ulysses"]:
-        held = row["activations"]["peak"] / 2**30 if row["activations"] else None
-        shown = "not rehearsed" if held is None else f"{held:.2f}"
-        lines.append(f"  {row['ranks']:>35}{row['sent'] / 1e6:>19,.1f}{row['calls']:>14,}{shown:>29}")
+    lines.append(
+        "  cards that share a context: MB sent a rank by heads, and by what sends least   collectives   peak, GiB"
+    )
+    for row in found["divided"]:
+        held = row["activations"]["peak"] / 2**30
+        sent = "".join(f"{row[name] / 1e6:>24,.1f}" for name in ("heads_sent", "sent"))
+        lines.append(f"  {row['ranks']:>26}{sent}{row['calls']:>14,}{held:>12.2f}")
     limits, least = found["largest"], found["largest"]["least_global_batch_of_4096"]
     lines.append(
         f"  its {limits['global_batch']:,} contexts a step keep {limits['cards_of_one_context']:,} cards busy, "
-        f"{limits['cards_with_ulysses']:,} with Ulysses; 4,096 cards take "
-        f"{limits['bytes_of_a_step_on_4096']:,} bytes a step, or {least:,} contexts with Ulysses"
+        f"{limits['cards_divided']:,} that share contexts; 4,096 cards take "
+        f"{limits['bytes_of_a_step_on_4096']:,} bytes a step, or {least:,} contexts that they share"
     )
     lines.append(
         f"  modelled: {links.within / 1e9:g} GB/s within {links.cards_per_host} cards, {links.between / 1e9:g} GB/s "

@@ -23,6 +23,7 @@ BEGIN, END = (
     "<!-- made by benchmarks/scaling/tables.py: begin -->",
     "<!-- made by benchmarks/scaling/tables.py: end -->",
 )
+MEMORY_BEGIN, MEMORY_END = (mark.replace("tables.py", "tables.py, memory") for mark in (BEGIN, END))
 SHOWN_CARDS = (1, 8, 64, 512, 4096)
 SHOWN_RANKS = (1, 8, 64, 512, 4096)
 
@@ -30,25 +31,42 @@ SHOWN_RANKS = (1, 8, 64, 512, 4096)
 def main(arguments: list[str] | None = None) -> int:
     """Rewrites the page where it differs."""
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
-    (path,) = RESULTS.glob("scaling-*.json")
-    plot(json.loads(path.read_text()), path.with_suffix(".png"))
-    PAGE.write_text(with_tables(PAGE.read_text(), json.loads(path.read_text()), path.with_suffix(".png").name))
+    path, memory = results()
+    found = json.loads(path.read_text())
+    plot(found, path.with_suffix(".png"))
+    page = with_tables(PAGE.read_text(), found, path.with_suffix(".png").name)
+    PAGE.write_text(with_memory(page, json.loads(memory.read_text())))
     return 0
+
+
+def results() -> tuple[Path, Path]:
+    """The result files of scaling.py and of benchmarks/training/divided_memory.py."""
+    (scaling,), (memory,) = (RESULTS.glob(f"{name}-*.json") for name in ("scaling", "divided-memory"))
+    return scaling, memory
 
 
 def with_tables(page: str, found: dict[str, Any], picture: str) -> str:
     """The page's text with its tables as the result file has them."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
     parts = [zero_table(found), f"![bytes and memory by cards](../benchmarks/results/{picture})\n"]
     parts += [
         accumulated_line(found),
-        ulysses_table(found),
+        divided_table(found),
         limits_table(found),
         checks_lines(found),
         order_table(found),
     ]
-    return f"{before}{BEGIN}\n{chr(10).join(parts)}{END}{after}"
+    return _between(page, BEGIN, "\n".join(parts), END)
+
+
+def with_memory(page: str, found: dict[str, Any]) -> str:
+    """The page's text with the memory of divided contexts as measured."""
+    return _between(page, MEMORY_BEGIN, memory_table(found), MEMORY_END)
+
+
+def _between(page: str, begin: str, text: str, end: str) -> str:
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 def zero_table(found: dict[str, Any]) -> str:
@@ -92,27 +110,59 @@ def accumulated_line(found: dict[str, Any]) -> str:
     )
 
 
-def ulysses_table(found: dict[str, Any]) -> str:
+def divided_table(found: dict[str, Any]) -> str:
     """What sharing a context costs in bytes and saves in activations."""
-    lines = _header(["run", "cards a context", "MB sent a rank and step", "calls", "activations of a card, GiB"])
+    titles = ["run", "cards a context", "MB sent a rank and step: heads", "what sends least", "calls"]
+    lines = _header([*titles, "activations of a card, GiB"])
     for run in found["runs"]:
-        for row in run["ulysses"]:
-            held = f"{row['activations']['peak'] / 2**30:.2f}" if row["activations"] else "not rehearsed"
-            cells = [_title(run), f"{row['ranks']}", f"{row['sent'] / 1e6:,.0f}", f"{row['calls']:,}", held]
+        for row in run["divided"]:
+            cells = [_title(run), f"{row['ranks']}", *(f"{row[name] / 1e6:,.0f}" for name in ("heads_sent", "sent"))]
+            cells += [f"{row['calls']:,}", f"{row['activations']['peak'] / 2**30:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def limits_table(found: dict[str, Any]) -> str:
     """How many cards the runs' own batches keep busy."""
-    titles = ["run", "contexts a step", "cards", "cards with Ulysses", "4,096 cards: bytes a step", "with Ulysses"]
-    lines = _header(titles)
+    titles = ["run", "contexts a step", "cards", "cards that share contexts"]
+    lines = _header([*titles, "4,096 cards: bytes a step", "sharing contexts"])
     for run in found["runs"]:
         limits = run["largest"]
         shared = limits["least_global_batch_of_4096"] * run["context"]
-        numbers = [limits["global_batch"], limits["cards_of_one_context"], limits["cards_with_ulysses"]]
+        numbers = [limits["global_batch"], limits["cards_of_one_context"], limits["cards_divided"]]
         numbers += [limits["bytes_of_a_step_on_4096"], shared]
         lines.append(f"| {' | '.join([run['name'], *(f'{each:,}' for each in numbers)])} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_table(found: dict[str, Any]) -> str:
+    """What processes that share a context held, beside what was planned."""
+
+    def most(row: dict[str, Any], name: str) -> int:
+        return max(each[name] for each in row["found"])
+
+    (whole,) = (row for row in found["rows"] if row["processes"] == 1)
+    told = f"{found['layers']} layers of {found['width']}, {found['context']:,} positions, fp32, every activation kept"
+    lines = [
+        f"{found['device']}, torch {found['torch']}, {found['date']}: {told}; the largest of the processes, MiB.\n",
+        *_header(
+            [
+                "processes",
+                "exchange",
+                "planned",
+                "tensors at the worst moment",
+                "of 1/U",
+                "given by the system beyond the resting model",
+                "of 1/U",
+            ]
+        ),
+    ]
+    for row in found["rows"]:
+        cells = [f"{row['processes']}", row["exchange"], f"{row['planned']['peak'] / 2**20:,.1f}"]
+        for name in ("tensors", "beyond"):
+            share = most(row, name) * row["processes"] / most(whole, name)
+            cells += [f"{most(row, name) / 2**20:,.1f}", f"{share:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,36 +8,25 @@ much for the sum of values; the backward pass has the scores once more and four 
 FlashAttention counts them). It also computes again what the model does not keep: the logits, and of long contexts the
 first half of feed-forward.
 
-**Memory**: the optimiser's states by formula, activations by a rehearsal. A step of a model with two blocks of each
-kind runs on tensors that have shapes and no content; every storage that the model's own code creates is counted until
-it would be freed. That tells what a block keeps and what it takes at work; the model's own order tells what other
-blocks keep at that moment. Nothing here can drift from the model, and nothing is allocated.
+**Memory**: the optimiser's states by formula; activations are rehearsed (``rehearsal``).
 """
 
 from __future__ import annotations
 
+import math
 import re
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import BlockConfig, ModelConfig, SparseTransformer, Work
+from longstride.launcher.planning.rehearsal import Activations
+from longstride.sparse_model import BlockConfig, Division, ModelConfig, SparseTransformer, Work
 
-REHEARSED_BLOCKS = 2  # of each kind: the first also makes what blocks share, such as the table of rotary positions
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
 _BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, and half its stage3_max_live_parameters
@@ -58,6 +47,54 @@ def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConf
     with torch.device("meta"):
         model = SparseTransformer(config, list(counts))
     return model, {kind: (block, counts[kind]) for kind, block in zip(counts, model.blocks, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a layer sends where several processes share a context.
+
+    Bytes are those of a forward pass over a micro-batch, of a process in the mean; the backward pass sends as much.
+    """
+
+    taken: str  # heads or keys, or columns: its rows are divided by them, and nothing travels in attention
+    heads_bytes: int | None  # None: heads do not divide
+    keys_bytes: int | None  # None: no pattern says which keys are read
+    anew: int  # times that the rows are divided anew before it
+    anew_bytes: int  # by that
+    copies: int  # of each head of keys and values, where these are fewer than the processes and heads are exchanged
+
+
+def exchanges(config: RunConfig) -> list[Exchange | None]:
+    """Of each block that has a mixer, as the model's parts count them; None: its mixer is no attention."""
+    model, train = config.model, config.train
+    size, element = train.sequence_parallel or 1, train.micro_batch * DTYPES[config.precision].itemsize
+    asked: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
+    with torch.device("meta"):
+        network = SparseTransformer(model)
+    network.divide(Division(0, size, exchange=asked[2]))
+    found: list[Exchange | None] = []
+    before = 0
+    for block, rest in zip(network.blocks, network.beside(model.context), strict=True):
+        columns = rest[3] if len(rest) > 3 else 0
+        anew = 0 if columns == before else bool(before) + bool(columns)
+        mixer: Any = block.attention
+        before = columns
+        if not hasattr(mixer, "traffic"):
+            found += [] if mixer is None else [None]
+            continue
+        ways = [mixer.traffic(Division(0, size, exchange=each), model.context) for each in asked]
+        sent = [element * sum(way.sent) // size for way in ways]
+        found.append(
+            Exchange(
+                taken := "columns" if columns else ways[2].exchange,
+                None if model.heads % size else sent[0],
+                sent[1] if ways[1].exchange == "keys" and not config.data.apart else None,
+                anew,
+                anew * element * model.width * model.context * (size - 1) // size**2,
+                math.lcm(mixer.key_value_heads, size) // mixer.key_value_heads if taken == "heads" else 1,
+            )
+        )
+    return found
 
 
 def buffer_numbers(config: ModelConfig) -> int:
@@ -104,14 +141,6 @@ def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
         sum((works[block] for block in config.blocks()), Work()),
         model.logits.work(config.context, micro_batch),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Bytes beside weights and gradients, in a forward and backward pass over one micro-batch."""
-
-    kept: int  # when the loss is known, for the backward pass
-    peak: int  # at the worst moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,137 +260,6 @@ def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.S
         of_block = re.match(r"blocks\.(\d+)\.", name)
         total += (times[int(of_block[1])] if of_block else 1) * measure(roles[name].part, each.shape)
     return total
-
-
-def activations(config: RunConfig, checkpointing: bool) -> Activations:
-    """Of a micro-batch, in the run's precision, as a GPU keeps them, or a CPU where ``model.backend`` is cpu.
-
-    What an attention kernel allocates and frees within a call is not counted.
-    """
-    blocks = config.model.blocks()
-    kinds = list(dict.fromkeys(blocks))
-    if config.model.reversible:  # one block at a time is at work, and none keeps anything
-        return _rehearse(config, kinds, checkpointing)[0]
-    if len(blocks) <= REHEARSED_BLOCKS * len(kinds):
-        return _rehearse(config, blocks, checkpointing)[0]
-    _, begins, shares = _rehearse(config, REHEARSED_BLOCKS * kinds, checkpointing)
-    *shares, behind = shares[len(kinds) :]
-    of_kind = dict(zip(kinds, shares, strict=True))
-    live, peak = begins - sum(share.kept for share in shares), 0  # as if the first ones of each kind were not there
-    for block in blocks:
-        peak = max(peak, live + of_kind[block].peak)
-        live += of_kind[block].kept
-    return Activations(live + behind.kept, max(peak, live + behind.peak))
-
-
-def _rehearse(
-    config: RunConfig, blocks: Sequence[BlockConfig], checkpointing: bool
-) -> tuple[Activations, int, list[Activations]]:
-    """A forward and backward pass of a model with these blocks on tensors without content, counted.
-
-    Returns:
-        All of it; the bytes that live when the second half of the blocks begins; and what each block, and what comes
-        behind them, adds to those that live when it begins.
-    """
-    with ExitStack() as modes:
-        modes.enter_context(FakeTensorMode())
-        # Every backend's operation has the same shapes, and the CPU's runs on any machine.
-        model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks)
-        for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
-            parameter.data = parameter.data.to(DTYPES[config.precision])
-        if model.embedding.ngrams is not None:  # whose gradients are no tensor of their size: see ``table_step``
-            model.embedding.ngrams.rows.requires_grad_(False)
-        tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
-        if config.model.backend != "cpu":
-            modes.enter_context(_FusedDropout())
-        live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
-        begun: list[int] = []  # bytes that live when a block begins, and at last what is behind all
-        peaks: list[int] = []  # between those moments, and then between the same ones of the backward pass
-
-        def begin(h: Tensor) -> None:
-            peaks.append(live.take_peak())
-            begun.append(live.now)
-            h.register_hook(lambda _: peaks.append(live.take_peak()))
-
-        def run(block: Callable[..., Any], h: Tensor) -> Any:
-            begin(h)
-            # As DeepSpeed's: keeps a block's input, and runs the block again in the backward pass.
-            return checkpoint(block, h, use_reentrant=True) if checkpointing else block(h)
-
-        if not config.model.reversible:
-            model.activation_checkpoint = run
-        model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
-        whole = count(model, tokens, live)
-    # Both passes of a block begin and end with what those before it keep.
-    both = zip(peaks[1:], peaks[::-1], begun, [*begun[1:], whole.kept], strict=False)
-    shares = [Activations(after - before, max(peak) - before) for *peak, before, after in both]
-    return whole, begun[len(begun) // 2], shares
-
-
-def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
-    """What a forward and backward pass over tokens (B, N) creates beside the model's tensors and their gradients.
-
-    Tensors may have content or not. Each gradient is dropped once it is complete: ``states`` counts them.
-    """
-
-    def drop_gradient(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
-    try:
-        with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
-            given = model(tokens, return_nats=True, return_mixed=True)
-            loss = given.rows.sum() if given.auxiliary is None else given.rows.sum() + given.auxiliary
-            kept = live.now
-            loss.backward()
-        return Activations(kept, live.peak)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes, as long as it lives, but for those of some tensors."""
-
-    def __init__(self, without: list[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = self._recent = 0
-        self._counted = {tensor.untyped_storage()._cdata for tensor in without}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation, and counts what it returns."""
-        out = func(*args, **(kwargs or {}))
-        for storage in (tensor.untyped_storage() for tensor in tree_leaves(out) if isinstance(tensor, Tensor)):
-            if (key := storage._cdata) not in self._counted:
-                self._counted.add(key)
-                self.now += storage.nbytes()
-                self.peak, self._recent = max(self.peak, self.now), max(self._recent, self.now)
-                weakref.finalize(storage, self._free, key, storage.nbytes())
-        return out
-
-    def take_peak(self) -> int:
-        """The peak since the last call."""
-        peak, self._recent = self._recent, self.now
-        return peak
-
-    def _free(self, key: int, num_bytes: int) -> None:
-        self._counted.discard(key)
-        self.now -= num_bytes
-
-
-class _FusedDropout(TorchFunctionMode):
-    """Dropout as on a GPU, which keeps a mask of bytes; a CPU keeps one of the activations' type."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def dropout(h: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            return torch.native_dropout(h, p, training)[0] if training and p else h
-
-        return (dropout if func is F.dropout else func)(*args, **(kwargs or {}))
 
 
 def _buffer_bytes(num_parameters: int, config: RunConfig, stage: int, gradient_bytes: int) -> int:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, load_config
 
+Kind = TypeVar("Kind")
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
 BYTE_VALUES = 256
 _GIB = 2**30
@@ -62,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
         config.check_world_size(int(word))
     units = config.train.global_batch // config.train.micro_batch
-    most = max(count for count in range(1, MOST_PROCESSES + 1) if units % count == 0)
-    processes = [int(word) for word in words] or [most]
+    shared = config.train.sequence_parallel or 1
+    most = max(count for count in range(1, max(1, MOST_PROCESSES // shared) + 1) if units % count == 0)
+    processes = [int(word) for word in words] or [most * shared]
     plan = make_plan(config, processes, arguments.contexts)
     print(json.dumps(plan) if arguments.json else describe(plan))
     return 0
@@ -76,7 +79,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
         ConfigError: the warm-up is longer than the run.
         DataError: the data is here, and does not fit the run.
     """
-    from longstride.launcher.planning import costs
+    from longstride.launcher.planning import costs, rehearsal
     from longstride.sparse_model import Ngrams
 
     length = run_length(config, contexts)
@@ -89,7 +92,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     step = step_flops(work, config)
     with_dense = model.model_copy(update={"attention": {"type": "dense"}})
     as_dense = step_flops(costs.work(with_dense, train.micro_batch), config)
-    kept = {name: costs.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
+    kept = {name: rehearsal.activations(config, on) for name, on in (("kept", False), ("recomputed", True))}
     return {
         "parameters": {"total": total, **parts},
         "buffer_numbers": costs.buffer_numbers(model),
@@ -109,6 +112,7 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             for stage in costs.STAGES
         ],
         "tables": asdict(costs.table_step(config)),
+        "sequence": None if train.sequence_parallel is None else _sequence(config, processes),
         "attention": {
             "density": [each / dense for each in pairs],
             "bounds": [layer.bound for layer in work.layers],  # where the data decide, and the pairs are at most these
@@ -124,6 +128,20 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
             "tokens": length.steps and length.steps * train.global_batch * model.context,
             "flops": length.steps and length.steps * sum(step.values()),
         },
+    }
+
+
+def _sequence(config: RunConfig, processes: list[int]) -> dict[str, Any]:
+    """What the processes that share a context have of it, and what attention sends between them."""
+    from longstride.launcher.planning import costs
+
+    train = config.train
+    shared = train.sequence_parallel or 1
+    return {
+        "processes": shared,
+        "positions": config.model.context // shared,
+        "micro_batches": [train.global_batch * shared // (train.micro_batch * count) for count in processes],
+        "layers": [each and asdict(each) for each in costs.exchanges(config)],
     }
 
 
@@ -178,7 +196,8 @@ def _contexts_of(config: RunConfig) -> tuple[int | None, str]:
 
 def describe(plan: dict[str, Any]) -> str:
     """The plan as a person reads it."""
-    return "\n\n".join("\n".join(lines) for lines in (_parameters(plan), _memory(plan), _work(plan), _length(plan)))
+    parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan))
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def step_flops(work: Any, config: RunConfig) -> dict[str, int]:
@@ -210,7 +229,8 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     lines = [
         f"memory of a process, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
         f"  activations of all blocks kept {kept['kept'] / _GIB:.2f}, at most {kept['peak'] / _GIB:.2f}; "
-        f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}",
+        f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}"
+        + (f", and {host / _GIB:.2f} on the host" if (host := recomputed["on_host"]) else ""),
         "  processes  ZeRO  weights  gradients  masters moments  average  buffers"
         f"{'  tables' if (tables := plan['tables'])['rows'] else ''} | peak: kept  recomputed",
     ]
@@ -239,6 +259,52 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _exchanges(plan: dict[str, Any]) -> list[str]:
+    sequence = plan["sequence"]
+    if sequence is None:
+        return []
+    shared = sequence["processes"]
+    lines = [f"a context over {shared} processes: {sequence['positions']:,} positions and 1/{shared} of the work each"]
+    taken = plan["activations"]["recomputed" if plan["activation_checkpointing"] else "kept"]
+    for count, micro_batches in zip(_counts(plan), sequence["micro_batches"], strict=True):
+        calls, sent, received = (micro_batches * taken[name] for name in ("calls", "sent_bytes", "received_bytes"))
+        lines.append(
+            f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {_gigabytes(sent)} and "
+            f"receives {_gigabytes(received)}"
+        )
+    lines.append("  of it a layer, forward over a micro-batch, a process in the mean:")
+    for each, shown in _layers_alike([each and tuple(each.items()) for each in sequence["layers"]]):
+        if each is None:
+            lines.append(f"    not told: {shown}")
+            continue
+        layer = dict(each)
+        ways = ", ".join(f"by {way} {_gigabytes(layer[f'{way}_bytes'])}" for way in ("heads", "keys"))
+        more = f"; keys and values copied {layer['copies']} times" if layer["copies"] > 1 else ""
+        if layer["anew"]:
+            more += f"; {_gigabytes(layer['anew_bytes'])} to divide its rows anew"
+        lines.append(f"    {ways}: {layer['taken']}{more}; {shown}")
+    return lines
+
+
+def _counts(plan: dict[str, Any]) -> list[int]:
+    """The numbers of processes that are planned for."""
+    return list(dict.fromkeys(row["processes"] for row in plan["memory"]))
+
+
+def _gigabytes(num_bytes: int | None) -> str:
+    return "impossible" if num_bytes is None else f"{num_bytes / 1e9:,.3f} GB"
+
+
+def _layers_alike(layers: Sequence[Kind]) -> Iterator[tuple[Kind, str]]:
+    """Each kind of layer once, in the order of the first of them, and which layers are so, in words."""
+    users: dict[Kind, list[int]] = {}
+    for layer, kind in enumerate(layers):
+        users.setdefault(kind, []).append(layer)
+    for kind, those in users.items():
+        more = f", … ({len(those)} layers)" if len(those) > 6 else ""
+        yield kind, f"layer{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:6]))}{more}"
+
+
 def _work(plan: dict[str, Any]) -> list[str]:
     step, attention = plan["step"], plan["attention"]
     total = step["forward_flops"] + step["backward_flops"] + step["recompute_flops"]
@@ -249,13 +315,8 @@ def _work(plan: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:<11}{_flops(step[f'{name}_flops']):>14}")
     most = "at most " if any(attention["bounds"]) or attention["at_most"] else ""
     lines.append(f"  attention to {most}{share:.2%} of the pairs of dense causal attention; by layer:")
-    users: dict[tuple[float, str], list[int]] = {}  # layers of the same density, in the order of the first of them
-    for layer, kind in enumerate(zip(attention["density"], attention["bounds"], strict=True)):
-        users.setdefault(kind, []).append(layer)
-    for (density, bound), layers in users.items():
-        shown = ", ".join(map(str, layers[:6])) + (f", … ({len(layers)} layers)" if len(layers) > 6 else "")
-        reason = f": {bound}" if bound else ""
-        lines.append(f"    {density:7.2%}  layer{'s' if len(layers) > 1 else ''} {shown}{reason}")
+    for (density, bound), shown in _layers_alike([*zip(attention["density"], attention["bounds"], strict=True)]):
+        lines.append(f"    {density:7.2%}  {shown}{f': {bound}' if bound else ''}")
     return lines
 
 

@@ -219,7 +219,7 @@ class Attention(nn.Module):
         """The stride of the columns by which its rows are best divided, so that nothing travels; 0: by sections.
 
         That is where all heads stay in columns of one stride, and to divide the rows anew before and behind it sends
-        less than its other exchanges.
+        no more than its other exchanges.
         """
         division = self.division
         strides = {_within_columns(pattern, division.size)[0] for pattern in self.patterns}
@@ -227,7 +227,7 @@ class Attention(nn.Module):
         if self.convolution is not None or division.exchange == "heads" or not division.divides(context, stride):
             return 0
         sent = 2 * context * (division.size - 1) // division.size * self.network.width
-        return stride if sent < sum(self.traffic(division, context).sent) else 0
+        return stride if sent <= sum(self.traffic(division, context).sent) else 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, heads: slice = ALL_HEADS) -> Tensor | Mixed:
         """q (B, H, N, D), k and v (B, K, N, ·) of whole contexts to (B, H, N, Dv), with what else there is to tell.

@@ -18,7 +18,7 @@ def session(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("7",), ("1", "2", "--seconds", "soon"), ("1", "--wheels", "/nowhere"), ("1", "--output")]
+    "words", [(), ("8",), ("1", "2", "--seconds", "soon"), ("1", "--wheels", "/nowhere"), ("1", "--output")]
 )
 def test_wrong_words_end_in_one_line(words: tuple[str, ...]) -> None:
     done = session(*words)
@@ -64,6 +64,6 @@ def test_the_bars_run_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("part", ["1", "2", "4", "6"])
+@pytest.mark.parametrize("part", ["1", "2", "4", "6", "7"])
 def test_another_part_runs_from_end_to_end(part: str, tmp_path: Path) -> None:
     rehearse(part, tmp_path)

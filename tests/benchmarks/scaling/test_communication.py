@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling.collectives import Collective, message_bytes, num_calls, sent_bytes, total_sent
-from benchmarks.scaling.communication import STAGE_3, ULYSSES, cases, configuration, differences, measured
+from benchmarks.scaling.communication import STAGE_3, cases, configuration, differences, measured, shared
 from benchmarks.scaling.counted import logged
+from benchmarks.scaling.divided import exchanges, rows_by_masks
 from benchmarks.scaling.zero_communication import Run
 from longstride.kernels import ConfigError
+from longstride.kernels.patterns import Column, Local
+from longstride.kernels.selections import rows_sent
 from longstride.launcher.config.run_config import RunConfig, load_config
 
 
 def held(found: list[dict[str, Any]], ranks: int, folder: Path, fake: bool = False) -> None:
     """Asserts that every rank counts what is predicted of every case."""
-    for counted in measured(found, ranks, folder, fake):
+    for rank, counted in enumerate(measured(found, ranks, folder, fake)):
         for case, own in zip(found, counted, strict=True):
-            assert not differences(case, ranks, own)
+            assert not differences(case, ranks, own, rank)
             assert ranks == 1 or sum(own["bytes"]["deepspeed"].values()) > 0
 
 
@@ -28,7 +31,9 @@ def test_two_processes_send_what_is_predicted(tmp_path: Path) -> None:
         {"title": "ZeRO 1", "config": configuration(1, "bf16", 1, 2, {})},
         {"title": "ZeRO 2", "config": configuration(2, "fp16", 2, 2, {})},
         {"title": "ZeRO 3", "config": configuration(3, "fp32", 2, 2, STAGE_3["released, none ahead"])},
-        {"title": "Ulysses", **ULYSSES[0]},
+        shared("fixed, 2 key heads", 2, 2, "heads"),
+        shared("fixed", 2, 2, "keys"),
+        shared("strided", 2, 2, "auto", 2, activation_checkpointing=True),
     ]
     held(small, 2, tmp_path)
 
@@ -43,6 +48,22 @@ def test_every_stage_and_precision_sends_what_is_predicted(ranks: int, tmp_path:
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_deepspeed_asks_the_first_of_many_ranks_for_what_is_predicted(ranks: int, tmp_path: Path) -> None:
     held(cases(ranks), ranks, tmp_path, fake=True)
+
+
+def test_a_context_that_nobody_shares_is_not_exchanged() -> None:
+    assert exchanges(load_config("paper_small", ["train.sequence_parallel=1"]), 0, 1) == []
+
+
+def test_masks_tell_the_rows_that_lists_send() -> None:
+    patterns = (Local(7), Column(8), Column(8), Local(7))
+    for sections in (2, 3, 4):
+        assert rows_by_masks(patterns, 2, 48, sections) == rows_sent(patterns, 2, 48, sections).tolist()
+
+
+def test_what_is_not_counted_is_refused() -> None:
+    config = load_config("enwik8_routing", ["model.layers=2", "train.sequence_parallel=2"])
+    with pytest.raises(ConfigError, match="not counted"):
+        exchanges(config, 0, 1)
 
 
 def test_rings_send_each_share_as_often_as_it_goes_round() -> None:

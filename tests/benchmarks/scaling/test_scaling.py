@@ -36,19 +36,20 @@ def test_what_a_person_gets_wrong_is_told(capsys: pytest.CaptureFixture[str]) ->
 
 def test_contexts_are_shared_by_what_divides_heads_and_positions() -> None:
     found = scale("paper_small", load_config("paper_small", ["model.layers=3"]), [1, 2], 1)
-    assert [row["ranks"] for row in found["ulysses"]] == [1, 2, 4]
-    alone, *shared = found["ulysses"]
-    assert alone["sent"] == alone["calls"] == 0
+    assert [row["ranks"] for row in found["divided"]] == [1, 2, 4]
+    alone, *shared = found["divided"]
+    assert alone["heads_sent"] == alone["sent"] == alone["calls"] == 0
     # 3 layers · (forward + backward) · (q, k, v, out) of 256/U positions of 128 fp32 values
-    assert [row["sent"] for row in shared] == [3 * 2 * 4 * 256 // u * 128 * 4 * (u - 1) / u for u in (2, 4)]
-    peaks = [row["activations"]["peak"] for row in found["ulysses"]]
+    assert [row["heads_sent"] for row in shared] == [3 * 2 * 4 * 256 // u * 128 * 4 * (u - 1) / u for u in (2, 4)]
+    assert all(row["sent"] < row["heads_sent"] for row in shared)
+    peaks = [row["activations"]["peak"] for row in found["divided"]]
     assert peaks[0] > 1.9 * peaks[1] > 3.5 * peaks[2]
 
 
 def test_batches_say_how_many_cards_they_keep_busy() -> None:
     limits = largest(load_config("music_65k"))
     assert limits["cards"] == limits["cards_of_one_context"] == 8
-    assert limits["cards_with_ulysses"] == 8 * 16
+    assert limits["cards_divided"] == 8 * 16
     assert limits["least_global_batch_of_4096"] * 16 == 4096
 
 

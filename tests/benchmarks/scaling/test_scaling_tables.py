@@ -8,19 +8,29 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scaling.tables import BEGIN, END, PAGE, RESULTS, checks_lines, plot, with_tables, zero_table
+from benchmarks.scaling.tables import (
+    BEGIN,
+    END,
+    PAGE,
+    checks_lines,
+    plot,
+    results,
+    with_memory,
+    with_tables,
+    zero_table,
+)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    (path,) = RESULTS.glob("scaling-*.json")
-    return json.loads(path.read_text())
+    return json.loads(results()[0].read_text())
 
 
 def test_the_page_agrees_with_the_results(found: dict[str, Any]) -> None:
-    (path,) = RESULTS.glob("scaling-*.json")
+    path, memory = results()
     page = PAGE.read_text()
     assert with_tables(page, found, path.with_suffix(".png").name) == page, "run python benchmarks/scaling/tables.py"
+    assert with_memory(page, json.loads(memory.read_text())) == page, "run python benchmarks/scaling/tables.py"
     assert path.with_suffix(".png").is_file()
 
 
@@ -39,6 +49,29 @@ def test_a_difference_would_be_told(found: dict[str, Any]) -> None:
     first, *others = found["checks"]
     changed = {**found, "checks": [{**first, "differences": ["one"]}, *others]}
     assert " 1 cases differ" in checks_lines(changed)
+
+
+def test_shared_contexts_were_counted(found: dict[str, Any]) -> None:
+    for ranks in (2, 3, 4):
+        (check,) = (each for each in found["checks"] if each["ranks"] == ranks)
+        titles = [row["case"] for row in check["cases"]]
+        for size in (size for size in (2, 3, 4) if ranks % size == 0):
+            for way in ("heads", "keys", "auto"):
+                assert sum(f"a context over {size}, by {way}" in title for title in titles) == 9
+
+
+def test_activations_fall_as_positions_do() -> None:
+    found = json.loads(results()[1].read_text())
+    assert found["context"] == 65_536
+    (whole,) = (row for row in found["rows"] if row["processes"] == 1)
+    assert {row["processes"] for row in found["rows"]} == {1, 2, 4}
+    for row in found["rows"]:
+        size = row["processes"]
+        assert len(row["found"]) == size
+        for name in ("tensors", "beyond"):
+            alone = whole["found"][0][name]
+            assert all(each[name] * size == pytest.approx(alone, rel=0.1) for each in row["found"])
+        assert row["planned"]["peak"] == row["found"][-1]["tensors"]  # to the byte, of the last process
 
 
 def test_ranks_read_what_one_process_would(found: dict[str, Any]) -> None:
@@ -62,8 +95,11 @@ def test_the_prose_says_what_the_table_says(found: dict[str, Any]) -> None:
         assert sent[2] / sent[0] == pytest.approx(1, rel=0.02)
         assert zero["calls"] == 1 and 100 < three["calls"] < 1000
         assert zero["peak_bytes"] < 16 * 2**30
-        shared = [x["sent"] for x in by_name[name]["ulysses"] if x["ranks"] > 1]
+        shared = [x["heads_sent"] for x in by_name[name]["divided"] if x["ranks"] > 1]
         assert shared == sorted(shared, reverse=True) and shared[0] > 2 * sent[0]
+    for run in found["runs"]:  # by keys and columns a half to an eighth, of music a fourth or less
+        times = [x["heads_sent"] / x["sent"] for x in run["divided"] if x["ranks"] > 1]
+        assert max(times) < 8.1 and min(times) > (4 if "music" in run["name"] else 1.9)
     wide = [row("music_65k, widened", 4096, stage) for stage in range(4)]
     assert wide[0]["peak_bytes"] > 80 * 2**30 > wide[3]["peak_bytes"]
     assert sum(wide[3]["sent"].values()) > 1.4 * sum(wide[0]["sent"].values())

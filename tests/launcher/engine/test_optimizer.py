@@ -25,6 +25,7 @@ from longstride.launcher.engine.optimizer import (
     rate_factor,
 )
 from longstride.launcher.planning import costs
+from longstride.launcher.planning.rehearsal import LiveBytes
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import model_json
 
@@ -198,7 +199,7 @@ def test_muon_has_no_moments_of_adam_and_what_is_planned(monkeypatch: pytest.Mon
     planned = costs.states(len(parameters), config, 1, 0)
     assert costs.MUON_BATCH == muon.BATCH_ELEMENTS
     assert kept == 4 * costs.moment_elements(config, SparseTransformer.num_parameters(config.model))
-    with costs.LiveBytes([*parameters.values(), *(p.grad for p in parameters.values() if p.grad is not None)]) as live:
+    with LiveBytes([*parameters.values(), *(p.grad for p in parameters.values() if p.grad is not None)]) as live:
         optimizer.step()
     assert 0.5 * planned.at_step < live.peak <= planned.at_step
 

@@ -13,7 +13,8 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config.run_config import load_config
-from longstride.launcher.planning.costs import activations, parameter_parts, states
+from longstride.launcher.planning.costs import parameter_parts, states
+from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
 
 Plan = Callable[..., dict[str, Any]]
@@ -84,6 +85,20 @@ def test_without_recomputation_nothing_is_recomputed(plan: Plan) -> None:
     assert found["activation_checkpointing"] is False
     assert found["step"]["recompute_flops"] == 0
     assert {row["processes"] for row in found["memory"]} == {2}  # its batch allows no more
+
+
+def test_shared_contexts_are_told(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
+    words = ["music_65k", "train.sequence_parallel=4", "model.layers=8"]
+    assert cli.main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a context over 4 processes: 16,384 positions and 1/4 of the work each" in lines
+    told = [line for line in lines if line.startswith("    by heads ")]
+    assert told[0].endswith("keys; layer 0") and "columns; " in told[1] and told[1].endswith("layers 1, 3, 5, 7")
+    found = plan(*words, "--processes", "4", "8")
+    assert found["sequence"]["micro_batches"] == [8, 4]
+    assert [each["taken"] for each in found["sequence"]["layers"]] == ["keys", "columns"] * 4
+    assert found["activations"]["recomputed"]["calls"] > 0
+    assert plan("music_65k", "model.layers=8")["sequence"] is None
 
 
 def test_million_positions_are_planned(plan: Plan) -> None:

@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.planning.costs import (
-    Activations,
-    activations,
-    buffer_numbers,
-    count,
-    parameter_parts,
-    states,
-    table_step,
-)
+from longstride.launcher.planning import rehearsal
+from longstride.launcher.planning.costs import buffer_numbers, exchanges, parameter_parts, states, table_step
+from longstride.launcher.planning.rehearsal import Activations, activations, count
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import LATER
 from tests.harness.runs import ROOT, plain_environment
@@ -108,7 +102,7 @@ import json, sys
 import deepspeed, torch
 from longstride.launcher.config.run_config import load_config
 from longstride.launcher.engine.device import prepare_accelerator
-from longstride.launcher.planning.costs import activations, count
+from longstride.launcher.planning.rehearsal import activations, count
 from longstride.launcher.ranks.processes import Ranks, process_group
 from longstride.sparse_model import SparseTransformer
 prepare_accelerator()
@@ -251,3 +245,57 @@ def _bytes(content: Any) -> int:
         return content.nbytes if content.dim() else 0
     parts = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
     return sum(_bytes(part) for part in parts)
+
+
+@pytest.mark.parametrize("attention", ["strided", "fixed"])
+@pytest.mark.parametrize("changes", [(), ("train.sequence_parallel=4",), ("train.sequence_exchange=heads",)])
+def test_few_blocks_tell_all(
+    config: Callable[..., RunConfig], attention: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept, recomputed, and with block inputs on the host, where rows are divided by sections and by columns."""
+    kinds = {"strided": "interleaved", "fixed": "merged"}
+    for on_host in (False, True):
+        run = config(
+            "train.sequence_parallel=2",
+            *changes,
+            "model.layers=12",
+            f'model.attention={{"type": "{attention}", "stride": 8, "combine": "{kinds[attention]}"}}',
+            f"deepspeed.activation_checkpointing.cpu_checkpointing={str(on_host).lower()}",
+        )
+        for checkpointing in (False, True):
+            few = activations(run, checkpointing)
+            with monkeypatch.context() as patched:
+                patched.setattr(rehearsal, "REHEARSED_BLOCKS", 99)
+                assert activations(run, checkpointing) == few
+            assert few.calls > 0 and few.sent_bytes > 0
+
+
+def test_a_divided_context_divides_its_activations_and_sends_a_count(config: Callable[..., RunConfig]) -> None:
+    shared = ('model.attention={"type": "fixed", "stride": 8, "key_value_heads": 1}', "model.rotary.base=1000")
+    sizes = (1, 2)
+    by_heads = [
+        config(f"train.sequence_parallel={size}", "train.sequence_exchange=heads", "deepspeed=zero0_fp32", *shared)
+        for size in sizes
+    ]
+    alone, divided = (activations(run, checkpointing=False) for run in by_heads)
+    assert divided.kept * 2 == pytest.approx(alone.kept, rel=0.1)
+    assert (alone.calls, alone.sent_bytes) == (0, 0)
+    model = by_heads[0].model
+    batch, head_width = by_heads[0].train.micro_batch, model.width // model.heads
+    # Of n rows of q, one head of k and v copied to both, and the output: a half, there and back.
+    numbers = batch * model.context // 2 * (2 * model.width + 2 * 2 * head_width)
+    assert divided.sent_bytes == divided.received_bytes == model.layers * 2 * 4 * numbers // 2
+    assert divided.calls == model.layers * 4
+    (told, *others) = exchanges(by_heads[1])
+    assert (told.taken, told.copies, told.heads_bytes) == ("heads", 2, 4 * numbers // 2)
+    assert {told} == {told, *others}
+
+
+def test_what_waits_on_the_host_is_not_on_the_card(config: Callable[..., RunConfig]) -> None:
+    on_host = "deepspeed.activation_checkpointing.cpu_checkpointing=true"
+    on_card, off_card = (activations(config("model.layers=20", *more), True) for more in ((), (on_host,)))
+    run = config()
+    layer_input = 4 * run.train.micro_batch * run.model.context * run.model.width
+    assert off_card.on_host == 19 * layer_input  # the last one's is needed at once
+    assert on_card.kept - off_card.kept == (20 - rehearsal.ON_THEIR_WAY) * layer_input
+    assert activations(config("model.layers=20", on_host), checkpointing=False).on_host == 0

@@ -1,0 +1,164 @@
+"""Memory of processes that share a context: ``python benchmarks/training/divided_memory.py``.
+
+A forward and backward pass over one context of 65,536 bytes, by real processes over gloo: the network of music_65k in
+width and attention, cut to a few layers, in fp32 and with every activation kept. Beside each other stand what
+`longstride plan` rehearses, the tensors that a process made at the worst moment (counted as they are made and freed),
+and the most memory that the system gave it beyond what it held before the pass. Each process is one of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import torch.distributed
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.planning.rehearsal import LiveBytes, activations, count
+from longstride.launcher.ranks.processes import Ranks, process_group
+from longstride.sparse_model import SparseTransformer
+
+RUN = "music_65k"
+LAYERS, HEADS, WIDTH = 4, 4, 128
+SHARED = ((1, "heads"), (2, "heads"), (2, "auto"), (4, "heads"), (4, "auto"))  # processes, and what is exchanged
+TIME_OUT_SECONDS = 600
+MAPPED_BYTES = 1 << 17  # from here on the C library asks the system for each tensor, and gives it back at once
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    if "DIVIDED_RUN" in os.environ:  # one of the processes
+        print(json.dumps(measure(RunConfig.model_validate(json.loads(os.environ["DIVIDED_RUN"])))))
+        return 0
+    rows = []
+    for size, exchange in SHARED:
+        config = configuration(options.context, size, exchange, options.changes)
+        planned = activations(config, config.train.activation_checkpointing)
+        rows.append({"processes": size, "exchange": exchange, "planned": asdict(planned), "found": together(config)})
+        print(line(rows[-1]), flush=True)
+    found = {**about(torch.device("cpu")), "run": RUN, "context": options.context, "layers": LAYERS, "heads": HEADS}
+    write_json(options.output, {**found, "width": WIDTH, "changes": options.changes, "rows": rows})
+    print(f"wrote {options.output}")
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=65_536)
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
+    add_output_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if "DIVIDED_RUN" not in os.environ:
+        check_output(parser, options, f"divided-memory-{slug(torch.device('cpu'))}.json")
+    return options
+
+
+def configuration(context: int, size: int, exchange: str, changes: list[str]) -> RunConfig:
+    """The run, of one context a step."""
+    overrides = [
+        f"model.context={context}",
+        f"model.layers={LAYERS}",
+        f"model.heads={HEADS}",
+        f"model.width={WIDTH}",
+        "model.backend=cpu",
+        "train.global_batch=1",
+        "train.activation_checkpointing=false",
+        f"train.sequence_parallel={size}",
+        f"train.sequence_exchange={exchange}",
+        "deepspeed=zero0_fp32",
+    ]
+    return load_config(RUN, overrides + changes)
+
+
+def together(config: RunConfig) -> list[dict[str, int]]:
+    """What each of the processes that share a context finds."""
+    size = config.train.sequence_parallel or 1
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    place["DIVIDED_RUN"] = json.dumps(config.to_json())
+    place["MALLOC_MMAP_THRESHOLD_"] = str(MAPPED_BYTES)
+    command = [sys.executable, str(Path(__file__).resolve())]
+    started = [
+        subprocess.Popen(
+            command,
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        found = [json.loads(each.communicate(timeout=TIME_OUT_SECONDS)[0].splitlines()[-1]) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    return found
+
+
+def measure(config: RunConfig) -> dict[str, int]:
+    """Bytes of one forward and backward pass in this process, at the worst moment."""
+    ranks = Ranks(
+        int(os.environ["RANK"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    )
+    with process_group(ranks, TIME_OUT_SECONDS):
+        torch.manual_seed(0)
+        model = SparseTransformer(config.model)
+        model.divide(ranks.division(config.train.sequence_exchange))
+        tokens = torch.randint(256, (1, config.model.context), dtype=torch.uint8)
+        count(model, tokens)  # what is kept for later steps, such as plans, belongs to none of them
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        count(model, tokens, _Uncounted())
+        peak = resident_bytes("VmHWM")
+        tensors = count(model, tokens)
+    return {"tensors": tensors.peak, "kept": tensors.kept, "resident": before, "beyond": peak - before}
+
+
+class _Uncounted(LiveBytes):
+    """No counting, which would hold a pass up and take memory itself."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As without it."""
+        return func(*args, **(kwargs or {}))
+
+
+def resident_bytes(kind: str) -> int:
+    """VmRSS or VmHWM of this process, which the kernel tells in kB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{kind}:"))
+    return int(line.split()[1]) * 1024
+
+
+def line(row: dict[str, Any]) -> str:
+    """A measurement as it is told."""
+    tensors, beyond = (max(each[name] for each in row["found"]) for name in ("tensors", "beyond"))
+    return (
+        f"{row['processes']} processes, {row['exchange']:<5}: planned {row['planned']['peak'] / 2**20:8.1f} MiB, "
+        f"tensors {tensors / 2**20:8.1f}, of the system {beyond / 2**20:8.1f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Steps of a run beside what was planned of them: ``python benchmarks/training/planned_memory.py RUN [path=value …]``.
+
+DeepSpeed's engine takes a few steps of the run on this machine's device, one process, on batches of noise, by the
+training loop's own functions. The most memory that it held stands beside the peak that `longstride plan` has for the
+run's ZeRO stage, and a step's seconds beside its operations. On a CPU the memory is what the system gave the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, write_json
+from benchmarks.training.divided_memory import resident_bytes
+from longstride.data_pipelines.order.lanes import StreamState
+from longstride.data_pipelines.order.stream import Batch
+from longstride.kernels import ConfigError
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.data.run_data import together
+from longstride.launcher.engine.build import build_engine, check_engine
+from longstride.launcher.engine.device import prepare_accelerator
+from longstride.launcher.planning.costs import parameter_parts, states, work
+from longstride.launcher.planning.plan import step_flops
+from longstride.launcher.planning.rehearsal import activations
+from longstride.launcher.ranks.processes import Ranks, process_group
+from longstride.launcher.training.guards import Guards
+from longstride.launcher.training.loop import train_step
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    options = read_options(arguments)
+    try:
+        config = load_config(options.run, options.changes)
+        config.check_world_size(1)
+    except (ConfigError, OSError) as error:
+        print(f"planned_memory: error: {error}", file=sys.stderr)
+        return 2
+    held = states(sum(parameter_parts(config.model).values()), config, 1, config.zero_stage)
+    planned = held.peak(activations(config, config.train.activation_checkpointing))
+    flops = sum(step_flops(work(config.model, config.train.micro_batch), config).values())
+    found = measure(config, options.steps)
+    device = Ranks().device
+    print(
+        f"{options.run}: planned {planned / 2**30:.2f} GiB, held {found['peak_bytes'] / 2**30:.2f}; "
+        f"{min(found['seconds']):.1f} s a step, {flops / min(found['seconds']) / 1e12:.1f} TFLOP/s"
+    )
+    row = {"run": options.run, "changes": options.changes, "planned_bytes": planned, "flops": flops, **found}
+    write_json(options.output, {**about(device), **row})
+    return 0
+
+
+def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run's JSON, or the name of one in ds_configs/experiments")
+    parser.add_argument("changes", nargs="*", metavar="path.to.key=value", help="of the run")
+    parser.add_argument("--steps", type=int, default=3, help="the first also compiles")
+    add_output_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps={options.steps}: must be at least 1")
+    check_output(parser, options, f"planned-memory-{slug(Ranks().device)}.json")
+    return options
+
+
+def measure(config: RunConfig, steps: int) -> dict[str, Any]:
+    """The most memory that some steps hold, and the seconds of each."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29511")
+    ranks, train = Ranks(), config.train
+    prepare_accelerator(config)
+    check_engine(config, ranks)
+    with process_group(ranks, train.timeout_seconds):
+        engine = build_engine(config, ranks)
+        batches = together(lambda: noise(config, train.global_batch), train.global_batch, ranks, engine.device)
+        on_card = engine.device.type != "cpu"
+        if on_card:
+            torch.cuda.reset_peak_memory_stats()
+        seconds, losses = [], []
+        for _ in range(steps):
+            began = time.perf_counter()
+            line = train_step(engine, next(batches), train.micro_batch, ranks, Guards(train.guards, None))
+            losses.append(line["loss_nats"])
+            if on_card:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        peak = torch.cuda.max_memory_allocated() if on_card else resident_bytes("VmHWM")
+        engine.destroy()
+    return {"peak_bytes": peak, "seconds": seconds, "loss_nats": losses}
+
+
+def noise(config: RunConfig, rows: int) -> Iterator[Batch]:
+    """Batches of so many whole contexts of random bytes."""
+    generator, context = torch.Generator().manual_seed(0), config.model.context
+    for number in itertools.count(1):
+        yield Batch(
+            tokens=torch.randint(256, (rows, context), dtype=torch.uint8, generator=generator),
+            lengths=torch.full((rows,), context),
+            sample_ids=torch.arange(rows),
+            state=StreamState(
+                fingerprint="noise", seed=0, epoch=0, step=number, global_batch=config.train.global_batch
+            ),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
