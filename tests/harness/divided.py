@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,11 +76,11 @@ def one_pass(asked: Pass, division: Division | None) -> Passed:
     return Passed(given.rows.detach(), auxiliary, given.statistics, gradients, float(torch.rand(())))
 
 
-def divided(asked: Pass, size: int, exchange: str = "heads") -> list[Passed]:
+def divided(asked: Pass, size: int, exchange: Literal["heads", "keys", "auto"] = "auto") -> list[Passed]:
     """The pass of each of so many processes, at most ``MOST``."""
     processes = _processes()[:size]
     for process in processes:
-        process.send((asked, size))
+        process.send((asked, size, exchange))
     found = []
     for process in processes:
         assert process.poll(SECONDS), "a process does not answer"
@@ -131,10 +131,10 @@ def _serve(requests: Connection, rank: int, port: int) -> None:
     groups: list[ProcessGroup] = [torch.distributed.new_group(range(size)) for size in range(1, MOST + 1)]
     while True:
         try:
-            asked, size = requests.recv()
+            asked, size, exchange = requests.recv()
         except EOFError:
             return
         try:
-            requests.send(one_pass(asked, Division(rank, size, groups[size - 1])))
+            requests.send(one_pass(asked, Division(rank, size, groups[size - 1], exchange)))
         except Exception:
             requests.send(traceback.format_exc())

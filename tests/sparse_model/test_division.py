@@ -7,7 +7,7 @@ In fp64 the two differ by the order of sums: of B·N rows, of a few hundred chan
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -78,6 +78,16 @@ def test_processes_have_together_what_one_has(name: str, size: int) -> None:
     for what, (given, other) in numbers.items():
         torch.testing.assert_close(given, other, rtol=0, atol=bound * float(other.abs().max()), msg=what)
     assert found.drawn == wanted.drawn
+
+
+@every_size
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_each_exchange_gives_what_one_process_has(exchange: Literal["keys", "heads"], size: int) -> None:
+    found, wanted = joined(divided(PASSES["keys that heads share"], size, exchange)), undivided("keys that heads share")
+    results = [("nats", found.nats, wanted.nats)]
+    results += [(name, gradient, wanted.gradients[name]) for name, gradient in found.gradients.items()]
+    for name, given, other in results:
+        torch.testing.assert_close(given, other, rtol=0, atol=BOUND * float(other.abs().max()), msg=name)
 
 
 @every_size
