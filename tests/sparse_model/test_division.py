@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -56,7 +56,8 @@ IN_TURN: dict[str, Any] = {
 }  # fmt: skip
 PASSES: dict[str, Pass] = {
     "every mixer": Pass(EVERY_MIXER),
-    "keys that heads share": Pass(SHARED_KEYS),
+    "keys that heads share, by heads": Pass(SHARED_KEYS),
+    "keys that heads share, by keys": Pass(SHARED_KEYS, exchange="keys"),
     "later parts, documents apart, recomputed": Pass(LATER_PARTS, begins=(5, 10, 31), recompute=False),
     "dropout, recomputed, another batch": Pass(LEARNED, batch=3, recompute=True),
     "an exchange for each layer, with dropout": Pass(IN_TURN, exchange="auto"),
