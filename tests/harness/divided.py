@@ -81,7 +81,7 @@ def divided(asked: Pass, size: int) -> list[Passed]:
     """The pass of each of so many processes, at most ``MOST``."""
     processes = _processes()[:size]
     for process in processes:
-        process.send((asked, size, exchange))
+        process.send((asked, size))
     found = []
     for process in processes:
         assert process.poll(SECONDS), "a process does not answer"
@@ -132,7 +132,7 @@ def _serve(requests: Connection, rank: int, port: int) -> None:
     groups: list[ProcessGroup] = [torch.distributed.new_group(range(size)) for size in range(1, MOST + 1)]
     while True:
         try:
-            asked, size, exchange = requests.recv()
+            asked, size = requests.recv()
         except EOFError:
             return
         try:

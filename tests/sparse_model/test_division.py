@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
