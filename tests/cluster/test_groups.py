@@ -13,7 +13,7 @@ from tests.cluster.test_faults import wait_until_ended
 from tests.harness.runs import ROOT
 
 _OVER_HOSTS = ("train.sequence_parallel=4", "model.heads=4")
-_ROUNDING = 1e-5  # relative, of losses in fp32 after eight steps whose sums were taken in another order
+_ROUNDING = 1e-6  # relative, of losses in fp32 whose sums were taken in another order
 
 
 def test_group_over_two_hosts_trains_as_one_process(person: Person, on_one_host: Lines) -> None:
