@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -78,9 +77,6 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure(config: RunConfig, steps: int) -> dict[str, Any]:
     """The most memory that some steps hold, and the seconds of each."""
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29511")
     ranks, train = Ranks(), config.train
     prepare_accelerator(config)
     check_engine(config, ranks)

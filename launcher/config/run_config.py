@@ -460,11 +460,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _cut_host(hosts: Sequence[str], shared: int) -> str | None:
     """The first host of whose processes some share a context with those of other hosts, and some do not."""
-    for host in dict.fromkeys(hosts):
-        groups = Counter(rank // shared for rank, each in enumerate(hosts) if each == host)
-        if len(groups) > 1 and min(groups.values()) < shared:
-            return host
-    return None
+    groups: dict[str, Counter[int]] = {}  # of each host, how many of its processes each has
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, Counter())[rank // shared] += 1
+    return next((host for host, own in groups.items() if len(own) > 1 and min(own.values()) < shared), None)
 
 
 def _batch_problem(path: str, value: int, unit: int, divisor: str) -> Problem:

@@ -142,15 +142,14 @@ def apply_settings(engine: deepspeed.DeepSpeedEngine, train: TrainConfig) -> Non
 def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
     """The dictionary for deepspeed.initialize: the run's own section, and the keys that follow from the rest."""
     train = config.train
+    batch = train.global_batch * (train.sequence_parallel or 1)  # of contexts, as it counts them
     return {
         "steps_per_print": None,  # its progress lines would cut through ours
         "zero_force_ds_cpu_optimizer": False,  # it would refuse torch's AdamW where the optimiser is offloaded
         **config.deepspeed,
-        "train_batch_size": train.global_batch * (train.sequence_parallel or 1),
+        "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": train.global_batch
-        * (train.sequence_parallel or 1)
-        // (train.micro_batch * world_size),
+        "gradient_accumulation_steps": batch // (train.micro_batch * world_size),
     }
 
 

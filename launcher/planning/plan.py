@@ -261,38 +261,35 @@ def _memory(plan: dict[str, Any]) -> list[str]:
 
 def _exchanges(plan: dict[str, Any]) -> list[str]:
     sequence = plan["sequence"]
-    if sequence is None:
+    if sequence is None or (shared := sequence["processes"]) == 1:
         return []
-    shared = sequence["processes"]
     lines = [f"a context over {shared} processes: {sequence['positions']:,} positions and 1/{shared} of the work each"]
     taken = plan["activations"]["recomputed" if plan["activation_checkpointing"] else "kept"]
-    for count, micro_batches in zip(_counts(plan), sequence["micro_batches"], strict=True):
+    counts = dict.fromkeys(row["processes"] for row in plan["memory"])
+    for count, micro_batches in zip(counts, sequence["micro_batches"], strict=True):
         calls, sent, received = (micro_batches * taken[name] for name in ("calls", "sent_bytes", "received_bytes"))
         lines.append(
-            f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {_gigabytes(sent)} and "
-            f"receives {_gigabytes(received)}"
+            f"  a step of the last of {count} processes: {calls:,} exchanges; it sends {_decimal(sent)} and "
+            f"receives {_decimal(received)}"
         )
-    lines.append("  of it a layer, forward over a micro-batch, a process in the mean:")
+    lines.append("  by layer, what a process sends in the mean in the forward pass of a micro-batch:")
     for each, shown in _layers_alike([each and tuple(each.items()) for each in sequence["layers"]]):
         if each is None:
-            lines.append(f"    not told: {shown}")
+            lines.append(f"    not counted by layer: {shown}")
             continue
         layer = dict(each)
-        ways = ", ".join(f"by {way} {_gigabytes(layer[f'{way}_bytes'])}" for way in ("heads", "keys"))
+        ways = ", ".join(f"by {way} {_decimal(layer[f'{way}_bytes'])}" for way in ("heads", "keys"))
         more = f"; keys and values copied {layer['copies']} times" if layer["copies"] > 1 else ""
         if layer["anew"]:
-            more += f"; {_gigabytes(layer['anew_bytes'])} to divide its rows anew"
+            more += f"; {_decimal(layer['anew_bytes'])} to divide its rows anew"
         lines.append(f"    {ways}: {layer['taken']}{more}; {shown}")
     return lines
 
 
-def _counts(plan: dict[str, Any]) -> list[int]:
-    """The numbers of processes that are planned for."""
-    return list(dict.fromkeys(row["processes"] for row in plan["memory"]))
-
-
-def _gigabytes(num_bytes: int | None) -> str:
-    return "impossible" if num_bytes is None else f"{num_bytes / 1e9:,.3f} GB"
+def _decimal(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "impossible"
+    return f"{num_bytes / 1e9:,.3f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.3f} MB"
 
 
 def _layers_alike(layers: Sequence[Kind]) -> Iterator[tuple[Kind, str]]:

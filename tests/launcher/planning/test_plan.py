@@ -99,6 +99,8 @@ def test_shared_contexts_are_told(capsys: pytest.CaptureFixture[str], plan: Plan
     assert [each["taken"] for each in found["sequence"]["layers"]] == ["keys", "columns"] * 4
     assert found["activations"]["recomputed"]["calls"] > 0
     assert plan("music_65k", "model.layers=8")["sequence"] is None
+    assert cli.main(["plan", "music_65k", "model.layers=2", "train.sequence_parallel=1"]) == 0
+    assert "a context over" not in capsys.readouterr().out  # of one process, which sends nothing
 
 
 def test_million_positions_are_planned(plan: Plan) -> None:
