@@ -247,30 +247,34 @@ def _bytes(content: Any) -> int:
     return sum(_bytes(part) for part in parts)
 
 
+STRIDED = ('model.attention={"type": "strided", "stride": 8, "combine": "interleaved"}', "model.layers=12")
+FIXED_ALIKE = ('model.attention={"type": "fixed", "stride": 8, "summary": 2}', "model.layers=6")
+BY_HEADS, BY_FOUR = "train.sequence_exchange=heads", "train.sequence_parallel=4"
+
+
 @pytest.mark.parametrize(
-    "attention",
-    ['{"type": "strided", "stride": 8, "combine": "interleaved"}', '{"type": "fixed", "stride": 8, "summary": 2}'],
-    ids=["strided", "fixed"],
+    "changes",
+    [
+        STRIDED,
+        (*FIXED_ALIKE, BY_HEADS),
+        *(
+            pytest.param(each, marks=pytest.mark.campaign)
+            for each in ((*STRIDED, BY_HEADS), (*STRIDED, BY_FOUR), FIXED_ALIKE, (*FIXED_ALIKE, BY_FOUR))
+        ),
+    ],
 )
-@pytest.mark.parametrize("changes", [(), ("train.sequence_parallel=4",), ("train.sequence_exchange=heads",)])
 def test_few_blocks_tell_all(
-    config: Callable[..., RunConfig], attention: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., RunConfig], changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept, recomputed, and with block inputs on the host, where rows are divided by sections and by columns."""
-    for on_host in (False, True):
-        run = config(
-            "train.sequence_parallel=2",
-            *changes,
-            "model.layers=12",
-            f"model.attention={attention}",
-            f"deepspeed.activation_checkpointing.cpu_checkpointing={str(on_host).lower()}",
-        )
-        for checkpointing in (False, True):
-            few = activations(run, checkpointing)
-            with monkeypatch.context() as patched:
-                patched.setattr(rehearsal, "REHEARSED_BLOCKS", 99)
-                assert activations(run, checkpointing) == few
-            assert few.calls > 0 and few.sent_bytes > 0
+    for checkpointing, on_host in ((False, False), (True, False), (True, True)):
+        host = f"deepspeed.activation_checkpointing.cpu_checkpointing={str(on_host).lower()}"
+        run = config("train.sequence_parallel=2", *changes, host)
+        few = activations(run, checkpointing)
+        with monkeypatch.context() as patched:
+            patched.setattr(rehearsal, "REHEARSED_BLOCKS", 99)
+            assert activations(run, checkpointing) == few
+        assert few.calls > 0 and few.sent_bytes > 0
 
 
 def test_a_divided_context_divides_its_activations_and_sends_a_count(config: Callable[..., RunConfig]) -> None:
