@@ -118,7 +118,9 @@ def together(
         groups = everyone.unflatten(0, (-1, ranks.sequence_parallel))
         everyone = groups[:, 0]  # those that share contexts have the same
         if not bool((groups == everyone[:, None]).all()):
-            raise AgreedError("data.path: ranks that share a context find other ones there; give all hosts the same")
+            raise AgreedError(
+                "data.path: ranks that share a context find different contexts there; give all hosts the same"
+            )
         if int(everyone[:, 2].sum()):
             parts = ranks.gather_objects(substitutions)[:: ranks.sequence_parallel]
             substitutions = tuple(each for part in parts for each in part)

@@ -123,5 +123,7 @@ def test_ranks_that_share_contexts_take_the_same_or_none_does(
             assert each.result() == [rank // 2] * 2
             continue
         damaged = isinstance(wrong, DataError)
-        with pytest.raises(AgreedError, match="damaged" if damaged else "share a context find other ones there; give"):
+        with pytest.raises(
+            AgreedError, match="damaged" if damaged else "share a context find different contexts there; give"
+        ):
             each.result()
