@@ -17,8 +17,7 @@ from longstride.kernels import ConfigError
 from longstride.sparse_model import Division, SparseTransformer, division
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.harness.divided import Pass, divided, joined, one_pass
-from tests.harness.sections import ThreadDivision
-from tests.harness.sections import divided as threads
+from tests.harness.sections import ThreadDivision, in_sections
 
 BOUND = 2.0**-40
 ON_GRID = 1e-9  # of reversible blocks: a last bit may move a stream by a step of its grid
@@ -151,7 +150,7 @@ def test_what_a_mixer_sends_is_what_it_says() -> None:
 
         told = mixer.traffic(Division(0, 4), 40)
         assert told.exchange == "heads"
-        assert threads(4, sent) == [(told.calls, 2 * 4 * numbers) for numbers in told.sent], type(mixer)
+        assert in_sections(4, sent) == [(told.calls, 2 * 4 * numbers) for numbers in told.sent], type(mixer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
