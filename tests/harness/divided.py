@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
+import tempfile
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from longstride.sparse_model import Division, SparseTransformer
 from tests.harness.configs import small
-from tests.harness.runs import free_port
 
 MOST = 4  # processes that share a context
 SECONDS = 120.0  # that an exchange, or an answer, may take
@@ -113,21 +114,29 @@ def _processes() -> list[Connection]:
     """A connection to each process. They end with this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # which operations of our own import for seconds
-    port, connections = free_port(), []
+    folder = tempfile.TemporaryDirectory()
+    meeting_place = Path(folder.name) / "store"  # a file: a port might be taken before they meet
+    connections = []
     for rank in range(MOST):
         here, there = context.Pipe()
-        context.Process(target=_serve, args=(there, rank, port), daemon=True).start()
+        context.Process(target=_serve, args=(there, rank, meeting_place), daemon=True).start()
         there.close()
         connections.append(here)
-    atexit.register(lambda: [connection.close() for connection in connections])
+
+    @atexit.register
+    def end() -> None:
+        for connection in connections:
+            connection.close()
+        folder.cleanup()
+
     return connections
 
 
-def _serve(requests: Connection, rank: int, port: int) -> None:
+def _serve(requests: Connection, rank: int, meeting_place: Path) -> None:
     """Answers until the other end is closed; what went wrong as text."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=SECONDS), rank=rank, world_size=MOST
+        "gloo", meeting_place.as_uri(), timedelta(seconds=SECONDS), rank=rank, world_size=MOST
     )
     groups: list[ProcessGroup] = [torch.distributed.new_group(range(size)) for size in range(1, MOST + 1)]
     while True:

@@ -124,7 +124,7 @@ def test_longest_and_largest_music_has_both_shapes() -> None:
 
 @pytest.mark.parametrize(
     "processes, on_host, card_gib, planned",
-    [(1, False, 139, 62.9), (8, False, 78, 9.6), pytest.param(1, True, 78, 16.9, marks=pytest.mark.campaign)],
+    [(1, False, 139, 62.9), (8, False, 78, 12.5), pytest.param(1, True, 78, 16.9, marks=pytest.mark.campaign)],
 )
 def test_longest_and_largest_music_fits(processes: int, on_host: bool, card_gib: int, planned: float) -> None:
     """One card of 141 GB; eight of 80 that share the context; one of 80 whose block inputs wait on the host."""

@@ -247,19 +247,22 @@ def _bytes(content: Any) -> int:
     return sum(_bytes(part) for part in parts)
 
 
-@pytest.mark.parametrize("attention", ["strided", "fixed"])
+@pytest.mark.parametrize(
+    "attention",
+    ['{"type": "strided", "stride": 8, "combine": "interleaved"}', '{"type": "fixed", "stride": 8, "summary": 2}'],
+    ids=["strided", "fixed"],
+)
 @pytest.mark.parametrize("changes", [(), ("train.sequence_parallel=4",), ("train.sequence_exchange=heads",)])
 def test_few_blocks_tell_all(
     config: Callable[..., RunConfig], attention: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept, recomputed, and with block inputs on the host, where rows are divided by sections and by columns."""
-    kinds = {"strided": "interleaved", "fixed": "merged"}
     for on_host in (False, True):
         run = config(
             "train.sequence_parallel=2",
             *changes,
             "model.layers=12",
-            f'model.attention={{"type": "{attention}", "stride": 8, "combine": "{kinds[attention]}"}}',
+            f"model.attention={attention}",
             f"deepspeed.activation_checkpointing.cpu_checkpointing={str(on_host).lower()}",
         )
         for checkpointing in (False, True):
@@ -271,22 +274,22 @@ def test_few_blocks_tell_all(
 
 
 def test_a_divided_context_divides_its_activations_and_sends_a_count(config: Callable[..., RunConfig]) -> None:
-    shared = ('model.attention={"type": "fixed", "stride": 8, "key_value_heads": 1}', "model.rotary.base=1000")
-    sizes = (1, 2)
-    by_heads = [
-        config(f"train.sequence_parallel={size}", "train.sequence_exchange=heads", "deepspeed=zero0_fp32", *shared)
-        for size in sizes
-    ]
-    alone, divided = (activations(run, checkpointing=False) for run in by_heads)
-    assert divided.kept * 2 == pytest.approx(alone.kept, rel=0.1)
+    shared = (
+        'model.attention={"type": "fixed", "stride": 8, "summary": 2, "key_value_heads": 1}',
+        "model.rotary.base=1000",
+    )
+    ways = ("train.sequence_exchange=heads", "deepspeed=zero0_fp32")
+    alone, halves = (activations(config(f"train.sequence_parallel={size}", *ways), False) for size in (1, 2))
+    assert halves.kept * 2 == pytest.approx(alone.kept, rel=0.1)
     assert (alone.calls, alone.sent_bytes) == (0, 0)
-    model = by_heads[0].model
-    batch, head_width = by_heads[0].train.micro_batch, model.width // model.heads
+    run = config("train.sequence_parallel=2", *ways, *shared)
+    divided, model = activations(run, checkpointing=False), run.model
+    batch, head_width = run.train.micro_batch, model.width // model.heads
     # Of n rows of q, one head of k and v copied to both, and the output: a half, there and back.
     numbers = batch * model.context // 2 * (2 * model.width + 2 * 2 * head_width)
     assert divided.sent_bytes == divided.received_bytes == model.layers * 2 * 4 * numbers // 2
     assert divided.calls == model.layers * 4
-    (told, *others) = exchanges(by_heads[1])
+    (told, *others) = exchanges(run)
     assert (told.taken, told.copies, told.heads_bytes) == ("heads", 2, 4 * numbers // 2)
     assert {told} == {told, *others}
 
