@@ -34,7 +34,6 @@ WORDS = 1 << 16  # of random bits that are made together: on a CPU they stay in 
 WORDS_ON_CARDS = 1 << 22
 _STEP, _MIXERS = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
-
 Exchange = Literal["heads", "keys"]  # of which attention takes one
 
 

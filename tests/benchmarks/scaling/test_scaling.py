@@ -43,7 +43,7 @@ def test_contexts_are_shared_by_what_divides_heads_and_positions() -> None:
     assert [row["heads_sent"] for row in shared] == [3 * 2 * 4 * 256 // u * 128 * 4 * (u - 1) / u for u in (2, 4)]
     assert all(row["sent"] < row["heads_sent"] for row in shared)
     peaks = [row["activations"]["peak"] for row in found["divided"]]
-    assert peaks[0] > 1.6 * peaks[1] > 3 * peaks[2]  # of a context so short, what is received is no small part
+    assert peaks[0] > 1.7 * peaks[1] > 1.7 * 1.7 * peaks[2]  # of a context so short, what is received is no small part
 
 
 def test_batches_say_how_many_cards_they_keep_busy() -> None:
