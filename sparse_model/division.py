@@ -17,8 +17,9 @@ them do not use gets zeros there, and never nothing.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from longstride.kernels.selections import SectionReads, rows_sent
 WORDS = 1 << 16  # of random bits that are made together: on a CPU they stay in the cache; a card wants more to do
 WORDS_ON_CARDS = 1 << 22
 _STEP, _MIXERS = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-
 
 Exchange = Literal["heads", "keys"]  # of which attention takes one
 
@@ -69,16 +69,15 @@ class Division:
         """
         if context % self.size:
             raise ValueError(f"{context} positions must divide by the {self.size} processes that share a context")
-        rows = context // self.size
-        return slice(self.rank * rows, (self.rank + 1) * rows)
+        return self.positions(context // self.size)
 
     def positions(self, rows: int) -> slice:
         """The positions of a section of n = ``rows``."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
-    def positions_of(self, rows: int, stride: int) -> Tensor:
+    def positions_of(self, rows: int, stride: int, device: torch.device) -> Tensor:
         """The positions (n,) int64 of n = ``rows`` divided by columns of a stride, ascending; 0 is by sections."""
-        row = torch.arange(rows)
+        row = torch.arange(rows, device=device)  # made there: to bring it would wait for the device
         if not stride:
             return row + self.rank * rows
         width = stride // self.size
@@ -128,20 +127,7 @@ class Division:
             widths: channels of a key and of a value.
             patterns: of each head, resolved; None: they do not tell what is read.
         """
-        elsewhere = (self.size - 1) * context // self.size
-        # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
-        shared = math.lcm(key_heads, self.size)
-        there = heads * widths[0] + shared * sum(widths)
-        by_heads = Traffic(
-            "heads", 2 * (self.size > 1), (elsewhere * (there + heads * widths[1]) // self.size,) * self.size
-        )
-        if patterns is None or self.exchange == "heads" or self.size == 1:
-            return by_heads
-        rows = rows_sent(patterns, key_heads, context, self.size).sum(1)
-        by_keys = Traffic("keys", int(rows.any()), tuple((rows * sum(widths)).tolist()))
-        if self.exchange == "keys" or heads % self.size:
-            return by_keys
-        return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
+        return _traffic(self.size, self.exchange, context, heads, key_heads, widths, patterns)
 
     def fetch(self, k: Tensor, v: Tensor, reads: SectionReads) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of k (B, K, n, D) and v (B, K, n, Dv) to the sections that read them.
@@ -207,7 +193,7 @@ class Division:
         """
         batch, count, width = rows.shape
         words = batch * -(-width // 4)
-        number = self.positions_of(count, columns).to(rows.device) * _signed(_STEP * words)
+        number = self.positions_of(count, columns, rows.device) * _signed(_STEP * words)
         number += torch.randint(1 << 62, ())
         channels = torch.arange(words, device=rows.device) * _signed(_STEP)
         together = max(1, (WORDS if rows.device.type == "cpu" else WORDS_ON_CARDS) // words)
@@ -247,9 +233,39 @@ class Division:
 
     def swap_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Tensors (U, …) of one type, of each the row u to process u, in one exchange."""
-        received = self.swap(torch.cat([part.flatten(1) for part in parts], 1))
         widths = [part[0].numel() for part in parts]
-        return [got.view(part.shape) for got, part in zip(received.split(widths, 1), parts, strict=True)]
+
+        def by_part(values: Tensor) -> Iterator[Tensor]:
+            return (x.view(part.shape) for x, part in zip(values.split(widths, 1), parts, strict=True))
+
+        sent = parts[0].new_empty(self.size, sum(widths))
+        for there, part in zip(by_part(sent), parts, strict=True):
+            there.copy_(part)  # once: to flatten a part copies it already
+        return list(by_part(self.swap(sent)))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _traffic(
+    size: int,
+    asked: str,
+    context: int,
+    heads: int,
+    key_heads: int,
+    widths: tuple[int, int],
+    patterns: tuple[Pattern, ...] | None,
+) -> Traffic:
+    """``Division.traffic``, which every layer asks in every pass."""
+    elsewhere = (size - 1) * context // size
+    # Each process has as many heads of keys as of others' positions, so they are copied where they are few.
+    there = heads * widths[0] + math.lcm(key_heads, size) * sum(widths)
+    by_heads = Traffic("heads", 2 * (size > 1), (elsewhere * (there + heads * widths[1]) // size,) * size)
+    if patterns is None or asked == "heads" or size == 1:
+        return by_heads
+    rows = rows_sent(patterns, key_heads, context, size).sum(1)
+    by_keys = Traffic("keys", int(rows.any()), tuple((rows * sum(widths)).tolist()))
+    if asked == "keys" or heads % size:
+        return by_keys
+    return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
 
 
 def _heads(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -77,7 +77,7 @@ class Piece:
     these are few, they are filled up to a share of the queries.
     """
 
-    keys: Tensor  # (K, M) int64, numbers of received rows; any where a head has fewer than others
+    count: int  # M, of keys of each head
     length: int  # L, of keys and queries filled up
     runs: tuple[Run, ...]
 
@@ -95,10 +95,12 @@ class SectionReads:
     received: tuple[int, ...]  # how many come from each
     travels: bool  # whether any section sends any
     own: Selection | None  # tensors (1, H, n), of keys in the section itself; None: the patterns as they are
+    keys: Tensor  # int64, (K, M) numbers of received rows for each piece; any where a head has fewer than others
     pieces: tuple[Piece, ...]  # disjoint, of at most n keys each
 
 
 @kept
+@torch.inference_mode(False)  # training may use what an evaluation has made
 def section_reads(
     patterns: tuple[Pattern, ...], key_heads: int, context: int, sections: int, section: int, device: torch.device
 ) -> SectionReads:
@@ -121,7 +123,7 @@ def section_reads(
     before = [keys_before(sharing, context, sections)[section] for sharing in shared]
     number = _received_numbers(before, rows, section)
     total = sum(map(len, before))
-    pieces = []
+    pieces, listed_keys = [], [torch.arange(0)]
     for start in range(0, max(map(len, before)), rows):
         keys = [each[start : start + rows] for each in before]
         cuts = _cuts(patterns, keys, range(first, first + rows), context)
@@ -135,7 +137,8 @@ def section_reads(
         numbers = (torch.arange(max(map(len, keys))) % total).repeat(key_heads, 1)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
-        pieces.append(Piece(numbers.to(device), length, tuple(runs)))
+        pieces.append(Piece(numbers.shape[1], length, tuple(runs)))
+        listed_keys.append(numbers.flatten())
     own = None
     if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
         keys = [torch.arange(first, first + rows)] * key_heads
@@ -151,6 +154,7 @@ def section_reads(
         tuple(counts[:, section].tolist()),
         bool(counts.any()),
         own,
+        torch.cat(listed_keys).to(device),
         tuple(pieces),
     )
 

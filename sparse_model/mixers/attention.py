@@ -167,15 +167,18 @@ class Attention(nn.Module):
         if documents is not None:
             places = documents.places
         elif columns:
-            places = division.positions_of(h.shape[1], columns).to(h.device)
+            places = division.positions_of(h.shape[1], columns, h.device)
         q, k, v = self.heads_of(rows, places)
+        exchange = "heads"  # of nothing, where there is one process
+        if division.size > 1:
+            exchange = self.traffic(division, h.shape[1] * division.size, documents is not None).exchange
         given: Tensor | Mixed
         if state is not None:
             given = state.keys_values.begin(q, k, v)
         elif columns:
             patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
             given = sparse_attention(q, k, v, patterns, backend=self.backend)
-        elif self.traffic(division, h.shape[1] * division.size, documents is not None).exchange == "keys":
+        elif exchange == "keys":
             given = section_attention(q, k, v, self.patterns, division, self.backend)
         else:
             given = self._by_heads(q, k, v, documents)
@@ -192,8 +195,10 @@ class Attention(nn.Module):
         heads = division.heads(self.heads)
         given: Tensor | Mixed
         if documents is not None:
-            assert documents.selection is not None
-            given = selected_attention(q, k, v, documents.selection.of_heads(heads), backend=self.backend)
+            selection = documents.selection
+            assert selection is not None
+            selection = selection if division.size == 1 else selection.of_heads(heads)
+            given = selected_attention(q, k, v, selection, backend=self.backend)
         else:
             given = self.attend(q, k, v, heads)
         (out,) = division.to_sections(given.rows if isinstance(given, Mixed) else given)

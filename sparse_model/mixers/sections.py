@@ -8,6 +8,7 @@ kernels as whole contexts are, and all are merged by their logsumexps, which is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,9 +38,12 @@ def section_attention(
         (B, H, n, Dv).
     """
     key_heads, rows = k.shape[1:3]
+    queries: Sequence[Tensor]
     reads = section_reads(patterns, key_heads, rows * division.size, division.size, division.rank, q.device)
     if reads.travels:
         k, v, received = division.fetch(k, v, reads)
+    places = [run.queries for piece in reads.pieces for run in piece.runs]
+    q, *queries = _Runs.apply(q, places) if places else (q,)
     if reads.own is None:
         out, lse = sparse_attention(q, k, v, patterns, backend=backend, return_lse=True)
     else:
@@ -47,18 +51,18 @@ def section_attention(
     if not reads.pieces:
         return out
     # All in one, so that the gradient of what was received is made once.
-    by_piece = received.index_select(0, torch.cat([piece.keys.flatten() for piece in reads.pieces]))
+    by_piece = received.index_select(0, reads.keys)
     del received  # in the forward pass, as it may be as much as all keys and values of a context
-    parts, places = [out, lse], [slice(0, rows)]
-    for piece, of_piece in zip(reads.pieces, by_piece.split([p.keys.numel() for p in reads.pieces]), strict=True):
-        both = of_piece.unflatten(0, piece.keys.shape).movedim(2, 0)  # (B, K, M, D + Dv)
+    parts, taken = [out, lse], iter(queries)
+    counts = [key_heads * piece.count for piece in reads.pieces]
+    for piece, of_piece in zip(reads.pieces, by_piece.split(counts), strict=True):
+        both = of_piece.unflatten(0, (key_heads, piece.count)).movedim(2, 0)  # (B, K, M, D + Dv)
         keys, values = both.split([k.shape[3], v.shape[3]], -1)
         keys, values = _filled(keys, piece.length), _filled(values, piece.length)
         for run in piece.runs:
-            queries, selection = _filled(q[:, :, run.queries], piece.length), _of_batch(run.selection, len(q))
-            parts += selected_attention(queries, keys, values, selection, backend=backend, return_lse=True)
-            places.append(run.queries)
-    merged: Tensor = _Merged.apply(places, *parts)
+            of_run, selection = _filled(next(taken), piece.length), _of_batch(run.selection, len(q))
+            parts += selected_attention(of_run, keys, values, selection, backend=backend, return_lse=True)
+    merged: Tensor = _Merged.apply([slice(0, rows), *places], *parts)
     return merged
 
 
@@ -74,6 +78,23 @@ def _of_batch(selection: Selection, batch: int) -> Selection:
         return Part(*(None if tensor is None else tensor.expand(batch, -1, -1) for tensor in part))  # type: ignore[arg-type]
 
     return Selection(tuple(map(expanded, selection.parts)), selection.span, selection.disjoint)
+
+
+class _Runs(torch.autograd.Function):
+    """Rows (B, H, n, D), and some runs of them: their gradients, added to one tensor and not each filled up to it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: list[slice]) -> tuple[Tensor, ...]:
+        ctx.places = places
+        return rows, *(rows[:, :, place] for place in places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *of_runs: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        for place, added in zip(ctx.places, of_runs, strict=True):
+            total[:, :, place] += added
+        return total, None
 
 
 class _Merged(torch.autograd.Function):

@@ -46,14 +46,16 @@ def rebuilt(patterns: tuple[Pattern, ...], key_heads: int, context: int, section
             for head, row in zip(given.sent_heads[mine].tolist(), given.sent_rows[mine].tolist(), strict=True):
                 received[head, place] = other * rows + row
                 place += 1
-        for piece in reads.pieces:
+        by_piece = reads.keys.split([key_heads * piece.count for piece in reads.pieces])
+        for piece, numbers in zip(reads.pieces, by_piece, strict=True):
             assert piece.length <= rows
+            by_head = numbers.view(key_heads, piece.count)
             for queries, selection in piece.runs:
                 selection.check(piece.length)
                 pairs = selection_mask(selection, piece.length)[0]
                 places = torch.arange(context)[own][queries]
                 for head in range(len(patterns)):
-                    keys = received[head // group, piece.keys[head // group]]
+                    keys = received[head // group, by_head[head // group]]
                     of_run = pairs[head, : len(places), : len(keys)].long()
                     # Nothing is read by or of what was filled up.
                     assert pairs[head].sum() == of_run[:, keys >= 0].sum()

@@ -59,7 +59,7 @@ PASSES: dict[str, Pass] = {
     "keys that heads share, by keys": Pass(SHARED_KEYS, exchange="keys"),
     "later parts, documents apart, recomputed": Pass(LATER_PARTS, begins=(5, 10, 31), recompute=False),
     "dropout, recomputed, another batch": Pass(LEARNED, batch=3, recompute=True),
-    "an exchange for each layer, with dropout": Pass(IN_TURN, exchange="auto"),
+    "an exchange for each layer, with dropout, recomputed": Pass(IN_TURN, recompute=True, exchange="auto"),
     "reversible, with dropout": Pass({**SYSTEMS["reversible"], **IMAGE, "dropout": 0.3}),
 }
 WIDE: dict[str, Pass] = {
@@ -68,14 +68,12 @@ WIDE: dict[str, Pass] = {
     **{name: Pass({"dropout": 0.1, **changes}) for name, changes in SYSTEMS.items()},
     **{f"{name}, recomputed": Pass(changes, batch=1, recompute=True) for name, changes in SYSTEMS.items()},
 }
-every_size = pytest.mark.parametrize("size", [2, 4])
-
-
 WIDE |= {
     f"{name}, {exchange}": Pass({"context": 64, "attention": attention, "dropout": 0.1}, exchange=exchange)
     for name, attention in ATTENTIONS.items()
     for exchange in ("keys", "auto")
 }
+every_size = pytest.mark.parametrize("size", [2, 4])
 
 
 @functools.cache

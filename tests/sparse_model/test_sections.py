@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import BigBird, Column, Dense, Fixed, Local, Longformer, Pattern, Strided
+from longstride.kernels.selections import section_reads
 from longstride.sparse_model import Division, SparseTransformer
 from longstride.sparse_model.mixers.sections import section_attention
 from tests.harness.configs import ATTENTIONS, LATER, small
@@ -117,6 +118,21 @@ def test_a_model_is_what_it_is_undivided(changes: dict[str, Any], exchange: str)
     for name, wanted in gradients.items():
         found = torch.stack([own[name] for _, own in sections]).sum(0)
         torch.testing.assert_close(found, wanted, rtol=0, atol=SUMS * float(wanted.abs().max()), msg=name)
+
+
+def test_training_may_use_what_an_evaluation_has_made() -> None:
+    """Lists of keys are kept, and torch differentiates through nothing that inference mode has made."""
+    section_reads.cache_clear()
+    patterns = (Local(9), Fixed(8, 2))
+
+    def work(division: ThreadDivision) -> bool:
+        rows = [torch.randn(1, 2, 12, 4, requires_grad=True) for _ in range(3)]
+        with torch.inference_mode():
+            section_attention(*rows, patterns, division, "auto")
+        section_attention(*rows, patterns, division, "auto").sum().backward()
+        return all(x.grad is not None for x in rows)
+
+    assert all(in_sections(2, work, "keys"))
 
 
 def test_auto_takes_what_sends_less() -> None:
