@@ -23,8 +23,6 @@ from longstride.kernels.patterns import Pattern, PatternPart
 from longstride.kernels.plan import view
 from longstride.kernels.selections.base import Part, Selection, stacked
 
-MOST_RUNS = 8  # of the queries that read a piece
-
 
 @kept
 def keys_before(patterns: tuple[Pattern, ...], context: int, sections: int) -> tuple[Tensor, ...]:
@@ -62,24 +60,17 @@ def rows_sent(patterns: tuple[Pattern, ...], key_heads: int, context: int, secti
     return counts
 
 
-class Run(NamedTuple):
-    """Some neighbouring queries of a section, and what they read of a piece."""
-
-    queries: slice  # of the section's rows; as many as the piece's length, or less
-    selection: Selection  # tensors (1, H, L), in which what is filled up reads nothing and is not read
-
-
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Some of the keys from outside a section, and the queries that read any of them.
+    """Some of the keys from outside a section, and the run of its queries from the first to the last that reads any.
 
-    A selection has as many queries as keys. So the queries are taken in runs of as many as there are keys, and where
-    these are few, they are filled up to a share of the queries.
+    A selection has as many queries as keys. So the fewer of both are filled up.
     """
 
     count: int  # M, of keys of each head
-    length: int  # L, of keys and queries filled up
-    runs: tuple[Run, ...]
+    queries: slice  # of the section's rows
+    selection: Selection  # tensors (1, H, L), in which what is filled up reads nothing and is not read
+    length: int  # L
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,22 +119,18 @@ def section_reads(
         keys = [each[start : start + rows] for each in before]
         cuts = _cuts(patterns, keys, range(first, first + rows), context)
         queries = _reading(cuts)
-        length = max(*map(len, keys), -(-len(queries) // MOST_RUNS))
-        runs = (
-            Run(slice(start, stop), selection)
-            for start in range(queries.start, queries.stop, length)
-            if (selection := _laid(cuts, range(start, stop := min(start + length, queries.stop)), length, device))
-        )
+        length = max(*map(len, keys), len(queries))
+        selection = _laid(cuts, queries, length, device)
         numbers = (torch.arange(max(map(len, keys))) % total).repeat(key_heads, 1)
         for head, one in enumerate(number):
             numbers[head, : len(keys[head])] = one[start : start + rows]
-        pieces.append(Piece(numbers.shape[1], length, tuple(runs)))
+        pieces.append(Piece(numbers.shape[1], slice(queries.start, queries.stop), selection, length))
         listed_keys.append(numbers.flatten())
     own = None
     if first and not all((period := pattern.period()) and first % period == 0 for pattern in patterns):
         keys = [torch.arange(first, first + rows)] * key_heads
         cuts = _cuts(patterns, keys, range(first, first + rows), context)
-        own = _laid(cuts, range(rows), rows, device) or _reading_nothing(len(patterns), rows, device)
+        own = _laid(cuts, range(rows), rows, device)
     listed = [one for by_head in sent for one in by_head]
     heads = torch.arange(key_heads).repeat(sections).repeat_interleave(torch.tensor([len(one) for one in listed]))
     counts = rows_sent(patterns, key_heads, context, sections)
@@ -213,15 +200,12 @@ class _Cut(NamedTuple):
     low: Tensor  # (R,) int64
     high: Tensor
 
-    def laid(self, queries: range, length: int, device: torch.device) -> Part | None:
-        """As a part of so many rows and columns, for a run of queries; the last ones read nothing. None: all do."""
-        mine = ((self.queries >= queries.start) & (self.queries < queries.stop)).nonzero().squeeze(1)
-        if not len(mine):
-            return None
-        rows = self._all(self.queries[mine] - queries.start, length)
+    def laid(self, queries: range, length: int, device: torch.device) -> Part:
+        """As a part of so many rows and columns, for a run of queries that has its own; the last ones read nothing."""
+        rows = self._all(self.queries - queries.start, length)
         columns = self._all(self.keys, length)
-        rest = self.high[mine[-1:]].expand(length - len(mine))
-        low, high = (torch.cat([bound[mine], rest]) for bound in (self.low, self.high))
+        rest = self.high[-1:].expand(length - len(self.high))
+        low, high = (torch.cat([bound, rest]) for bound in (self.low, self.high))
         natural = torch.arange(length)
         orders = (None if torch.equal(order, natural) else order for order in (rows, columns))
         # Moved alone: that of several heads which are alike would become one for each.
@@ -261,22 +245,15 @@ def _reading(by_head: list[list[_Cut]]) -> range:
     return range(min(int(each.min()) for each in read), max(int(each.max()) for each in read) + 1)
 
 
-def _laid(by_head: list[list[_Cut]], queries: range, length: int, device: torch.device) -> Selection | None:
-    """All heads' parts for a run of queries as a selection of so many rows; None where none reads anything."""
+def _laid(by_head: list[list[_Cut]], queries: range, length: int, device: torch.device) -> Selection:
+    """All heads' parts for a run of queries as a selection of so many rows."""
     known = {id(cut): cut.laid(queries, length, device) for cuts in by_head for cut in cuts}
-    parts = [[part for cut in cuts if (part := known[id(cut)]) is not None] for cuts in by_head]
-    most = max(map(len, parts))
-    if not most:
-        return None
+    parts = [[known[id(cut)] for cut in cuts] for cuts in by_head]
     whole = [
         stacked([of_head[number] if number < len(of_head) else None for of_head in parts], 1, length, device)
-        for number in range(most)
+        for number in range(max(1, *map(len, parts)))
     ]
     return Selection(tuple(whole), max(int((part.high - part.low).max()) for part in whole))
-
-
-def _reading_nothing(heads: int, length: int, device: torch.device) -> Selection:
-    return Selection((stacked([None] * heads, 1, length, device),), 0)
 
 
 def _cut(part: PatternPart, keys: Tensor, section: range, context: int) -> _Cut | None:

@@ -42,7 +42,7 @@ def section_attention(
     reads = section_reads(patterns, key_heads, rows * division.size, division.size, division.rank, q.device)
     if reads.travels:
         k, v, received = division.fetch(k, v, reads)
-    places = [run.queries for piece in reads.pieces for run in piece.runs]
+    places = [piece.queries for piece in reads.pieces]
     q, *queries = _Runs.apply(q, places) if places else (q,)
     if reads.own is None:
         out, lse = sparse_attention(q, k, v, patterns, backend=backend, return_lse=True)
@@ -53,15 +53,14 @@ def section_attention(
     # All in one, so that the gradient of what was received is made once.
     by_piece = received.index_select(0, reads.keys)
     del received  # in the forward pass, as it may be as much as all keys and values of a context
-    parts, taken = [out, lse], iter(queries)
+    parts = [out, lse]
     counts = [key_heads * piece.count for piece in reads.pieces]
-    for piece, of_piece in zip(reads.pieces, by_piece.split(counts), strict=True):
+    for piece, run, of_piece in zip(reads.pieces, queries, by_piece.split(counts), strict=True):
         both = of_piece.unflatten(0, (key_heads, piece.count)).movedim(2, 0)  # (B, K, M, D + Dv)
         keys, values = both.split([k.shape[3], v.shape[3]], -1)
-        keys, values = _filled(keys, piece.length), _filled(values, piece.length)
-        for run in piece.runs:
-            of_run, selection = _filled(next(taken), piece.length), _of_batch(run.selection, len(q))
-            parts += selected_attention(of_run, keys, values, selection, backend=backend, return_lse=True)
+        run, keys, values = (_filled(each, piece.length) for each in (run, keys, values))
+        selection = _of_batch(piece.selection, len(q))
+        parts += selected_attention(run, keys, values, selection, backend=backend, return_lse=True)
     merged: Tensor = _Merged.apply([slice(0, rows), *places], *parts)
     return merged
 

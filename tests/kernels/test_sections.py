@@ -50,16 +50,15 @@ def rebuilt(patterns: tuple[Pattern, ...], key_heads: int, context: int, section
         for piece, numbers in zip(reads.pieces, by_piece, strict=True):
             assert piece.length <= rows
             by_head = numbers.view(key_heads, piece.count)
-            for queries, selection in piece.runs:
-                selection.check(piece.length)
-                pairs = selection_mask(selection, piece.length)[0]
-                places = torch.arange(context)[own][queries]
-                for head in range(len(patterns)):
-                    keys = received[head // group, by_head[head // group]]
-                    of_run = pairs[head, : len(places), : len(keys)].long()
-                    # Nothing is read by or of what was filled up.
-                    assert pairs[head].sum() == of_run[:, keys >= 0].sum()
-                    found[head].index_put_((places[:, None], keys), of_run, accumulate=True)
+            piece.selection.check(piece.length)
+            pairs = selection_mask(piece.selection, piece.length)[0]
+            places = torch.arange(context)[own][piece.queries]
+            for head in range(len(patterns)):
+                keys = received[head // group, by_head[head // group]]
+                of_run = pairs[head, : len(places), : len(keys)].long()
+                # Nothing is read by or of what was filled up.
+                assert pairs[head].sum() == of_run[:, keys >= 0].sum()
+                found[head].index_put_((places[:, None], keys), of_run, accumulate=True)
     return found, torch.tensor([list(reads.sent) for reads in every])
 
 
