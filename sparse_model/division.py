@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ WORDS_ON_CARDS = 1 << 22
 _STEP, _MIXERS = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 Exchange = Literal["heads", "keys"]  # of which attention takes one
+Exchanger = Callable[..., tuple[Tensor, ...]]
 
 
 class Traffic(NamedTuple):
@@ -91,9 +92,11 @@ class Division:
         """Rows (B, n, ·) divided by columns of one stride to those divided by another; 0 is by sections."""
         if before == after:
             return rows
-        if before:
-            rows = _Columns.apply(self, rows, before, False)
-        return _Columns.apply(self, rows, after, True) if after else rows
+        for stride, there, back in ((before, _section, _columns), (after, _columns, _section)):
+            if stride:
+                ways = functools.partial(there, stride=stride), functools.partial(back, stride=stride)
+                (rows,) = self._exchanged(*ways, rows)
+        return rows
 
     def heads(self, count: int) -> slice:
         """Of so many heads, those that this process computes."""
@@ -103,15 +106,13 @@ class Division:
         """Tensors (B, H, n, ·), each of its own H, which U divides: (B, H / U, N, ·) each, in one exchange."""
         if self.size == 1:
             return tensors
-        exchanged: Sequence[Tensor] = _ToHeads.apply(self, *tensors)
-        return exchanged
+        return self._exchanged(_heads, _sections, *tensors)
 
     def to_sections(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Tensors (B, H / U, N, ·) back to (B, H, n, ·)."""
         if self.size == 1:
             return tensors
-        exchanged: Sequence[Tensor] = _ToSections.apply(self, *tensors)
-        return exchanged
+        return self._exchanged(_sections, _heads, *tensors)
 
     def traffic(
         self, context: int, heads: int, key_heads: int, widths: tuple[int, int], patterns: tuple[Pattern, ...] | None
@@ -156,7 +157,7 @@ class Division:
         """The sum of the processes' values, on each of them."""
         if self.size == 1:
             return values
-        total: Tensor = _Sum.apply(self, values)
+        (total,) = self._exchanged(_sum, _sum, values)
         return total
 
     def alike(self, values: Tensor) -> Tensor:
@@ -210,6 +211,11 @@ class Division:
             drawn = bits.view(torch.int16).view(len(some), batch, -1)[..., :width]
             torch.lt(drawn, _of_bits(share) - (1 << 15), out=out)
         return mask.transpose(0, 1)
+
+    def _exchanged(self, there: Exchanger, back: Exchanger, *tensors: Tensor) -> Sequence[Tensor]:
+        """Tensors by one exchange, and their gradients by another."""
+        exchanged: Sequence[Tensor] = _Exchanged.apply(self, there, back, *tensors)
+        return exchanged
 
     def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Row u of values to process u, and what all have for this one, in their order. Everything travels by it.
@@ -268,13 +274,13 @@ def _traffic(
     return min(by_heads, by_keys, key=lambda traffic: sum(traffic.sent))
 
 
-def _heads(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, H, n, ·) to (B, H / U, N, ·)."""
     swapped = division.swap_parts([x.unflatten(1, (division.size, -1)).movedim(1, 0) for x in tensors])
     return tuple(x.movedim(0, 2).flatten(2, 3) for x in swapped)  # (U, B, H / U, n, ·) by the section they come from
 
 
-def _sections(division: Division, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _sections(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, H / U, N, ·) to (B, H, n, ·)."""
     swapped = division.swap_parts([x.unflatten(2, (division.size, -1)).movedim(2, 0) for x in tensors])
     return tuple(x.movedim(0, 1).flatten(1, 2) for x in swapped)  # (U, B, H / U, n, ·) by who had the heads
@@ -290,47 +296,36 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-class _ToHeads(torch.autograd.Function):
+def _columns(division: Division, rows: Tensor, stride: int) -> tuple[Tensor]:
+    """(B, n, ·) of a section to those of columns."""
+    swapped = division.swap(rows.unflatten(1, (-1, division.size, stride // division.size)).movedim(2, 0))
+    return (swapped.movedim(0, 1).flatten(1, 3),)  # (B, U, n / l, l / U, ·), by section
+
+
+def _section(division: Division, rows: Tensor, stride: int) -> tuple[Tensor]:
+    """(B, n, ·) of columns to those of a section."""
+    swapped = division.swap(rows.unflatten(1, (division.size, -1, stride // division.size)).movedim(1, 0))
+    return (swapped.movedim(0, 2).flatten(1, 3),)  # (B, n / l, U, l / U, ·), by column
+
+
+def _sum(division: Division, values: Tensor) -> tuple[Tensor]:
+    """In the order of the processes, so that each has the same bits."""
+    return (division.swap(values.expand(division.size, *values.shape).contiguous()).sum(0, dtype=values.dtype),)
+
+
+class _Exchanged(torch.autograd.Function):
+    """What ``there`` makes of tensors; their gradients are what ``back`` makes of those of that."""
+
     @staticmethod
-    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.division = division
-        return _heads(division, tensors)
+    def forward(
+        ctx: Any, division: Division, there: Exchanger, back: Exchanger, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.division, ctx.back = division, back
+        return there(division, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_sections(ctx.division, grads)
-
-
-class _ToSections(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.division = division
-        return _sections(division, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_heads(ctx.division, grads)
-
-
-def _columns(division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
-    """(B, n, ·) of a section to those of columns, or back."""
-    width = stride // division.size
-    if there:
-        swapped = division.swap(rows.unflatten(1, (-1, division.size, width)).movedim(2, 0))
-        return swapped.movedim(0, 1).flatten(1, 3)  # (B, U, n / l, l / U, ·), by section
-    swapped = division.swap(rows.unflatten(1, (division.size, -1, width)).movedim(1, 0))
-    return swapped.movedim(0, 2).flatten(1, 3)  # (B, n / l, U, l / U, ·), by column
-
-
-class _Columns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, rows: Tensor, stride: int, there: bool) -> Tensor:
-        ctx.division, ctx.stride, ctx.there = division, stride, there
-        return _columns(division, rows, stride, there)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _columns(ctx.division, grad, ctx.stride, not ctx.there), None, None
+        return None, None, None, *ctx.back(ctx.division, *grads)
 
 
 class _Before(torch.autograd.Function):
@@ -358,18 +353,6 @@ def _to_next(division: Division, count: int) -> tuple[list[int], list[int]]:
     """What this process hands to each one, and gets from each, where everyone hands so many rows to the next."""
     sent = [count * (place == division.rank + 1) for place in range(division.size)]
     return sent, [count * (place == division.rank - 1) for place in range(division.size)]
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, values: Tensor) -> Tensor:
-        ctx.division = division
-        # In the order of the processes, so that each has the same bits.
-        return division.swap(values.expand(division.size, *values.shape).contiguous()).sum(0, dtype=values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        return None, ctx.division.sum(grad)
 
 
 class _Fetched(torch.autograd.Function):
