@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes on two cores: one thread each, or they get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo test campaign cluster browser transformers lint format clean
+.PHONY: demo test campaign cluster browser clients lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 campaign: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster and not browser and not transformers"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cluster and not browser and not clients"
 
 # Hosts made of network namespaces, with the real launchers: by root, with what .ci/run installs.
 cluster: $(VENV)/.installed-dev
@@ -27,9 +27,10 @@ cluster: $(VENV)/.installed-dev
 browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m browser
 
-transformers: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --editable ".[transformers]"
-	$(BIN)/python -m pytest -m transformers
+# Exports, data, metrics and the server under packages that others wrote; docs/clients.md has the table that it makes.
+clients: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable ".[clients]"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients -p tests.harness.clients
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/pre-commit run --all-files

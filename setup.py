@@ -56,6 +56,23 @@ setup(
         "audio": AUDIO,
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
+        "clients": [
+            # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
+            *SERVE,
+            "transformers==5.23.0",
+            "accelerate==1.15.0",
+            "peft==0.21.2",
+            "lm_eval[hf]==0.4.13",
+            "datasets==5.2.0",
+            "wids==0.1.11",
+            "torchdata==0.11.0",
+            "openai==3.54.0",
+            "tensorboard==2.21.0",
+            "wandb==0.31.0",
+            "onnx==1.23.2",
+            "onnxruntime==1.32.0",
+            "onnxscript==0.7.2",
+        ],
         "dev": [
             *REMOTE,
             *AUDIO,

@@ -195,7 +195,7 @@ def test_backends_do_not_import_each_other() -> None:
         "data_pipelines.order",
         "data_pipelines.building",
         "launcher.models",
-        pytest.param("launcher.hub", marks=pytest.mark.transformers),
+        pytest.param("launcher.hub", marks=pytest.mark.clients),
     ],
 )
 def test_a_room_imports_without_the_packages_it_does_not_need(room: str) -> None:

@@ -152,7 +152,7 @@ def test_metadata_is_complete(wheel: Path) -> None:
     assert [each for each in classifiers if each.startswith(prefix)] == [f"{prefix}{minor}" for minor in range(10, 14)]
     assert "Typing :: Typed" in classifiers and "longstride/py.typed" in contents(wheel)
     assert found.get_all("Project-URL")
-    assert set(found.get_all("Provides-Extra", [])) == {"remote", "audio", "serve", "transformers", "dev"}
+    assert set(found.get_all("Provides-Extra", [])) == {"remote", "audio", "serve", "transformers", "clients", "dev"}
     assert not [key for key in found if key.startswith("License")]  # the owner's to choose
 
 
@@ -202,7 +202,7 @@ def test_foreign_packages_and_our_rooms_share_a_process(installation: Installati
     installation.run("python", "-c", BESIDE)
 
 
-@pytest.mark.transformers
+@pytest.mark.clients
 @pytest.mark.parametrize("installation", WAYS, indirect=True)
 def test_transformers_generates_with_and_without_the_registrys_kernels(
     installation: Installation, tmp_path: Path

@@ -1,4 +1,4 @@
-"""An exported model and its tokenizer as classes of transformers. Needs transformers, and no deepspeed.
+"""An exported model as a class of transformers.
 
 transformers has at place i the logits of the token after token i. The network has them in row i + 1: its row i predicts
 token i. So n tokens need n + 1 rows. The first row, of the first token, is returned for an empty prompt alone.
@@ -13,53 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizer,
-)
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from longstride.launcher.hub.cache import SessionCache
+from longstride.launcher.hub.configuration import LongstrideConfig
 from longstride.sparse_model import Mixed, ModelConfig, Session, SparseTransformer
-
-_BYTE_VALUES = 256
-
-
-class LongstrideConfig(PreTrainedConfig):
-    """config.json of an export; ``model`` is the network's configuration."""
-
-    model_type = "longstride"  # as an export's config.json has it
-
-    def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
-        others.setdefault("tie_word_embeddings", False)
-        super().__init__(**others)
-        self.model = model
-        if model is not None:  # transformers makes one without a model to see the defaults
-            # By the names that the tools of transformers look for.
-            self.vocab_size = model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
-            self.max_position_embeddings = model["context"]
-            self.hidden_size = model["width"]
-            self.num_hidden_layers = model["layers"]
-            self.num_attention_heads = model["heads"]
-
-
-class SessionCache:
-    """``past_key_values``: a session, which transformers hands from step to step."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        """How many tokens it holds."""
-        return self.session.position
-
-    def reorder_cache(self, order: Tensor) -> None:
-        """For beam search: context i goes on from what was context ``order[i]``."""
-        self.session.rearrange(order)
 
 
 class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
@@ -190,48 +149,3 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             if not keep or place >= count - keep:
                 kept.append(session.logits.clone())
         return torch.stack(kept, 1)
-
-
-class LongstrideTokenizer(PreTrainedTokenizer):
-    """Text as its UTF-8 bytes: token n is the byte n, and its text the character of that number.
-
-    There are no other tokens, so none begins, ends or pads a text.
-    """
-
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 - as transformers declares it
-
-    @property
-    def vocab_size(self) -> int:
-        """How many values a byte has."""
-        return _BYTE_VALUES
-
-    def get_vocab(self) -> dict[str, int]:
-        """Every token's number."""
-        return {chr(byte): byte for byte in range(_BYTE_VALUES)} | dict(self.added_tokens_encoder)
-
-    def _tokenize(self, text: str, **options: Any) -> list[str]:
-        return [chr(byte) for byte in text.encode("utf-8")]
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return ord(token)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return chr(index)
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text; bytes that are no UTF-8 become the replacement character."""
-        return bytes(ord(token) for token in tokens).decode("utf-8", "replace")
-
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-        """Nothing: there is no file."""
-        return ()
-
-
-def register() -> None:
-    """Makes these classes known to transformers: its ``Auto`` classes then load an export without `trust_remote_code`.
-
-    The stub of the export is not read, so its age is no matter.
-    """
-    AutoConfig.register(LongstrideConfig.model_type, LongstrideConfig, exist_ok=True)
-    AutoModelForCausalLM.register(LongstrideConfig, LongstrideForCausalLM, exist_ok=True)
-    AutoTokenizer.register(LongstrideConfig, tokenizer_class=LongstrideTokenizer, exist_ok=True)

@@ -88,6 +88,17 @@ def tiny_export(
     return folder
 
 
+def random_export(folder: Path) -> Path:
+    """An export of a model of text whose every parameter is random: its bytes are anything."""
+    torch.manual_seed(0)
+    config = plain_config()
+    weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"format": 1, "model": config.model_dump(mode="json")}))
+    return folder
+
+
 def add_hub_files(folder: Path) -> None:
     """All that transformers needs of an export."""
     from longstride.launcher.exports.for_hubs import hub_fields, hub_files  # late: imports deepspeed

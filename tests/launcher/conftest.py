@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import train
 from longstride.launcher.output.exit_codes import WRONG_INPUT
-from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import configuration, files_under, spawn
+from tests.harness.tiny_models import random_export
 
 Make = Callable[[Path], None]
 
@@ -72,20 +70,7 @@ def config_file(data: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     """An exported model whose every parameter is random: its bytes are anything."""
-    torch.manual_seed(0)
-    config = ModelConfig.model_validate(
-        {
-            "context": 64, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
-            "embedding": {"type": "text", "row_width": 8},
-        }
-    )  # fmt: skip
-    model = SparseTransformer(config)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    weights = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"format": 1, "model": config.model_dump(mode="json")}))
-    return folder
+    return random_export(tmp_path / "model")
 
 
 @pytest.fixture

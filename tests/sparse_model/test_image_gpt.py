@@ -56,7 +56,7 @@ def test_epsilon_of_norms_is_the_configurations(kind: str) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.transformers
+@pytest.mark.clients
 @pytest.mark.filterwarnings("default")  # its own warnings are its own affair
 class TestAgainstTransformers:
     """Imports transformers, which is large: `make transformers` installs it."""

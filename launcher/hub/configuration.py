@@ -1,0 +1,44 @@
+"""What transformers reads of an export's config.json, and the numbers of the tokens that are no bytes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from longstride.sparse_model import ModelConfig
+
+
+class Specials(NamedTuple):
+    """Tokens behind the V of a vocabulary, which no model predicts.
+
+    The start stands before a text: the network has a row for it. The end and padding are for the tools that ask for
+    them: no weights stand behind either.
+    """
+
+    start: int
+    end: int
+    padding: int
+
+    @classmethod
+    def of(cls, vocabulary: int) -> Specials:
+        """Those of a vocabulary of that many tokens."""
+        return cls(vocabulary, vocabulary + 1, vocabulary + 2)
+
+
+class LongstrideConfig(PreTrainedConfig):
+    """config.json of an export; ``model`` is the network's configuration."""
+
+    model_type = "longstride"  # as an export's config.json has it
+
+    def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
+        others.setdefault("tie_word_embeddings", False)
+        super().__init__(**others)
+        self.model = model
+        if model is not None:  # transformers makes one without a model to see the defaults
+            # By the names that the tools of transformers look for.
+            self.vocab_size = model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
+            self.max_position_embeddings = model["context"]
+            self.hidden_size = model["width"]
+            self.num_hidden_layers = model["layers"]
+            self.num_attention_heads = model["heads"]

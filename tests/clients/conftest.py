@@ -1,0 +1,25 @@
+"""What tests against packages of others share: exports that those can load, and no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.tiny_models import add_hub_files, random_export
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No hub is asked, and what these packages keep goes where the test's own files go."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An export of a tiny model of text with a context of 64, and all that transformers needs."""
+    export = random_export(tmp_path / "model")
+    add_hub_files(export)
+    return export
