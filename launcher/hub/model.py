@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
@@ -38,13 +39,18 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)
+        # Trainer and pipelines know by this table of theirs that labels stand one place behind logits.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config.model_type, "LongstrideForCausalLM")
         # Not the run's backend of attention: it is not known yet which device will compute.
-        network = SparseTransformer(ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"}))
+        of_network = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
+        with torch.random.fork_rng(devices=[]):  # what is drawn here is not kept
+            network = SparseTransformer(of_network, initialize=False)
         # Not as a submodule, which would put its name before those of its tensors; its parts are submodules instead.
         self.__dict__["_skeleton"] = {name: value for name, value in vars(network).items() if name != "_modules"}
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
+        self._first_values: dict[int, Tensor] = {}  # by the tensor that they are for, until it has them
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -55,20 +61,68 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         vars(network).update(self._skeleton, _modules=self._modules, training=self.training)
         return network
 
+    @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Does nothing: the network has initialised itself."""
+        """Gives what was not loaded of a module's tensors the values that a new network of ours has there."""
+        if not any(module is each for each in self.modules()):
+            super()._init_weights(module)
+            return
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        missing = [tensor for tensor in own if not getattr(tensor, "_is_hf_initialized", False)]
+        if missing and not self._first_values:
+            new, mine = (
+                dict([*each.named_parameters(), *each.named_buffers()])
+                for each in (SparseTransformer(self.network.config), self)
+            )
+            self._first_values = {
+                id(mine[name]): tensor
+                for name, tensor in new.items()
+                if not getattr(mine[name], "_is_hf_initialized", False)
+            }
+        for tensor in missing:
+            tensor.data.copy_(self._first_values.pop(id(tensor)).data)
+            tensor.__dict__["_is_hf_initialized"] = True
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # a SessionCache is made at the first step
 
-    def get_input_embeddings(self) -> torch.nn.Module:
+    def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
         return self.embedding.tokens
 
-    def get_output_embeddings(self) -> torch.nn.Module:
+    def set_input_embeddings(self, value: Any) -> None:
+        """Puts another one in its place."""
+        self.embedding.tokens = value
+
+    def get_output_embeddings(self) -> Any:
         """The projection to logits."""
         return self.logits
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Puts another one in its place."""
+        self.logits = new_embeddings
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> torch.nn.Module:
+        """Leaves the embedding as it is, which is wide enough for all tokens of the tokenizer, and returns it.
+
+        Raises:
+            ValueError: for another number of tokens.
+        """
+        tokens = self.network.config.vocabulary
+        wanted = tokens if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        most = Specials.of(tokens).padding + 1
+        if not tokens <= wanted <= most:
+            rule = f"this model has {tokens} tokens, and no weights for the {most - tokens} special ones"
+            raise ValueError(f"new_num_tokens={wanted}: {rule}; give {tokens} to {most}, or train another vocabulary")
+        return self.get_input_embeddings()
 
     def forward(
         self,
