@@ -138,7 +138,6 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token after each of ``input_ids``.
@@ -157,8 +156,8 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False for a tuple.
             logits_to_keep: how many of the last ones to return, 0 for all; or at which places, as transformers has it.
             num_items_in_batch: labels of all batches that one step is made of: the loss is then this batch's share.
-            shift_labels: (B, n), what comes after each place, in place of ``labels``.
-            others: None each; what transformers hands to other models.
+            others: ``shift_labels`` (B, n), what comes after each place, in place of ``labels``; it has no place of its
+                own above, as Trainer would then wait for both. What transformers hands to other models must be None.
 
         Returns:
             Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
@@ -168,6 +167,7 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: an argument is missing, or of no use here, or more tokens than the context holds.
         """
+        shift_labels = others.pop("shift_labels", None)
         wrong = [name for name, value in others.items() if value is not None]
         if wrong:
             raise ValueError(f"{wrong[0]}: this model takes no such argument; leave it out")
