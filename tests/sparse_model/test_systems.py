@@ -131,6 +131,24 @@ def test_selected_contexts_go_on_alone(changes: dict[str, Any]) -> None:
 
 
 @every_system
+def test_generation_under_autocast_is_as_near_as_the_whole_context(changes: dict[str, Any]) -> None:
+    model = awake(**changes)
+    tokens = tokens_of(model)
+    with torch.inference_mode():
+        exact = model(tokens)[:, 13:]
+        model.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(tokens)[:, 13:].double()
+            session, found = Session(model, 2), []
+            session.prefill(tokens[:, :13])
+            for token in tokens[:, 13:].T:
+                found.append(session.logits.double())
+                session.append(token)
+    rounding = (wanted - exact).square().mean().sqrt()
+    assert (torch.stack(found, 1) - wanted).square().mean().sqrt() <= 2 * rounding
+
+
+@every_system
 def test_recomputed_gradients_are_bitwise_equal(changes: dict[str, Any]) -> None:
     """Of an auxiliary loss too: what a block gives beside its rows must be part of what is computed again."""
     plain = awake(**changes, dropout=0.2).float().train()
