@@ -8,25 +8,29 @@ Letters: B batch, n tokens at hand, C width, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
+from longstride.launcher.hub.generation import SessionGenerationMixin
 from longstride.launcher.hub.rows import all_rows
-from longstride.sparse_model import ModelConfig, Session, SparseTransformer
+from longstride.launcher.models import DTYPES, Fingerprint
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _LEFT_OUT = -100  # as a label: of no loss
 
 
-class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
+class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
     """A Sparse Transformer; tensors have the names that they have in an export."""
 
     config_class = LongstrideConfig
@@ -34,7 +38,6 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     accepts_loss_kwargs = True  # Trainer then tells how many labels a whole step has
     supports_gradient_checkpointing = True
-    _is_stateful = True  # a session cannot take tokens back, which speculative decoding needs
     _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "ReversibleBlock"]
 
     def __init__(self, config: LongstrideConfig) -> None:
@@ -51,6 +54,7 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
         self._first_values: dict[int, Tensor] = {}  # by the tensor that they are for, until it has them
+        self._keep_in_fp32_modules_strict = [name for name, _ in network.named_buffers()]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -83,9 +87,56 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
             tensor.data.copy_(self._first_values.pop(id(tensor)).data)
             tensor.__dict__["_is_hf_initialized"] = True
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LongstrideForCausalLM:
+        """As torch has it; but buffers, which parts compute with in fp32, stay so in a model of 16 bits."""
+        before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self.get_buffer(name)
+            if now.dtype.itemsize < buffer.dtype.itemsize:
+                now.data = buffer.to(now.device)
+        return self
+
     @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # a SessionCache is made at the first step
+    def is_remote_code(cls) -> bool:
+        """Never: the stub of an export leads here, and there is no code to save with a model."""
+        return False
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """As transformers has it; what is saved is an export, and its config.json has the weights' own fingerprint.
+
+        Where they are others than those that were loaded, it no longer tells of which run and step they are.
+        """
+        tensors = self.state_dict() if state_dict is None else state_dict
+        digest, adapted = None, getattr(self, "_hf_peft_config_loaded", False)  # adapters are saved alone
+        if (
+            is_main_process
+            and not adapted
+            and all(each.dtype in DTYPES.values() and not each.is_meta for each in tensors.values())
+        ):
+            fingerprint = Fingerprint(self.config.model or {})
+            for name, tensor in tensors.items():
+                fingerprint.add(name, tensor.cpu())
+            digest = fingerprint.hexdigest()
+        if not adapted and digest != getattr(self.config, "fingerprint", None):
+            for name in ("fingerprint", "origin"):
+                self.config.__dict__.pop(name, None)
+            if digest is not None:
+                self.config.fingerprint = digest
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        """As transformers has it, for blocks that are no layers of its own."""
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        self._recomputed_every = every_n_layers
 
     def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
@@ -189,13 +240,15 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
                 rule = "takes input_ids, a number of logits_to_keep, and has no output_hidden_states"
                 raise ValueError(f"use_cache=True: a step with a cache {rule}; give use_cache=False")
             if cache is None:
-                cache = SessionCache(Session(network, len(input_ids)))
+                cache = SessionCache(network)
             logits, auxiliary = cache.extend(input_ids, attention_mask, logits_to_keep), None
         else:
             tokens = input_ids
             if tokens is None:
                 assert inputs_embeds is not None
                 tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+            # Reversible blocks keep nothing as it is.
+            recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
             mixed = all_rows(
                 network,
                 tokens,
@@ -203,7 +256,7 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
                 Specials.of(network.config.vocabulary),
                 keep=logits_to_keep,
                 embedded=inputs_embeds,
-                recompute=self._recompute if self.gradient_checkpointing and self.training else None,
+                recompute=self._recompute if recomputed else None,
                 hidden=hidden,
             )
             logits, auxiliary = mixed.rows, mixed.auxiliary
@@ -216,8 +269,9 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def _recompute(self, block: Callable[..., Any], *inputs: Any) -> Any:
-        """A block whose inner activations the backward pass computes again."""
-        return self._gradient_checkpointing_func(block, *inputs)
+        """A block whose inner activations the backward pass computes again, or one between such blocks."""
+        kept = next(number for number, each in enumerate(self.blocks) if each is block) % self._recomputed_every
+        return block(*inputs) if kept else self._gradient_checkpointing_func(block, *inputs)
 
     def _loss(
         self,
@@ -244,15 +298,6 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         if auxiliary is not None:  # a mean over this batch, which is a part of the step
             nats = nats + auxiliary * (targets != _LEFT_OUT).sum()
         return nats / (items.to(nats.device) if isinstance(items, Tensor) else items)
-
-    # transformers looks for a parameter of the name kwargs.
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """As transformers has it. Raises ValueError where the context is full."""
-        context = self.network.config.context
-        if input_ids.shape[1] >= context:
-            rule = f"{input_ids.shape[1]} tokens: the model's context of {context} has no room for another"
-            raise ValueError(f"{rule}; give max_length={context} or less")
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -> None:
