@@ -65,6 +65,12 @@ class Session:
         self._logits: Tensor | None = None  # of `position`, once its row is computed
 
     @property
+    def tokens(self) -> Tensor:
+        """A view of all tokens, (B, ``position``) int64."""
+        reach = self._tokens.shape[1] - self.length
+        return self._tokens[:, reach : reach + self.position]
+
+    @property
     def logits(self) -> Tensor:
         """Logits of the next token, (B, V) in fp32 (fp64 for fp64); computed at the first access.
 

@@ -18,6 +18,10 @@ from longstride.launcher.hub.configuration import Specials
 from longstride.launcher.hub.rows import all_rows
 from longstride.sparse_model import Session, SparseTransformer
 
+# A pass over n tokens takes as long as n / 12 to n / 18 steps of one (one thread, widths 128 and 512, 64 to 4000
+# tokens). Fewer than so many are taken step by step in any case, as speculation takes them.
+_STEP, _MANY = 12, 16
+
 
 class _Group(NamedTuple):
     """Contexts of one length, which go on together."""
@@ -52,13 +56,28 @@ class _Group(NamedTuple):
         wide = torch.promote_types(like.dtype, torch.float32)
         return torch.full((session.batch, config.vocabulary), torch.nan, dtype=wide, device=like.device)
 
-    def take(self, tokens: Tensor) -> list[Tensor]:
-        """Goes on behind tokens (b, n); logits (b, V) after each."""
+    def take(self, tokens: Tensor, keep: int) -> Tensor:
+        """Goes on behind tokens (b, n), n from 1; logits after each of the last ``keep``, 0 for all: (b, ·, V)."""
+        session, count = self.session, tokens.shape[1]
+        if count >= _MANY and count * _STEP >= session.position + count:
+            tokens = torch.cat([session.tokens, tokens], 1)
+            session.reset()
+            session.prefill(tokens)
+            if keep == 1:
+                return self.next_logits()[:, None]
+            with torch.no_grad():
+                return all_rows(session.model, tokens, None, self.specials, keep=keep or count).rows
         found = []
-        for token in tokens.unbind(1):
-            self.session.append(token)
-            found.append(self.next_logits())
-        return found
+        for place, token in enumerate(tokens.unbind(1)):
+            session.append(token)
+            if not keep or place >= count - keep:
+                found.append(self.next_logits())
+        return torch.stack(found, 1)
+
+    @property
+    def specials(self) -> Specials:
+        """Of the model's vocabulary."""
+        return Specials.of(self.session.model.config.vocabulary)
 
 
 class SessionCache:
@@ -111,10 +130,12 @@ class SessionCache:
         if apart:
             return self._apart(tokens, mask, specials)[:, -keep:]
         self._require_room([count] * batch)
+        if not count:
+            return tokens.new_empty(batch, 0, specials.start, dtype=self._groups[0].next_logits().dtype)
         found = []
         for group in self._groups:
             own = tokens if len(self._groups) == 1 else tokens[group.members]
-            found.append((group.members, torch.stack(group.take(own)[-keep:], 1)))
+            found.append((group.members, group.take(own, keep)))
         self._places += count
         return self._gathered(found)
 
@@ -165,8 +186,9 @@ class SessionCache:
         groups, found = [], []
         for group in self._groups:
             for part, length in group.parts([lengths[member] for member in group.members]):
-                before = part.next_logits()
-                rows = torch.stack([before, *part.take(aligned.tokens[part.members, :length])], 1)
+                rows = part.next_logits()[:, None]  # behind what is held
+                if length:
+                    rows = torch.cat([rows, part.take(aligned.tokens[part.members, :length], 0)], 1)
                 index = aligned.rows[part.members][..., None].expand(-1, -1, rows.shape[2])
                 found.append((part.members, rows.gather(1, index)))
                 groups.append(part)
