@@ -72,6 +72,7 @@ setup(
             "onnx==1.23.2",
             "onnxruntime==1.32.0",
             "onnxscript==0.7.2",
+            "parameterized==0.9.0",  # transformers' own tests of models use it
         ],
         "dev": [
             *REMOTE,

@@ -1,4 +1,4 @@
-"""One rank of Trainers of transformers that train an export under DeepSpeed, ZeRO 0 and 3, loaded and new: FOLDER OUTPUT."""
+"""One rank of Trainers of transformers that train an export under DeepSpeed, under ZeRO 0 and 3: FOLDER OUTPUT."""
 
 import sys
 from pathlib import Path
