@@ -49,7 +49,7 @@ def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
             "auto_map": {"AutoTokenizer": [f"{_MODULE}.LongstrideTokenizer", None]},
-            "model_max_length": model.context,
+            "model_max_length": model.context - 1,  # without the start, as many as another byte can follow
         }
         files["tokenizer_config.json"] = json.dumps(content, indent=2) + "\n"
     return files
