@@ -2,8 +2,8 @@
 
 A part is a module with ``part``, the name under which its parameters are counted. Where it has parameters to set,
 ``initialize()`` does so. Where it computes products, ``work(positions, batch)`` counts them. One that remembers earlier
-positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, with ``begin``, ``step`` and
-``rearrange``. Whoever needs one of these asks the part, and knows no names of modules or tensors.
+positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, a ``State``. Whoever needs one
+of these asks the part, and knows no names of modules or tensors.
 
 One that looks beyond its own rows has ``division``, which a model sets (``SparseTransformer.divide``), and asks it for
 what other processes have of the same contexts.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -54,8 +54,15 @@ def joined(stream: Mixed, given: Tensor | Mixed) -> Mixed:
 class State(Protocol):
     """What generation keeps of earlier positions for one mixer."""
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]`` of such a state in its first ``known`` rows.
+
+        ``order`` is (B,) integers. The source is a state of the same part, of as many contexts as it may be, or itself.
+        """
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``, which is no more than there are."""
         ...
 
 

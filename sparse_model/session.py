@@ -6,6 +6,7 @@ Letters: B batch, N positions, C width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -26,7 +27,10 @@ class Session:
 
     ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
     the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
-    takes several tokens at once; its last bits may differ.
+    takes several tokens at once; its last bits may differ. ``truncate`` takes the last tokens back: what follows is as
+    if they had never been.
+
+    A session that begins under autocast keeps what autocast computes, and goes on under the same alone.
     """
 
     def __init__(self, model: SparseTransformer, batch: int = 1, length: int | None = None) -> None:
@@ -53,10 +57,11 @@ class Session:
         self.length = context if length is None else even_length(model.config, length)
         self.position = 0  # of the next token
         start = model.embedding.start
+        self._autocast = _autocast(start)
         with torch.inference_mode():
-            self.states = model.new_states(batch, self.length, start.device, start.dtype)
-        # The last tokens before `position`, (B, reach).
-        self._before = torch.full((batch, model.embedding.reach), NO_TOKEN, device=start.device)
+            self.states = model.new_states(batch, self.length, start.device, self._autocast or start.dtype)
+        # All tokens, behind those that are none where the first row looks for some: (B, reach + N).
+        self._tokens = torch.full((batch, model.embedding.reach + self.length), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
 
     @property
@@ -64,12 +69,14 @@ class Session:
         """Logits of the next token, (B, V) in fp32 (fp64 for fp64); computed at the first access.
 
         Raises:
-            ValueError: the session is full.
+            ValueError: the session is full, or began under another autocast.
         """
         if self._logits is None:
             self._require_room(1)
+            self._require_autocast()
             with torch.inference_mode():
-                h = self._bare.embedding.row(self._before, self.position)
+                before = self._tokens[:, self.position : self.position + self._bare.embedding.reach]
+                h = self._bare.embedding.row(before, self.position)
                 h = self._bare.through(h, self.states, self.position)
                 logits = self._bare.logits(self._bare.norm(h)).squeeze(1)
                 self._logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -104,12 +111,39 @@ class Session:
         if self.position:
             raise ValueError(f"the session has {self.position} tokens already: reset() empties it")
         self._require_room(tokens.shape[1])
+        self._require_autocast()
         if not tokens.shape[1]:
             return
         tokens = tokens.long()
         with torch.inference_mode():
             self._bare.through(self._bare.embedding(tokens), self.states, 0)
         self._add(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first ``length`` of every context.
+
+        It takes no time for attention over patterns, and for others at most that of sorting the positions that stay:
+        those that list the members of a cluster or bucket list them anew.
+
+        Raises:
+            ValueError: there are fewer tokens.
+        """
+        if not 0 <= length <= self.position:
+            raise ValueError(f"length={length}: must be 0 to {self.position}, the tokens that there are")
+        if length == self.position:
+            return
+        with torch.inference_mode():
+            for state in self.states:
+                if state is not None:
+                    state.truncate(length)
+        self.position, self._logits = length, None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """A session of the same model, which is not copied."""
+        memo |= {id(module): module for module in self.model.modules()}
+        other: Session = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the bare model, which a copy makes from its own model."""
@@ -121,8 +155,7 @@ class Session:
 
     def reset(self) -> None:
         """Forget all tokens, and keep the memory."""
-        self.position, self._logits = 0, None
-        self._before = torch.full_like(self._before, NO_TOKEN)
+        self.truncate(0)
 
     def rearrange(self, order: Tensor) -> None:
         """Context i becomes a copy of context ``order[i]``: contexts may be dropped, and repeated.
@@ -135,22 +168,54 @@ class Session:
         """
         if order.shape != (self.batch,):
             raise ValueError(f"order {tuple(order.shape)} must be ({self.batch},), one for each context")
+        self._take(self, order)
+
+    def selected(self, order: Tensor) -> Session:
+        """A session of its own whose context i is a copy of context ``order[i]``, (b,) integers, b from 1.
+
+        Raises:
+            ValueError: no contexts, or this session began under another autocast.
+        """
+        self._require_autocast()
+        other = Session(self.model, len(order), self.length)
+        other.position = self.position
+        other._take(self, order)
+        return other
+
+    def _take(self, source: Session, order: Tensor) -> None:
+        """Have copies of contexts of a session of as many tokens."""
         with torch.inference_mode():
-            for state in self.states:
+            for state, of_source in zip(self.states, source.states, strict=True):
                 if state is not None:
-                    state.rearrange(order, self.position + 1)
-        self._before = self._before[order]
-        self._logits = None if self._logits is None else self._logits[order]
+                    state.take(of_source, order, self.position + 1)
+            self._tokens.copy_(source._tokens[order])
+            self._logits = None if source._logits is None else source._logits[order]
 
     def _add(self, tokens: Tensor) -> None:
-        """Go on behind tokens (B, n), and keep a copy of those that the next row embeds."""
-        reach = self._before.shape[1]
-        self._before = torch.cat([self._before, tokens[:, -reach:].long()], 1)[:, -reach:]
-        self.position, self._logits = self.position + tokens.shape[1], None
+        """Go on behind tokens (B, n), and keep a copy of them."""
+        first, count = self.position + self._bare.embedding.reach, tokens.shape[1]
+        with torch.inference_mode():
+            self._tokens[:, first : first + count] = tokens
+        self.position, self._logits = self.position + count, None
+
+    def _require_autocast(self) -> None:
+        if (now := _autocast(self.model.embedding.start)) != self._autocast:
+            began, goes = (
+                f"under autocast to {dtype}" if dtype else "without autocast" for dtype in (self._autocast, now)
+            )
+            raise ValueError(f"the session began {began}, and goes on {goes}: what it keeps is of the first")
 
     def _require_room(self, rows: int) -> None:
         if self.position + rows > self.length:
             raise ValueError(f"{self.position + rows} tokens: the session has room for {self.length}")
+
+
+def _autocast(like: Tensor) -> torch.dtype | None:
+    """What autocast has projections give, of weights like these; None where they give what the weights are."""
+    kind = like.device.type
+    # Autocast leaves fp64 as it is.
+    casts = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else None
 
 
 def even_length(config: ModelConfig, least: int) -> int:

@@ -117,22 +117,7 @@ class SparseTransformer(nn.Module):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
         more = self.beside(tokens.shape[1], places)
-        h = self.embedding(tokens, places)
-        recompute = self.activation_checkpoint
-        columns = 0  # by which rows are divided; 0: by sections
-        if self.config.reversible and recompute is None and torch.is_grad_enabled():
-            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
-            stream = Mixed(rows, auxiliary, tuple(statistics))
-        else:
-            stream = Mixed(opened(h) if self.config.reversible else h)
-            for block, rest in zip(self.blocks, more, strict=True):
-                wanted = rest[3] if len(rest) > 3 else 0
-                rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted
-                given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
-                # Torch's recomputation makes a plain tuple of it.
-                stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
-            if self.config.reversible:
-                stream = stream._replace(rows=closed(stream.rows, h))
+        stream, columns = self.residual(self.embedding(tokens, places), more, self.activation_checkpoint)
         if return_nats:  # targets and nats travel, which are less than rows
             rows = self.norm(stream.rows)
             targets = tokens[:, self.division.section(tokens.shape[1]), None]
@@ -142,6 +127,35 @@ class SparseTransformer(nn.Module):
         else:
             scored = self.logits(self.norm(self.division.divided_anew(stream.rows, columns, 0)))
         return stream._replace(rows=scored) if return_mixed else scored
+
+    def residual(
+        self, h: Tensor, more: Sequence[tuple[Any, ...]], recompute: Callable[..., Any] | None = None
+    ) -> tuple[Mixed, int]:
+        """All residual blocks as training has them, before the last norm.
+
+        Args:
+            h: (B, N, C), embedded positions.
+            more: what each block takes beside its rows, as ``beside`` gives it.
+            recompute: called as (block, rows, …) in place of each block.
+
+        Returns:
+            Rows (B, N, C) with what the parts give beside them, and the stride of the columns by which these rows are
+            divided; 0: by sections.
+        """
+        if self.config.reversible and recompute is None and torch.is_grad_enabled():
+            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
+            return Mixed(rows, auxiliary, tuple(statistics)), 0
+        columns = 0
+        stream = Mixed(opened(h) if self.config.reversible else h)
+        for block, rest in zip(self.blocks, more, strict=True):
+            wanted = rest[3] if len(rest) > 3 else 0
+            rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted
+            given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
+            # Torch's recomputation makes a plain tuple of it.
+            stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
+        if self.config.reversible:
+            stream = stream._replace(rows=closed(stream.rows, h))
+        return stream, columns
 
     def beside(self, context: int, places: Tensor | None = None) -> list[tuple[Any, ...]]:
         """What each block takes beside its rows in training.

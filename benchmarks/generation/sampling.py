@@ -164,7 +164,7 @@ def seconds_of(session: Session, options: argparse.Namespace) -> float:
     """Mean seconds of a byte, at the last positions of the context."""
     session.reset()
     session.position = session.length - options.calls
-    session._before.zero_()  # any bytes, as reset leaves none
+    session._tokens.zero_()  # any bytes, as reset leaves none
     generator = torch.Generator(options.device).manual_seed(0)
     synchronize(options.device)
     start = time.perf_counter()

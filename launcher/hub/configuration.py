@@ -33,12 +33,17 @@ class LongstrideConfig(PreTrainedConfig):
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
+        vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
+        specials = Specials.of(vocabulary)
+        for name, token in zip(("bos", "eos", "pad"), specials, strict=True):
+            others.setdefault(f"{name}_token_id", token)
         super().__init__(**others)
         self.model = model
         if model is not None:  # transformers makes one without a model to see the defaults
             # By the names that the tools of transformers look for.
-            self.vocab_size = model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
-            self.max_position_embeddings = model["context"]
+            self.vocab_size = vocabulary
+            # How many tokens have a row behind the last one, where no start stands before them.
+            self.max_position_embeddings = model["context"] - 1
             self.hidden_size = model["width"]
             self.num_hidden_layers = model["layers"]
             self.num_attention_heads = model["heads"]

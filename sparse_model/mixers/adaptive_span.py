@@ -31,6 +31,7 @@ from longstride.kernels import ConfigError, Problem, num_pairs, selected_attenti
 from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import Rotary
@@ -327,7 +328,7 @@ def rows_at(x: Tensor, places: Tensor) -> Tensor:
     return x[:, :, None].take_along_dim(index, 3).flatten(1, 2).masked_fill_(~inside[..., None], 0.0)
 
 
-class RecentKeyValues:
+class RecentKeyValues(KeptRows):
     """Keys (B, K, N, D) and values (B, K, N, Dv) of which a step reads those within each head's span and ramp.
 
     Heads of queries of about the same span are read together, as far back as the longest. So where each has keys of its
@@ -372,8 +373,3 @@ class RecentKeyValues:
         """Set rows of all heads, (B, K, ·) or (B, K, n, ·)."""
         order = self.order if self.shared is None else slice(None)
         self.keys[:, :, rows], self.values[:, :, rows] = k[:, order], v[:, order]
-
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        for rows in (self.keys, self.values):
-            rows[:, :, :known] = rows[order, :, :known]

@@ -81,11 +81,17 @@ class AttentionState:
     keys_values: Cache
     recent: RecentRows | None  # what its convolution reads
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        self.keys_values.rearrange(order, known)
+    def take(self, source: AttentionState, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]`` of such a state in its first ``known`` rows."""
+        self.keys_values.take(source.keys_values, order, known)
         if self.recent is not None:
-            self.recent.rearrange(order)
+            self.recent.take(source.recent, order, known)
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``."""
+        self.keys_values.truncate(length)
+        if self.recent is not None:
+            self.recent.truncate(length)
 
 
 class Attention(nn.Module):

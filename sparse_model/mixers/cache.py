@@ -26,12 +26,31 @@ class Cache(Protocol):
         """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         ...
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]`` of such a cache or this one, in its first ``known`` rows."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``, which is no more than there are."""
         ...
 
 
-class KeyValues:
+class KeptRows:
+    """Keys (B, K, N, D) and values (B, K, N, Dv), each row at its position, and nothing else that earlier rows left."""
+
+    keys: Tensor
+    values: Tensor
+
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]`` of such a cache or this one, in its first ``known`` rows."""
+        for rows, of_source in ((self.keys, source.keys), (self.values, source.values)):
+            rows[:, :, :known] = of_source[order, :, :known]
+
+    def truncate(self, length: int) -> None:
+        """Nothing: steps write later rows again before any is read."""
+
+
+class KeyValues(KeptRows):
     """Keys (B, K, N, D) and values (B, K, N, Dv) of one attention; rows that are not written yet hold anything."""
 
     def __init__(
@@ -93,8 +112,7 @@ class KeyValues:
         self._value_rows[position] = v
         return self._attend_one(q, position)
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        for rows in (self.keys, self.values):
-            rows[:, :, :known] = rows[order, :, :known]
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """As all kept rows are taken."""
+        super().take(source, order, known)
         self._attend_one.forget()

@@ -49,7 +49,10 @@ class CausalConvolution(nn.Module):
         """Room for the rows that a step reads."""
         weight = self.weight.detach().to(wide_of(self.weight))
         weight = torch.cat([weight[:1] + 1, weight[1:]])  # the row itself is added
-        rows = torch.zeros(len(weight), batch, 1, weight.shape[1], device=device, dtype=weight.dtype)
+        blocks = 1 - -length // len(weight)
+        # As wide as the weights are kept, which the rows of a stream are under autocast too.
+        shape = blocks, len(weight), batch, 1, weight.shape[1]
+        rows = torch.zeros(shape, device=device, dtype=self.weight.dtype)
         # The row j before position p lies at (p - j) % k: turned round, the weights lie as the rows do.
         weights = torch.stack([weight.flip(0).roll(position + 1, 0) for position in range(len(weight))])
         return RecentRows(rows, weights[:, :, None, None])
@@ -60,32 +63,44 @@ class CausalConvolution(nn.Module):
 
 
 class RecentRows:
-    """The last k rows of a context, each at its position modulo k.
+    """All rows of a context in blocks of k, in each of which a step finds the last k: each at its position modulo k.
 
-    So a step that is taken again writes what it wrote before, and nothing that it reads.
+    A block begins as a copy of the one before; the first of all stays 0. So a step that is taken again writes what it
+    wrote before, and nothing that it reads.
     """
 
     def __init__(self, rows: Tensor, weights: Tensor) -> None:
-        """Rows (k, B, 1, C), and their weights (k, k, 1, 1, C) at each position modulo k; fp32 (fp64 for fp64)."""
+        """Rows (1 + blocks, k, B, 1, C), zeros, and their weights (k, k, 1, 1, C) at each position modulo k.
+
+        Weights are fp32 (fp64 for fp64).
+        """
         self.rows, self.weights = rows, weights
 
     def begin(self, h: Tensor) -> None:
-        """Keep the last of the first n rows, (B, n, C)."""
-        self.rows.zero_()
-        for position in range(max(0, h.shape[1] - len(self.rows)), h.shape[1]):
-            self.rows[position % len(self.rows)] = h[:, position : position + 1]
+        """Keep the first n rows, (B, n, C)."""
+        count = h.shape[1]
+        self.rows[1:].flatten(0, 1)[:count] = h.transpose(0, 1)[:, :, None]
+        self.truncate(count)
 
     def step(self, h: Tensor, position: int) -> Tensor:
         """Keep one row (B, 1, C), and return its row of the convolution."""
-        if position == 0:
-            self.rows.zero_()
-        place = position % len(self.rows)
-        self.rows[place] = h
-        return (self.rows * self.weights[place]).sum(0).to(h.dtype)
+        block, place = divmod(position, len(self.weights))
+        rows = self.rows[block + 1]
+        if place == 0:
+            rows.copy_(self.rows[block])
+        rows[place] = h
+        return (rows * self.weights[place]).sum(0).to(h.dtype)
 
-    def rearrange(self, order: Tensor) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers."""
-        self.rows[:] = self.rows[:, order]
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]`` of such rows in its first ``known`` ones."""
+        blocks = 1 - -known // len(self.weights)
+        self.rows[1:blocks] = source.rows[1:blocks, :, order]
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``."""
+        block, place = divmod(length, len(self.weights))
+        if place:  # of the next row; where it begins a block, nothing is read that is not written again
+            self.rows[block + 1, place:] = self.rows[block, place:]
 
 
 class ShiftedSum(torch.autograd.Function):

@@ -36,6 +36,7 @@ from longstride.kernels import ConfigError, allowed_keys
 from longstride.kernels.patterns import Pattern, pattern_from_json, pattern_to_json
 from longstride.kernels.selections import pattern_parts
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.mixers.synthesizer import PATTERN_SCHEMA, one_pattern
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import HeadWidths
@@ -122,7 +123,7 @@ class EntmaxAttention(Attention):
         return entmax(scores, self.excess()[head].detach().to(scores.dtype))
 
 
-class EntmaxKeyValues:
+class EntmaxKeyValues(KeptRows):
     """Keys (B, K, N, D) and values (B, K, N, Dv) of which a step reads those that its pattern allows."""
 
     def __init__(self, keys: Tensor, values: Tensor, patterns: tuple[Pattern, ...], excess: Tensor) -> None:
@@ -149,11 +150,6 @@ class EntmaxKeyValues:
                 weights = entmax(scores, self.excess[heads])
                 out[:, heads] = (weights[:, :, None] @ values).squeeze(2).to(q.dtype)
         return out
-
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        for rows in (self.keys, self.values):
-            rows[:, :, :known] = rows[order, :, :known]
 
 
 def alike(patterns: Sequence[Pattern]) -> Iterator[tuple[Pattern, Any]]:

@@ -16,7 +16,7 @@ is read. Here chunks count the members of a bucket so far, and nothing of the fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from longstride.kernels import ConfigError, Problem, attend_listed, selected_att
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import Selection, hash_rounds, selection_mask
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys
+from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
@@ -154,7 +155,7 @@ def buckets_of(q: Tensor, rotations: Tensor | None) -> Tensor:
     return torch.stack(rounds, 2)
 
 
-class BucketCache:
+class BucketCache(KeptRows):
     """Keys (B, H, N, D) and values (B, H, N, Dv) of all positions, and the last 2c members of each bucket.
 
     A step reads those members alone. It can be taken again, and then gives and leaves what it did before.
@@ -163,7 +164,8 @@ class BucketCache:
     def __init__(self, keys: Tensor, values: Tensor, rotations: Tensor | None, config: LshConfig, backend: str) -> None:
         self.keys, self.values, self.rotations, self.backend = keys, values, rotations, backend
         self.chunk = config.chunk
-        self.members = RecentMembers((*keys.shape[:2], config.rounds), config.buckets, 2 * config.chunk, keys.device)
+        shape, length = (*keys.shape[:2], config.rounds), keys.shape[2]
+        self.members = RecentMembers(shape, config.buckets, 2 * config.chunk, length, keys.device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
@@ -187,8 +189,11 @@ class BucketCache:
         self.members.add(bucket, position)
         return attend_listed(q, self.keys, self.values, found)
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        for rows in (self.keys, self.values):
-            rows[:, :, :known] = rows[order, :, :known]
-        self.members.rearrange(order)
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """As all kept rows are taken, and members."""
+        super().take(source, order, known)
+        self.members.take(source.members, order)
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``, whose members are listed anew."""
+        self.members.truncate(length)

@@ -11,17 +11,19 @@ class RecentMembers:
     """Lists of positions, one for each cluster, of which the last ones are kept; axes before those are the owner's.
 
     Member m of a cluster stands at m modulo the number that is kept. A position that is added again changes nothing, so
-    a step that was cut off can be taken again. Position 0 is the first one: whatever was in the lists is forgotten.
+    a step that was cut off can be taken again. The cluster of every position is kept too, for when some are taken back.
     """
 
-    def __init__(self, shape: tuple[int, ...], clusters: int, kept: int, device: torch.device) -> None:
-        """Empty lists, of all ``shape`` leading axes."""
+    def __init__(self, shape: tuple[int, ...], clusters: int, kept: int, length: int, device: torch.device) -> None:
+        """Empty lists, of all ``shape`` leading axes, for positions below ``length``."""
         self.kept = kept
+        self.clusters = torch.zeros(*shape, length, dtype=torch.int64, device=device)  # of each position
         self.counts = torch.zeros(*shape, clusters, dtype=torch.int64, device=device)  # members so far
         self.positions = torch.zeros(*shape, clusters * kept, dtype=torch.int64, device=device)
 
     def begin(self, clusters: Tensor) -> None:
         """Have the lists of the first n positions alone, in these clusters (…, n)."""
+        self.clusters[..., : clusters.shape[-1]] = clusters
         self.counts.zero_().scatter_add_(-1, clusters, torch.ones_like(clusters))
         placed, position = clusters.sort(dim=-1, stable=True)
         first = (self.counts.cumsum(-1) - self.counts).gather(-1, placed)
@@ -36,6 +38,7 @@ class RecentMembers:
         count = self._count_before(cluster, position)
         self.positions.scatter_(-1, cluster * self.kept + count % self.kept, position)
         self.counts.scatter_(-1, cluster, count + 1)
+        self.clusters[..., position : position + 1] = cluster
 
     def before(self, cluster: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """What a cluster (…, 1) has of positions before this one, which none but itself follows.
@@ -49,15 +52,18 @@ class RecentMembers:
         number = count - 1 - (count - 1 - slots) % self.kept
         return self.positions.gather(-1, cluster * self.kept + slots), number, count
 
-    def rearrange(self, order: Tensor) -> None:
-        """Lists i of the first axis become a copy of lists ``order[i]``."""
-        for each in (self.counts, self.positions):
-            each.copy_(each[order])
+    def take(self, source: RecentMembers, order: Tensor) -> None:
+        """Lists i of the first axis become a copy of lists ``order[i]`` of such, or of these."""
+        self.counts.copy_(source.counts[order])
+        self.positions.copy_(source.positions[order])
+        self.clusters.copy_(source.clusters[order])
+
+    def truncate(self, length: int) -> None:
+        """Have the lists of the first ``length`` positions alone; it sorts those."""
+        self.begin(self.clusters[..., :length])
 
     def _count_before(self, cluster: Tensor, position: int) -> Tensor:
         """Members of a cluster without this position, which is the last one if it is among them."""
-        if position == 0:
-            self.counts.zero_()
         count = self.counts.gather(-1, cluster)
         last = self.positions.gather(-1, cluster * self.kept + (count - 1) % self.kept)
         return count - ((count > 0) & (last == position)).long()

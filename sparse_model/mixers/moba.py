@@ -10,7 +10,7 @@ query, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from longstride.kernels import ConfigError, attend_listed, selected_attention
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import chosen_blocks
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
+from longstride.sparse_model.mixers.cache import KeptRows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Work
 from longstride.sparse_model.rotary import Rotary
@@ -105,7 +106,7 @@ class BlockAttention(Attention):
         return of_queries
 
 
-class BlockCache:
+class BlockCache(KeptRows):
     """Keys (B, K, N, D) and values (B, K, N, Dv) of one attention, and the means of the keys of whole blocks.
 
     A mean is taken when the last key of its block is written, from the keys as they lie. So it is the one that a whole
@@ -139,10 +140,11 @@ class BlockCache:
         recent = torch.arange(own * block, position + 1, device=q.device).expand(*q.shape[:2], -1)
         return attend_listed(q, self.keys, self.values, torch.cat([chosen, recent], -1))
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        for rows, count in ((self.keys, known), (self.values, known), (self.means, known // self.owner.block)):
-            rows[:, :, :count] = rows[order, :, :count]
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """As all kept rows are taken, and means of whole blocks."""
+        super().take(source, order, known)
+        whole = known // self.owner.block
+        self.means[:, :, :whole] = source.means[order, :, :whole]
 
 
 def means(k: Tensor, block: int) -> Tensor:
@@ -158,7 +160,8 @@ def best(q: Tensor, means: Tensor, count: int, later: Tensor | None = None) -> T
     """
     # No less than the least number, so that what is taken, or out of the question, comes behind all that is left.
     rows = q.to(means.dtype).reshape(*means.shape[:2], -1, means.shape[3])  # of a group of heads one after another
-    scores = (rows @ means.mT).view(*q.shape[:3], means.shape[2]).clamp_(min=torch.finfo(means.dtype).min)
+    with torch.autocast(q.device.type, enabled=False):  # which would round them to 16 bits
+        scores = (rows @ means.mT).view(*q.shape[:3], means.shape[2]).clamp_(min=torch.finfo(means.dtype).min)
     if later is not None:
         scores.masked_fill_(later, -torch.inf)
     found = [torch.empty((*scores.shape[:-1], 0), dtype=torch.int64, device=scores.device)]

@@ -31,7 +31,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -42,7 +42,7 @@ from longstride.kernels import ConfigError, Problem, attend_listed, empty_cache,
 from longstride.kernels.patterns import Local, Pattern
 from longstride.kernels.selections import Selection, recent_members, selection_mask
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys
-from longstride.sparse_model.mixers.cache import KeyValues
+from longstride.sparse_model.mixers.cache import KeptRows, KeyValues
 from longstride.sparse_model.mixers.members import RecentMembers
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
@@ -328,7 +328,7 @@ class RandomKeys(ClusteredAttention):
         return ((mixed ^ mixed >> 15) % self.config.clusters).expand(batch, -1, -1)
 
 
-class RoutedCache:
+class RoutedCache(KeptRows):
     """Keys and values of earlier positions, and the last positions of each cluster, by which one more query reads.
 
     Keys (B, R, N, D) are turned.
@@ -352,7 +352,7 @@ class RoutedCache:
             for width in (mixer.head_width, mixer.network.width // mixer.heads)
         )
         # One more than a query reads: its own position may be among them.
-        self.members = RecentMembers(of_all[:2], config.clusters, self.window + 1, device)
+        self.members = RecentMembers(of_all[:2], config.clusters, self.window + 1, length, device)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the first n rows, (B, H, n, ·), and return what they read, (B, H, n, Dv)."""
@@ -389,10 +389,13 @@ class RoutedCache:
         outs.append(attend_listed(q, self.keys, self.values, reads))
         return torch.cat(outs, 1)
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
+    def take(self, source: Any, order: Tensor, known: int) -> None:
+        """As all kept rows are taken, those of local heads, and members."""
+        super().take(source, order, known)
         if self.local is not None:
-            self.local.rearrange(order, known)
-        for rows in (self.keys, self.values):
-            rows[:, :, :known] = rows[order, :, :known]
-        self.members.rearrange(order)
+            self.local.take(source.local, order, known)
+        self.members.take(source.members, order)
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``, whose members are listed anew."""
+        self.members.truncate(length)

@@ -179,13 +179,18 @@ class ScoredState:
         self.keys[:, :, first:last] = keys
         return self.values[:, :, :last], self.keys[:, :, :last]
 
-    def rearrange(self, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]``, (B,) integers, in its first ``known`` rows."""
-        for rows in (self.values, self.keys):
-            if rows is not None:
-                rows[:, :, :known] = rows[order, :, :known]
+    def take(self, source: ScoredState, order: Tensor, known: int) -> None:
+        """Context i becomes a copy of context ``order[i]`` of such a state in its first ``known`` rows."""
+        for rows, of_source in ((self.values, source.values), (self.keys, source.keys)):
+            if rows is not None and of_source is not None:
+                rows[:, :, :known] = of_source[order, :, :known]
         if self.recent is not None:
-            self.recent.rearrange(order)
+            self.recent.take(source.recent, order, known)
+
+    def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``."""
+        if self.recent is not None:
+            self.recent.truncate(length)
 
 
 class Synthesizer(nn.Module):

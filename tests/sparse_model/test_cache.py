@@ -197,7 +197,8 @@ def test_a_step_reads_the_patterns_keys_and_no_other(
     taken = count_rows(monkeypatch)
     for position in (context - 1, context - 2, context // 2, 3 * attention["stride"] - 1, 5):
         allowed = [set_allowed(session, attention, head, position) for head in range(2)]
-        session.position, session._before, session._logits = position, torch.tensor([[7]]), None
+        session.position, session._logits = position, None
+        session._tokens.fill_(7)
         taken.clear()
         assert bool(session.logits.isfinite().all())
         # Keys and values; heads of one pattern take their rows together.

@@ -85,6 +85,70 @@ def test_generation_goes_on_from_another_context(changes: dict[str, Any]) -> Non
 
 
 @every_system
+def test_what_is_taken_back_never_was(changes: dict[str, Any]) -> None:
+    """To the bit, where the same steps are taken: from a beginning at once and from steps, and to any length."""
+    model = awake(**changes)
+    tokens, other = tokens_of(model), tokens_of(model, 2)
+
+    def stepped(session: Session, last: int) -> torch.Tensor:
+        found = []
+        for position in range(session.position, last):
+            found.append(session.logits)
+            session.append(tokens[:, position])
+        return torch.stack(found)
+
+    for begun, length in ((13, 30), (13, 7), (0, 22), (0, 0)):
+        plain, cut = Session(model, 2), Session(model, 2)
+        if begun:
+            plain.prefill(tokens[:, : min(begun, length)])
+            cut.prefill(tokens[:, :begun])
+        if length > begun:
+            stepped(plain, length)
+            stepped(cut, length)
+        for position in range(cut.position, cut.position + 8):
+            cut.append(other[:, position])
+        assert cut.logits is not None
+        cut.truncate(length)
+        found, wanted = stepped(cut, length + 10), stepped(plain, length + 10)
+        if length < begun:  # what is begun by another number of rows is rounded otherwise
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        else:
+            assert torch.equal(found, wanted)
+
+
+@every_system
+def test_selected_contexts_go_on_alone(changes: dict[str, Any]) -> None:
+    model = awake(**changes)
+    tokens, session = tokens_of(model), Session(model, 2)
+    session.prefill(tokens[:, :11])
+    one, three = (session.selected(torch.tensor(order)) for order in ([1], [1, 0, 1]))
+    for each, order in ((one, [1]), (three, [1, 0, 1]), (session, [0, 1])):
+        for position in range(11, 14):
+            each.append(tokens[order, position])
+        with torch.inference_mode():
+            wanted = model(tokens[order, :15])[:, 14]
+        torch.testing.assert_close(each.logits, wanted, rtol=1e-10, atol=1e-10)
+
+
+@every_system
+def test_generation_under_autocast_is_as_near_as_the_whole_context(changes: dict[str, Any]) -> None:
+    model = awake(**changes)
+    tokens = tokens_of(model)
+    with torch.inference_mode():
+        exact = model(tokens)[:, 13:]
+        model.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(tokens)[:, 13:].double()
+            session, found = Session(model, 2), []
+            session.prefill(tokens[:, :13])
+            for token in tokens[:, 13:].T:
+                found.append(session.logits.double())
+                session.append(token)
+    rounding = (wanted - exact).square().mean().sqrt()
+    assert (torch.stack(found, 1) - wanted).square().mean().sqrt() <= 2 * rounding
+
+
+@every_system
 def test_recomputed_gradients_are_bitwise_equal(changes: dict[str, Any]) -> None:
     """Of an auxiliary loss too: what a block gives beside its rows must be part of what is computed again."""
     plain = awake(**changes, dropout=0.2).float().train()
