@@ -133,7 +133,9 @@ def test_command_gives_the_evaluations_figure(tmp_path: Path, tasks: Tasks, caps
     assert found["config"]["model_sha"] == json.loads((tmp_path / "model/config.json").read_text())["fingerprint"]
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"min_context": 100, "dtype": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 3}, {"min_context": 100, "dtype": "float32", "device": "cpu"}], ids=str
+)
 def test_documents_cost_what_the_likelihood_says(words: Path, tasks: Tasks, options: dict[str, Any]) -> None:
     documents = [text_of(size, size) for size in (1000, 1, 192, 193, 77)]
     tasks.add_bits("documents", documents)
@@ -232,3 +234,31 @@ def test_what_it_is_not_given_rightly_is_told_in_one_line(words: Path, tmp_path:
             LongstrideLM(**arguments)
     with pytest.raises(ConfigError, match=r"generation_kwargs\.num_beams: is none of until, max_gen_toks"):
         ours(words).generate_until([Instance("generate_until", {}, ("a", {"num_beams": 2}), 0)])
+
+
+@client("lm_eval", "`--model hf`, documents that fit the context", "`longstride evaluate`'s figure to rounding")
+def test_plain_path_has_the_figure_of_documents_that_fit(words: Path, tasks: Tasks) -> None:
+    documents = [text_of(size, size) for size in (1, 77, 191)]
+    tasks.add_bits("short", documents)
+    found = tasks.run(
+        "hf", model_args={"pretrained": str(words), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
+    )["short"]
+    lines = [likelihood(load_model(words), text.encode()) for text in documents]
+    expected = [line["loss_nats"] * line["tokens"] for line in lines]
+    assert [-sample["bits_per_byte"][0] for sample in found["samples"]] == pytest.approx(expected, rel=1e-6)
+
+
+@client("lm_eval", "`--model hf`, longer documents", "a number, in other contexts than `longstride evaluate`'s")
+def test_plain_path_has_a_figure_of_longer_documents(words: Path, tasks: Tasks) -> None:
+    """Behind the first 191 bytes lm_eval has windows of 191 that begin with a byte, and so no start."""
+    text = text_of(600, 1).encode()[: 191 * 3].decode("utf-8")
+    tasks.add_bits("long", [text])
+    found = tasks.run(
+        "hf", model_args={"pretrained": str(words), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
+    )["long"]
+    stream, model, expected = torch.tensor([list(text.encode())]), load_model(words), 0.0
+    with torch.no_grad():
+        for begin in range(0, stream.shape[1], 191):
+            nats = model(stream[:, max(0, begin - 1) : begin + 191], return_nats=True)[0]
+            expected += float(nats[1 if begin else 0 :].sum())
+    assert -found["samples"][0]["bits_per_byte"][0] == pytest.approx(expected, rel=1e-6)
