@@ -14,18 +14,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
+from longstride.launcher.hub.generation import SessionGenerationMixin
 from longstride.launcher.hub.rows import all_rows
-from longstride.sparse_model import ModelConfig, Session, SparseTransformer
+from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _LEFT_OUT = -100  # as a label: of no loss
 
 
-class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
+class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
     """A Sparse Transformer; tensors have the names that they have in an export."""
 
     config_class = LongstrideConfig
@@ -33,7 +34,6 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     accepts_loss_kwargs = True  # Trainer then tells how many labels a whole step has
     supports_gradient_checkpointing = True
-    _is_stateful = True  # a session cannot take tokens back, which speculative decoding needs
     _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "ReversibleBlock"]
 
     def __init__(self, config: LongstrideConfig) -> None:
@@ -57,10 +57,6 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Does nothing: the network has initialised itself."""
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # a SessionCache is made at the first step
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """The embedding of the tokens."""
@@ -135,7 +131,7 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
                 rule = "takes input_ids, a number of logits_to_keep, and has no output_hidden_states"
                 raise ValueError(f"use_cache=True: a step with a cache {rule}; give use_cache=False")
             if cache is None:
-                cache = SessionCache(Session(network, len(input_ids)))
+                cache = SessionCache(network)
             logits, auxiliary = cache.extend(input_ids, attention_mask, logits_to_keep), None
         else:
             tokens = input_ids
@@ -190,15 +186,6 @@ class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
         if auxiliary is not None:  # a mean over this batch, which is a part of the step
             nats = nats + auxiliary * (targets != _LEFT_OUT).sum()
         return nats / (items.to(nats.device) if isinstance(items, Tensor) else items)
-
-    # transformers looks for a parameter of the name kwargs.
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """As transformers has it. Raises ValueError where the context is full."""
-        context = self.network.config.context
-        if input_ids.shape[1] >= context:
-            rule = f"{input_ids.shape[1]} tokens: the model's context of {context} has no room for another"
-            raise ValueError(f"{rule}; give max_length={context} or less")
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -> None:

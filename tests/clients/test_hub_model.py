@@ -149,8 +149,6 @@ def test_what_it_cannot_do_is_told(hub: Any) -> None:
     known = tokens(1, 3)
     from transformers import DynamicCache
 
-    with pytest.raises(ValueError, match="64 tokens: the model's context of 64 has no room for another"):
-        hub.generate(tokens(1, 60), max_new_tokens=5)
     with pytest.raises(ValueError, match="65 tokens: more than the model's context of 64; give 64 at most"):
         hub(tokens(1, 65))
     with pytest.raises(ValueError, match="input_ids, inputs_embeds: one of them must be given"):
