@@ -69,13 +69,13 @@ class LongstrideLM(LM):
         types = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if dtype not in (None, "auto", *types):
             raise ConfigError(f"dtype={dtype}: must be one of {', '.join(types)}; auto is as the export is stored")
-        exported = Exported(Path(path))
+        exported = Exported(Path(str(path)))
         if exported.has_palette or exported.config.vocabulary > _BYTE_VALUES:
             raise ConfigError(f"path={path}: its tokens are no bytes of text, which lm_eval's tasks are")
         if type(min_context) is not int or not 0 <= min_context < exported.config.context:
             most = exported.config.context - 1
             raise ConfigError(f"min_context={min_context}: must be from 0 to {most}, less than the context")
-        self.path, self.min_context = Path(path), min_context
+        self.path, self.min_context = exported.folder, min_context
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "cuda" if torch.cuda.is_available() else "cpu"  # lm_eval says cuda:0 where nobody asked for it
         self._device = usable_device(device)

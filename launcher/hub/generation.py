@@ -39,6 +39,7 @@ class SessionGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """As transformers has it."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        inputs.pop("tokenizer", None)  # of stop strings; transformers hands it on to every step
         if not kwargs.get("is_first_iteration"):
             inputs.pop("position_ids", None)  # transformers has counted them on; to look at them would wait for a card
         return inputs

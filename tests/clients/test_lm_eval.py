@@ -134,7 +134,7 @@ def test_command_gives_the_evaluations_figure(tmp_path: Path, tasks: Tasks, caps
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_size": 3}, {"min_context": 100, "dtype": "float32", "device": "cpu"}], ids=str
+    "options", [{}, {"batch_size": 3}, {"min_context": 100, "dtype": "float32"}], ids=str
 )
 def test_documents_cost_what_the_likelihood_says(words: Path, tasks: Tasks, options: dict[str, Any]) -> None:
     documents = [text_of(size, size) for size in (1000, 1, 192, 193, 77)]
@@ -236,26 +236,38 @@ def test_what_it_is_not_given_rightly_is_told_in_one_line(words: Path, tmp_path:
         ours(words).generate_until([Instance("generate_until", {}, ("a", {"num_beams": 2}), 0)])
 
 
-@client("lm_eval", "`--model hf`, documents that fit the context", "`longstride evaluate`'s figure to rounding")
-def test_plain_path_has_the_figure_of_documents_that_fit(words: Path, tasks: Tasks) -> None:
+def plain(folder: Path) -> dict[str, Any]:
+    """What `lm_eval --model hf` is given."""
+    return {"pretrained": str(folder), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
+
+
+@client("lm_eval", "`--model hf`: documents below the context, answers, continuations", "the same figures to rounding")
+def test_plain_path_has_the_same_figures(words: Path, tasks: Tasks) -> None:
     documents = [text_of(size, size) for size in (1, 77, 191)]
     tasks.add_bits("short", documents)
-    found = tasks.run(
-        "hf", model_args={"pretrained": str(words), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
-    )["short"]
-    lines = [likelihood(load_model(words), text.encode()) for text in documents]
-    expected = [line["loss_nats"] * line["tokens"] for line in lines]
-    assert [-sample["bits_per_byte"][0] for sample in found["samples"]] == pytest.approx(expected, rel=1e-6)
+    choices = {"doc_to_text": "{{text}}", "doc_to_choice": ["sparse", "trän"], "doc_to_target": 1}
+    tasks.add("choices", [{"text": "dense"}, {"text": "tr"}], output_type="multiple_choice", **choices)
+    settings = {"until": ["ä"], "max_gen_toks": 40}
+    content = {"output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": ""}
+    tasks.add("go_on", [{"text": "sparse dense"}, {"text": "tr"}], generation_kwargs=settings, **content)
+    found, expected = tasks.run("hf", model_args=plain(words)), tasks.run(ours(words))
+
+    def answers(results: dict[str, Any], name: str) -> list[Any]:
+        return [sample["filtered_resps"] for sample in results[name]["samples"]]
+
+    assert answers(found, "go_on") == answers(expected, "go_on")
+    for theirs, mine in zip(answers(found, "choices"), answers(expected, "choices"), strict=True):
+        assert [likeliest for _, likeliest in theirs] == [likeliest for _, likeliest in mine]
+        assert [score for score, _ in theirs] == pytest.approx([score for score, _ in mine], rel=1e-5)
+    for theirs, mine in zip(answers(found, "short"), answers(expected, "short"), strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-6)
 
 
-@client("lm_eval", "`--model hf`, longer documents", "a number, in other contexts than `longstride evaluate`'s")
+@client("lm_eval", "`--model hf`: longer documents", "a number, of windows that have no start but the first")
 def test_plain_path_has_a_figure_of_longer_documents(words: Path, tasks: Tasks) -> None:
-    """Behind the first 191 bytes lm_eval has windows of 191 that begin with a byte, and so no start."""
     text = text_of(600, 1).encode()[: 191 * 3].decode("utf-8")
     tasks.add_bits("long", [text])
-    found = tasks.run(
-        "hf", model_args={"pretrained": str(words), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}
-    )["long"]
+    found = tasks.run("hf", model_args=plain(words))["long"]
     stream, model, expected = torch.tensor([list(text.encode())]), load_model(words), 0.0
     with torch.no_grad():
         for begin in range(0, stream.shape[1], 191):

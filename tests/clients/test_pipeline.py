@@ -45,6 +45,7 @@ def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> No
     expected = [prompt + ours(words, prompt) for prompt in PROMPTS]
     alone = [pipe(prompt, **OPTIONS)[0]["generated_text"] for prompt in PROMPTS]
     assert alone == expected
+    pipe.tokenizer.add_bos_token = True  # transformers cannot pad what has no token at all
     batched = [found["generated_text"] for (found,) in pipe(PROMPTS, batch_size=3, **OPTIONS)]
     assert batched == expected
     (new,) = pipe(PROMPTS[0], return_full_text=False, **OPTIONS)
@@ -58,6 +59,17 @@ def test_stop_strings_are_bytes(words: Path, pipe: Any, stop: str) -> None:
     assert stop in whole
     (found,) = pipe("sparse tr", stop_sequence=stop, return_full_text=False, **OPTIONS)
     assert found["generated_text"] == whole.partition(stop)[0] + stop
+
+
+def test_rows_that_have_stopped_are_padded(words: Path, pipe: Any) -> None:
+    batch, tokenizer = PROMPTS[::2], pipe.tokenizer
+    inputs = tokenizer(batch, padding=True, return_tensors="pt")
+    rows = pipe.model.generate(**inputs, stop_strings=["ä", "。"], tokenizer=tokenizer, **OPTIONS)
+    expected = [
+        prompt + (whole.partition("ä")[0] + "ä" if "ä" in (whole := ours(words, prompt)) else whole) for prompt in batch
+    ]
+    assert tokenizer.decode(rows, skip_special_tokens=True) == expected
+    assert rows[0, -1] == tokenizer.pad_token_id
 
 
 @pytest.mark.parametrize("stop", ["é", "。", "🙂", "x🙂", ">", "\n"])
