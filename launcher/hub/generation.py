@@ -39,10 +39,16 @@ class SessionGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         """As transformers has it."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        inputs.pop("tokenizer", None)  # of stop strings; transformers hands it on to every step
+        inputs.pop("tokenizer", None)  # of stop strings
         if not kwargs.get("is_first_iteration"):
             inputs.pop("position_ids", None)  # transformers has counted them on; to look at them would wait for a card
         return inputs
+
+    def adjust_generation_fn(self, *given: Any, **named: Any) -> None:
+        """As transformers has it where it loads a model, with the special tokens of the model's configuration."""
+        super().adjust_generation_fn(*given, **named)
+        specials = {name: getattr(self.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        self.generation_config.update(**specials, defaults_only=True)
 
     def _prepare_generated_length(self, generation_config: GenerationConfig, **given: Any) -> GenerationConfig:
         """As transformers has it; by default, as far as the context goes and no mean number of positions."""
@@ -115,7 +121,8 @@ class SessionGenerationMixin(GenerationMixin):
         """Of the longest row (B, n), without start and padding."""
         present = tokens < self.network.config.vocabulary
         if mask is not None:
-            present = present & mask[:, -tokens.shape[1] :].bool().to(tokens.device)
+            shown = mask[:: len(mask) // len(tokens), -tokens.shape[1] :]  # of beams each prompt's first
+            present = present & shown.bool().to(tokens.device)
         return int(present.sum(1).max()) if tokens.numel() else 0
 
 
