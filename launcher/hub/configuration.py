@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from longstride.launcher.output import hub_stub
 from longstride.sparse_model import ModelConfig
 
 
@@ -47,3 +50,13 @@ class LongstrideConfig(PreTrainedConfig):
             self.hidden_size = model["width"]
             self.num_hidden_layers = model["layers"]
             self.num_attention_heads = model["heads"]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers has it, and the stub beside config.json, as in an export.
+
+        transformers itself would copy the file that defines this class, which is of no use alone.
+        """
+        self.auto_map = dict(hub_stub.AUTO_MAP)
+        self._auto_class = None
+        hub_stub.write(Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -10,6 +12,7 @@ from transformers import AddedToken, PreTrainedTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from longstride.launcher.hub.configuration import Specials
+from longstride.launcher.output import hub_stub
 
 _BYTE_VALUES = 256
 # As text shows them, where it shows them at all. No text is searched for them.
@@ -126,6 +129,15 @@ class LongstrideTokenizer(PreTrainedTokenizer):
             rule = "is no byte, and the model has no weights for other tokens"
             raise ValueError(f"{unknown[0]!r}: {rule}; take one of {', '.join(_SPECIALS)}")
         return super()._add_tokens(new_tokens, special_tokens)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *given: Any, **named: Any) -> tuple[str, ...]:
+        """As transformers has it, and the stub of an export beside it.
+
+        transformers itself would copy the file that defines this class, which is of no use alone.
+        """
+        self._auto_class, self._auto_map = None, dict(hub_stub.TOKENIZER_AUTO_MAP)
+        hub_stub.write(Path(save_directory))
+        return (*super().save_pretrained(save_directory, *given, **named), str(Path(save_directory) / hub_stub.FILE))
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Nothing: there is no file."""

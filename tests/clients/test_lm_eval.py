@@ -133,9 +133,7 @@ def test_command_gives_the_evaluations_figure(tmp_path: Path, tasks: Tasks, caps
     assert found["config"]["model_sha"] == json.loads((tmp_path / "model/config.json").read_text())["fingerprint"]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"batch_size": 3}, {"min_context": 100, "dtype": "float32"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"min_context": 100, "dtype": "float32"}], ids=str)
 def test_documents_cost_what_the_likelihood_says(words: Path, tasks: Tasks, options: dict[str, Any]) -> None:
     documents = [text_of(size, size) for size in (1000, 1, 192, 193, 77)]
     tasks.add_bits("documents", documents)

@@ -81,8 +81,13 @@ def test_start_stands_in_front_where_it_is_asked_for(folder: Path, tmp_path: Pat
 
 
 def test_saved_again_it_is_the_same(tokenizer: Any, folder: Path, tmp_path: Path) -> None:
+    stub = (folder / "modeling_longstride.py").read_text()
     tokenizer.save_pretrained(folder)  # over the export's own, as Trainer does beside a model
-    for again in (loaded(folder), pickle.loads(pickle.dumps(tokenizer))):
+    tokenizer.save_pretrained(tmp_path / "alone")
+    names = ["added_tokens.json", "modeling_longstride.py", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == names
+    assert (folder / "modeling_longstride.py").read_text() == stub
+    for again in (loaded(folder), loaded(tmp_path / "alone"), pickle.loads(pickle.dumps(tokenizer))):
         assert again.get_vocab() == tokenizer.get_vocab()
         assert again("<s>").input_ids == list(b"<s>")
         assert again.special_tokens_map == tokenizer.special_tokens_map
