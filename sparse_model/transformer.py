@@ -35,8 +35,16 @@ class Role(NamedTuple):
 class SparseTransformer(nn.Module):
     """A deep pre-activation residual network whose blocks attend over patterns (Child et al. 2019, section 5)."""
 
-    def __init__(self, config: ModelConfig, blocks: Sequence[BlockConfig] | None = None) -> None:
-        """Of a configuration; ``blocks``: of these alone in place of its own, for counting."""
+    def __init__(
+        self, config: ModelConfig, blocks: Sequence[BlockConfig] | None = None, initialize: bool = True
+    ) -> None:
+        """Of a configuration.
+
+        Args:
+            config: of the network.
+            blocks: of these alone in place of its own, for counting.
+            initialize: whether to set first values; otherwise anything may be there, until weights are loaded.
+        """
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
@@ -50,9 +58,9 @@ class SparseTransformer(nn.Module):
         self.activation_checkpoint: Callable[..., Any] | None = None
         self.division = Division()
         self._kept_apart = False  # whether documents are, by all mixers: once it is known
-        for module in self.modules():  # once all is made, in this order: published models keep their draws
-            if (initialize := getattr(module, "initialize", None)) is not None:
-                initialize()
+        for module in self.modules() if initialize else ():  # once all is made: published models keep their draws
+            if (set_values := getattr(module, "initialize", None)) is not None:
+                set_values()
 
     @staticmethod
     def num_parameters(config: ModelConfig) -> int:

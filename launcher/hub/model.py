@@ -8,19 +8,23 @@ Letters: B batch, n tokens at hand, C width, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
 from longstride.launcher.hub.generation import SessionGenerationMixin
 from longstride.launcher.hub.rows import all_rows
+from longstride.launcher.models import DTYPES, Fingerprint
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _LEFT_OUT = -100  # as a label: of no loss
@@ -38,13 +42,19 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)
+        # Trainer and pipelines know by this table of theirs that labels stand one place behind logits.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config.model_type, "LongstrideForCausalLM")
         # Not the run's backend of attention: it is not known yet which device will compute.
-        network = SparseTransformer(ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"}))
+        of_network = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
+        with torch.random.fork_rng(devices=[]):  # what is drawn here is not kept
+            network = SparseTransformer(of_network, initialize=False)
         # Not as a submodule, which would put its name before those of its tensors; its parts are submodules instead.
         self.__dict__["_skeleton"] = {name: value for name, value in vars(network).items() if name != "_modules"}
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
+        self._first_values: dict[int, Tensor] = {}  # by the tensor that they are for, until it has them
+        self._keep_in_fp32_modules_strict = [name for name, _ in network.named_buffers()]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -55,16 +65,113 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         vars(network).update(self._skeleton, _modules=self._modules, training=self.training)
         return network
 
+    @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Does nothing: the network has initialised itself."""
+        """Gives what was not loaded of a module's tensors the values that a new network of ours has there."""
+        if not any(module is each for each in self.modules()):
+            super()._init_weights(module)
+            return
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        missing = [tensor for tensor in own if not getattr(tensor, "_is_hf_initialized", False)]
+        if missing and not self._first_values:
+            new, mine = (
+                dict([*each.named_parameters(), *each.named_buffers()])
+                for each in (SparseTransformer(self.network.config), self)
+            )
+            self._first_values = {
+                id(mine[name]): tensor
+                for name, tensor in new.items()
+                if not getattr(mine[name], "_is_hf_initialized", False)
+            }
+        for tensor in missing:
+            tensor.data.copy_(self._first_values.pop(id(tensor)).data)
+            tensor.__dict__["_is_hf_initialized"] = True
 
-    def get_input_embeddings(self) -> torch.nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LongstrideForCausalLM:
+        """As torch has it; but buffers, which parts compute with in fp32, stay so in a model of 16 bits."""
+        before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self.get_buffer(name)
+            if now.dtype.itemsize < buffer.dtype.itemsize:
+                now.data = buffer.to(now.device)
+        return self
+
+    @classmethod
+    def is_remote_code(cls) -> bool:
+        """Never: the stub of an export leads here, and there is no code to save with a model."""
+        return False
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """As transformers has it; what is saved is an export, and its config.json has the weights' own fingerprint.
+
+        Where they are others than those that were loaded, it no longer tells of which run and step they are.
+        """
+        if not getattr(self, "_hf_peft_config_loaded", False):  # adapters are saved alone
+            own, digest = self.state_dict(), None
+            tensors = own if state_dict is None else state_dict
+            whole = tensors.keys() == own.keys() and not any(each.is_meta for each in tensors.values())
+            if is_main_process and whole and all(each.dtype in DTYPES.values() for each in tensors.values()):
+                fingerprint = Fingerprint(self.config.model or {})
+                for name, tensor in tensors.items():
+                    fingerprint.add(name, tensor.cpu())
+                digest = fingerprint.hexdigest()
+            if digest != getattr(self.config, "fingerprint", None):
+                for name in ("fingerprint", "origin"):
+                    self.config.__dict__.pop(name, None)
+                if digest is not None:
+                    self.config.fingerprint = digest
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        """As transformers has it, for blocks that are no layers of its own."""
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        self._recomputed_every = every_n_layers
+
+    def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
         return self.embedding.tokens
 
-    def get_output_embeddings(self) -> torch.nn.Module:
+    def set_input_embeddings(self, value: Any) -> None:
+        """Puts another one in its place."""
+        self.embedding.tokens = value
+
+    def get_output_embeddings(self) -> Any:
         """The projection to logits."""
         return self.logits
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Puts another one in its place."""
+        self.logits = new_embeddings
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> torch.nn.Module:
+        """Leaves the embedding as it is, which is wide enough for all tokens of the tokenizer, and returns it.
+
+        Raises:
+            ValueError: for another number of tokens.
+        """
+        tokens = self.network.config.vocabulary
+        wanted = tokens if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        most = Specials.of(tokens).padding + 1
+        if not tokens <= wanted <= most:
+            rule = f"this model has {tokens} tokens, and no weights for the {most - tokens} special ones"
+            raise ValueError(f"new_num_tokens={wanted}: {rule}; give {tokens} to {most}, or train another vocabulary")
+        return self.get_input_embeddings()
 
     def forward(
         self,
@@ -80,7 +187,6 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token after each of ``input_ids``.
@@ -99,8 +205,8 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             return_dict: False for a tuple.
             logits_to_keep: how many of the last ones to return, 0 for all; or at which places, as transformers has it.
             num_items_in_batch: labels of all batches that one step is made of: the loss is then this batch's share.
-            shift_labels: (B, n), what comes after each place, in place of ``labels``.
-            others: None each; what transformers hands to other models.
+            others: ``shift_labels`` (B, n), what comes after each place, in place of ``labels``; it has no place of its
+                own above, as Trainer would then wait for both. What transformers hands to other models must be None.
 
         Returns:
             Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
@@ -110,6 +216,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         Raises:
             ValueError: an argument is missing, or of no use here, or more tokens than the context holds.
         """
+        shift_labels = others.pop("shift_labels", None)
         wrong = [name for name, value in others.items() if value is not None]
         if wrong:
             raise ValueError(f"{wrong[0]}: this model takes no such argument; leave it out")
@@ -138,6 +245,8 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             if tokens is None:
                 assert inputs_embeds is not None
                 tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+            # Reversible blocks keep nothing as it is.
+            recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
             mixed = all_rows(
                 network,
                 tokens,
@@ -145,7 +254,7 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                 Specials.of(network.config.vocabulary),
                 keep=logits_to_keep,
                 embedded=inputs_embeds,
-                recompute=self._recompute if self.gradient_checkpointing and self.training else None,
+                recompute=self._recompute if recomputed else None,
                 hidden=hidden,
             )
             logits, auxiliary = mixed.rows, mixed.auxiliary
@@ -158,8 +267,9 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def _recompute(self, block: Callable[..., Any], *inputs: Any) -> Any:
-        """A block whose inner activations the backward pass computes again."""
-        return self._gradient_checkpointing_func(block, *inputs)
+        """A block whose inner activations the backward pass computes again, or one between such blocks."""
+        kept = next(number for number, each in enumerate(self.blocks) if each is block) % self._recomputed_every
+        return block(*inputs) if kept else self._gradient_checkpointing_func(block, *inputs)
 
     def _loss(
         self,

@@ -78,7 +78,11 @@ def all_rows(
 
     def recorded(block: Any, rows: Tensor, *rest: Any) -> Any:
         assert hidden is not None
-        hidden.append(rows)
+        if aligned is None and not full and rows.dim() == h.dim():  # what is returned is read: it has a gradient
+            hidden.append(rows[:, 1:] if length else rows)
+            rows = torch.cat([rows[:, :1], hidden[-1]], 1) if length else rows
+        else:  # reversible blocks have two streams, (2, B, n, C), whose mean leaves the last one
+            hidden.append(placed(rows.mean(0).to(h.dtype) if rows.dim() > h.dim() else rows))
         return block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
 
     # The last token of a row is a target only.
@@ -94,10 +98,7 @@ def all_rows(
         else:
             missing = aligned.rows == context
     if hidden is not None:
-        # Reversible blocks have two streams, (2, B, n, C), whose mean leaves the last one.
-        hidden[:] = [placed(each.mean(0).to(h.dtype) if each.dim() > h.dim() else each) for each in hidden] + [
-            placed(rows)
-        ]
+        hidden.append(placed(rows))
         if missing is not None:
             hidden[:] = [each.masked_fill(missing[..., None], torch.nan) for each in hidden]
     wide = torch.promote_types(h.dtype, torch.float32)
