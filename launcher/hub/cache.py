@@ -52,13 +52,12 @@ class _Group(NamedTuple):
         wide = torch.promote_types(like.dtype, torch.float32)
         return torch.full((session.batch, config.vocabulary), torch.nan, dtype=wide, device=like.device)
 
-    def take(self, tokens: Tensor) -> list[Tensor]:
-        """Goes on behind tokens (b, n); logits (b, V) after each."""
-        found = []
-        for token in tokens.unbind(1):
-            self.session.append(token)
-            found.append(self.next_logits())
-        return found
+    def take(self, tokens: Tensor, keep: int) -> Tensor:
+        """Goes on behind tokens (b, n), n from 1; logits after each of the last ``keep``, 0 for all: (b, ·, V)."""
+        if tokens.shape[1] > 1:
+            return self.session.extend(tokens, keep).clone()
+        self.session.append(tokens[:, 0])  # as all who sample do: with the same bits
+        return self.next_logits()[:, None]
 
 
 class SessionCache:
@@ -111,10 +110,12 @@ class SessionCache:
         if apart:
             return self._apart(tokens, mask, specials)[:, -keep:]
         self._require_room([count] * batch)
+        if not count:
+            return tokens.new_empty(batch, 0, specials.start, dtype=self._groups[0].next_logits().dtype)
         found = []
         for group in self._groups:
             own = tokens if len(self._groups) == 1 else tokens[group.members]
-            found.append((group.members, torch.stack(group.take(own)[-keep:], 1)))
+            found.append((group.members, group.take(own, keep)))
         self._places += count
         return self._gathered(found)
 
@@ -165,8 +166,9 @@ class SessionCache:
         groups, found = [], []
         for group in self._groups:
             for part, length in group.parts([lengths[member] for member in group.members]):
-                before = part.next_logits()
-                rows = torch.stack([before, *part.take(aligned.tokens[part.members, :length])], 1)
+                rows = part.next_logits()[:, None]  # behind what is held
+                if length:
+                    rows = torch.cat([rows, part.take(aligned.tokens[part.members, :length], 0)], 1)
                 index = aligned.rows[part.members][..., None].expand(-1, -1, rows.shape[2])
                 found.append((part.members, rows.gather(1, index)))
                 groups.append(part)

@@ -36,6 +36,7 @@ class LongstrideConfig(PreTrainedConfig):
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
+        others.pop("vocab_size", None)  # told below: transformers warns where special tokens exceed one that it knows
         vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
         specials = Specials.of(vocabulary)
         for name, token in zip(("bos", "eos", "pad"), specials, strict=True):
@@ -50,6 +51,12 @@ class LongstrideConfig(PreTrainedConfig):
             self.hidden_size = model["width"]
             self.num_hidden_layers = model["layers"]
             self.num_attention_heads = model["heads"]
+
+    def validate(self) -> None:
+        """As transformers has it, but that special tokens may stand behind the vocabulary, where it would warn."""
+        for each in type(self).__class_validators__:
+            if each.__name__ != "validate_token_ids":
+                each(self)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """As transformers has it, and the stub beside config.json, as in an export.

@@ -50,6 +50,15 @@ class SessionGenerationMixin(GenerationMixin):
         specials = {name: getattr(self.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         self.generation_config.update(**specials, defaults_only=True)
 
+    def _prepare_model_inputs(self, *given: Any, **named: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
+        """As transformers has it; prompts of no tokens begin with the start, as those do that are not given at all."""
+        inputs, name, others = super()._prepare_model_inputs(*given, **named)
+        if name == "input_ids" and not inputs.shape[1]:
+            inputs = inputs.new_full((len(inputs), 1), Specials.of(self.network.config.vocabulary).start)
+            if others.get("attention_mask") is not None:
+                others["attention_mask"] = torch.ones_like(inputs)
+        return inputs, name, others
+
     def _prepare_generated_length(self, generation_config: GenerationConfig, **given: Any) -> GenerationConfig:
         """As transformers has it; by default, as far as the context goes and no mean number of positions."""
         default, context = generation_config.max_length, self.network.config.context
@@ -62,7 +71,7 @@ class SessionGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
-        """A cache, where none is given and one may be used.
+        """Makes a cache, where none is given, one may be used, and no dropout is drawn.
 
         Raises:
             ValueError: another kind of cache is asked for, or what is asked for does not fit the context.
@@ -94,7 +103,7 @@ class SessionGenerationMixin(GenerationMixin):
             more = f"give max_new_tokens={room} at most" if room > 0 else "give a shorter prompt"
             rule = f"{held} tokens and {wanted} new ones exceed the model's context of {context}; {more}"
             raise ValueError(f"{name}={getattr(generation_config, name)}: {rule}")
-        if cache is None and generation_config.use_cache is not False:
+        if cache is None and generation_config.use_cache is not False and not self.training:
             model_kwargs["past_key_values"] = SessionCache(self.network)
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **given: Any) -> LogitsProcessorList:

@@ -113,22 +113,20 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
 
         Where they are others than those that were loaded, it no longer tells of which run and step they are.
         """
-        tensors = self.state_dict() if state_dict is None else state_dict
-        digest, adapted = None, getattr(self, "_hf_peft_config_loaded", False)  # adapters are saved alone
-        if (
-            is_main_process
-            and not adapted
-            and all(each.dtype in DTYPES.values() and not each.is_meta for each in tensors.values())
-        ):
-            fingerprint = Fingerprint(self.config.model or {})
-            for name, tensor in tensors.items():
-                fingerprint.add(name, tensor.cpu())
-            digest = fingerprint.hexdigest()
-        if not adapted and digest != getattr(self.config, "fingerprint", None):
-            for name in ("fingerprint", "origin"):
-                self.config.__dict__.pop(name, None)
-            if digest is not None:
-                self.config.fingerprint = digest
+        if not getattr(self, "_hf_peft_config_loaded", False):  # adapters are saved alone
+            own, digest = self.state_dict(), None
+            tensors = own if state_dict is None else state_dict
+            whole = tensors.keys() == own.keys() and not any(each.is_meta for each in tensors.values())
+            if is_main_process and whole and all(each.dtype in DTYPES.values() for each in tensors.values()):
+                fingerprint = Fingerprint(self.config.model or {})
+                for name, tensor in tensors.items():
+                    fingerprint.add(name, tensor.cpu())
+                digest = fingerprint.hexdigest()
+            if digest != getattr(self.config, "fingerprint", None):
+                for name in ("fingerprint", "origin"):
+                    self.config.__dict__.pop(name, None)
+                if digest is not None:
+                    self.config.fingerprint = digest
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 
     def _set_gradient_checkpointing(

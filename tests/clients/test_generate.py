@@ -79,10 +79,19 @@ def test_padded_prompts_go_on_as_alone(hub: Any, options: dict[str, Any]) -> Non
         assert torch.equal(hub.generate(**padded(side), **options)[:, 12:], torch.stack(alone))
 
 
+def test_a_model_in_training_generates_without_a_cache(hub: Any) -> None:
+    hub.train()
+    found = hub.generate(tokens(2, 5), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert found.past_key_values is None and found.sequences.shape == (2, 10)
+
+
 def test_no_prompt_is_an_empty_one(hub: Any) -> None:
-    begun = hub.generate(max_new_tokens=10, do_sample=False)
-    assert begun[0, 0] == START
-    assert torch.equal(begun[:, 1:], hub.generate(tokens(1, 0), max_new_tokens=10, do_sample=False))
+    options = {"max_new_tokens": 64, "do_sample": False}
+    begun = hub.generate(**options)
+    assert begun[0, 0] == START and bool((begun[0, 1:] < START).all())
+    with torch.no_grad():
+        assert torch.equal(hub(begun).logits[0, :64].argmax(-1), begun[0, 1:])
+    assert torch.equal(hub.generate(tokens(2, 0), attention_mask=torch.ones(2, 0), **options), begun.repeat(2, 1))
 
 
 @client(
@@ -206,6 +215,26 @@ def test_contexts_of_several_lengths_are_cropped_and_selected(hub: Any) -> None:
             if row == 0:
                 found = hub(next_tokens, attention_mask=masks, past_key_values=left).logits
             assert_close(found[row], hub(known, logits_to_keep=2).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [0, 1, 5])
+def test_many_tokens_behind_others_are_taken_at_once(hub: Any, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    from longstride.sparse_model import Session
+
+    known, mask = tokens(2, 40), torch.ones(2, 40)
+    mask[0, :4] = 0  # two lengths
+    cache = hub(known[:, :10], attention_mask=mask[:, :10], use_cache=True).past_key_values
+    monkeypatch.setattr(Session, "append", None)
+    options = {"attention_mask": mask, "logits_to_keep": keep}
+    assert_close(
+        hub(known[:, 10:], past_key_values=cache, **options).logits, hub(known, **options).logits[:, -keep or 10 :]
+    )
+    monkeypatch.undo()
+    more = torch.cat([known, tokens(2, 1, seed=1)], 1)
+    masks = torch.cat([mask, torch.ones(2, 1)], 1)
+    found = hub(more[:, 40:], attention_mask=masks, past_key_values=cache).logits
+    assert_close(found, hub(more, attention_mask=masks, logits_to_keep=1).logits)
 
 
 def test_streams_are_the_tokens(hub: Any, folder: Path) -> None:

@@ -75,9 +75,10 @@ def test_loss_is_that_of_all_tokens_but_the_first(hub: Any, model: SparseTransfo
 @pytest.mark.parametrize("length", [0, 1, 20, 63])
 def test_greedy_sample_is_ours(hub: Any, model: SparseTransformer, length: int) -> None:
     known = tokens(2, length)
-    found = hub.generate(known, max_length=64, do_sample=False)
+    found = hub.generate(known, max_new_tokens=64 - length, do_sample=False)
     ours = torch.stack(list(generate(model, known, 64 - length, temperature=0)), 1)
-    assert torch.equal(found, torch.cat([known, ours], 1))
+    begun = known if length else torch.full((2, 1), 256)  # which a prompt of no tokens begins with
+    assert torch.equal(found, torch.cat([begun, ours], 1))
 
 
 def test_cached_steps_are_those_without_a_cache(hub: Any) -> None:

@@ -57,6 +57,7 @@ def test_tokens_are_integers_of_any_type() -> None:
     other.prefill(torch.tensor([[1, 2, 200]]))
     one.append(torch.tensor([255], dtype=torch.uint8))
     other.append(torch.tensor([255]))
+    assert one.tokens.tolist() == other.tokens.tolist() == [[1, 2, 200, 255]]
     assert torch.equal(one.logits, other.logits)
 
 
