@@ -21,6 +21,7 @@ from tqdm import tqdm
 from longstride.kernels import ConfigError
 from longstride.launcher.generation.likelihood import MOST_POSITIONS, Piece, batches, check_bytes, piece_nats
 from longstride.launcher.models import DTYPES, Exported, computing_numbers, load_model, usable_device
+from longstride.launcher.output import say
 from longstride.sparse_model import generate
 
 _BYTE_VALUES = 256
@@ -76,9 +77,10 @@ class LongstrideLM(LM):
             most = exported.config.context - 1
             raise ConfigError(f"min_context={min_context}: must be from 0 to {most}, less than the context")
         self.path, self.min_context = exported.folder, min_context
-        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-            device = "cuda" if torch.cuda.is_available() else "cpu"  # lm_eval says cuda:0 where nobody asked for it
-        self._device = usable_device(device)
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            say(f"device={device}: there is no GPU; the CPU computes")  # lm_eval names one where nobody asked for it
+            device = "cpu"
+        self._device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = load_model(self.path, self._device, None if dtype in (None, "auto") else types[dtype])
         self._fingerprint = exported.content.get("fingerprint", "")
 
