@@ -56,6 +56,7 @@ setup(
         "audio": AUDIO,
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
+        "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "clients": [
             # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
             *SERVE,

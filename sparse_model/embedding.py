@@ -85,6 +85,15 @@ class Embedding(nn.Module):
             h = h + table.weight[index]
         return h
 
+    def rows(self, before: Tensor, first: int) -> Tensor:
+        """Rows ``first``, from 1, to ``first + n - 1`` of ``forward``, (B, n, C); ``before``: (B, reach + n - 1)."""
+        h = self.tokens(before[:, self.reach - 1 :])
+        if self.ngrams is not None:
+            h = self.ngrams(h, before)
+        for table, index in self._places(torch.arange(first, first + h.shape[1], device=before.device)):
+            h = h + table(index)
+        return h
+
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:
         """Each position table, with the index of the positions in it."""
         # Mixed radix, last table fastest: row-major (row, column[, channel]).

@@ -125,6 +125,50 @@ class Session:
             self._bare.through(self._bare.embedding(tokens), self.states, 0)
         self._add(tokens)
 
+    def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
+        """Add several tokens to every context, in one pass.
+
+        What computes each row by itself, such as a linear layer, has all rows at once. Mixers have one after the other,
+        as steps do; those that begin contexts have all. The last bits may differ from those of single steps.
+
+        Args:
+            tokens: (B, n) integers on the model's device, n from 1.
+            keep: for how many of the last tokens to compute what comes after them; 0 for all.
+
+        Returns:
+            Logits after each, (B, ``keep`` or n, V) as ``logits``; behind a full context they are NaN.
+
+        Raises:
+            ValueError: another shape, the session has no room for so many, or began under another autocast.
+        """
+        if tokens.dim() != 2 or len(tokens) != self.batch or not tokens.shape[1]:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context, n from 1"
+            )
+        count = tokens.shape[1]
+        self._require_room(count)
+        self._require_autocast()
+        # Of the last row that is known, keys and values are read by those behind it.
+        first = self.position + (self.position > 0 and self._logits is not None)
+        model, full = self._bare, self.position + count == self.length
+        with torch.inference_mode():
+            if self.position:
+                reach = self._tokens.shape[1] - self.length
+                known = torch.cat([self._tokens[:, first : self.position + reach], tokens], 1)
+                known = known[:, : known.shape[1] - full]
+                h = model.embedding.rows(known, first)
+            else:
+                h = model.embedding(tokens if full else nn.functional.pad(tokens.long(), (0, 1)))
+            if h.shape[1]:
+                h = model.through(h, self.states, first)
+            logits = model.logits(model.norm(h[:, h.shape[1] + full - (keep or count) :]))
+            logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+            if full:
+                logits = nn.functional.pad(logits, (0, 0, 0, 1), value=torch.nan)
+        self._add(tokens)
+        self._logits = None if full else logits[:, -1]
+        return logits
+
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length`` of every context.
 

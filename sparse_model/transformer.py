@@ -224,15 +224,12 @@ class SparseTransformer(nn.Module):
         """All residual blocks, for positions after those in the states.
 
         Args:
-            h: (B, n, C), embedded positions from ``first`` on: any one, or the first n.
+            h: (B, n, C), embedded positions from ``first`` on.
             states: one a block; rows before ``first`` are read, those of ``h`` are written.
             first: position of the first row of ``h``.
 
         Returns:
             (B, n, C), as in ``forward`` before the last norm.
-
-        Raises:
-            ValueError: several rows that do not begin at 0.
         """
         rows = opened(h) if self.config.reversible else h
         for block, state in zip(self.blocks, states, strict=True):

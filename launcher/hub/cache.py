@@ -18,10 +18,6 @@ from longstride.launcher.hub.configuration import Specials
 from longstride.launcher.hub.rows import all_rows
 from longstride.sparse_model import Session, SparseTransformer
 
-# A pass over n tokens takes as long as n / 12 to n / 18 steps of one (one thread, widths 128 and 512, 64 to 4000
-# tokens). Fewer than so many are taken step by step in any case, as speculation takes them.
-_STEP, _MANY = 12, 16
-
 
 class _Group(NamedTuple):
     """Contexts of one length, which go on together."""
@@ -58,26 +54,10 @@ class _Group(NamedTuple):
 
     def take(self, tokens: Tensor, keep: int) -> Tensor:
         """Goes on behind tokens (b, n), n from 1; logits after each of the last ``keep``, 0 for all: (b, ·, V)."""
-        session, count = self.session, tokens.shape[1]
-        if count >= _MANY and count * _STEP >= session.position + count:
-            tokens = torch.cat([session.tokens, tokens], 1)
-            session.reset()
-            session.prefill(tokens)
-            if keep == 1:
-                return self.next_logits()[:, None]
-            with torch.no_grad():
-                return all_rows(session.model, tokens, None, self.specials, keep=keep or count).rows
-        found = []
-        for place, token in enumerate(tokens.unbind(1)):
-            session.append(token)
-            if not keep or place >= count - keep:
-                found.append(self.next_logits())
-        return torch.stack(found, 1)
-
-    @property
-    def specials(self) -> Specials:
-        """Of the model's vocabulary."""
-        return Specials.of(self.session.model.config.vocabulary)
+        if tokens.shape[1] > 1:
+            return self.session.extend(tokens, keep).clone()
+        self.session.append(tokens[:, 0])  # as all who sample do: with the same bits
+        return self.next_logits()[:, None]
 
 
 class SessionCache:
