@@ -27,8 +27,8 @@ class Session:
 
     ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
     the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
-    takes several tokens at once; its last bits may differ. ``truncate`` takes the last tokens back: what follows is as
-    if they had never been.
+    and ``extend`` take several tokens at once; their last bits may differ. ``truncate`` takes the last tokens back:
+    what follows is as if they had never been.
 
     A session that begins under autocast keeps what autocast computes, and goes on under the same alone.
     """
@@ -63,12 +63,6 @@ class Session:
         # All tokens, behind those that are none where the first row looks for some: (B, reach + N).
         self._tokens = torch.full((batch, model.embedding.reach + self.length), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
-
-    @property
-    def tokens(self) -> Tensor:
-        """A view of all tokens, (B, ``position``) int64."""
-        reach = self._tokens.shape[1] - self.length
-        return self._tokens[:, reach : reach + self.position]
 
     @property
     def logits(self) -> Tensor:
@@ -153,8 +147,7 @@ class Session:
         model, full = self._bare, self.position + count == self.length
         with torch.inference_mode():
             if self.position:
-                reach = self._tokens.shape[1] - self.length
-                known = torch.cat([self._tokens[:, first : self.position + reach], tokens], 1)
+                known = torch.cat([self._tokens[:, first : self.position + model.embedding.reach], tokens], 1)
                 known = known[:, : known.shape[1] - full]
                 h = model.embedding.rows(known, first)
             else:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
     LogitsProcessorList,
@@ -23,6 +25,14 @@ from transformers.generation.logits_process import (
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import Specials
 from longstride.sparse_model import SparseTransformer
+
+# Processors that look up the scores of tokens of a row or prompt.
+_BY_TOKENS = (
+    RepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+)
 
 
 class SessionGenerationMixin(GenerationMixin):
@@ -43,6 +53,11 @@ class SessionGenerationMixin(GenerationMixin):
         if not kwargs.get("is_first_iteration"):
             inputs.pop("position_ids", None)  # transformers has counted them on; to look at them would wait for a card
         return inputs
+
+    def init_continuous_batching(self, *given: Any, **named: Any) -> Any:
+        """Raises ValueError: its pages hold keys and values, and a session more."""
+        rule = "this model keeps sessions and no pages; generate takes prompts of any lengths in one batch"
+        raise ValueError(f"continuous batching: {rule}")
 
     def adjust_generation_fn(self, *given: Any, **named: Any) -> None:
         """As transformers has it where it loads a model, with the special tokens of the model's configuration."""
@@ -76,6 +91,9 @@ class SessionGenerationMixin(GenerationMixin):
         Raises:
             ValueError: another kind of cache is asked for, or what is asked for does not fit the context.
         """
+        if generation_config.assistant_early_exit is not None:
+            rule = "this model has no exit before its last layer; give another export as assistant_model"
+            raise ValueError(f"assistant_early_exit={generation_config.assistant_early_exit}: {rule}")
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: this model keeps a session of its own; leave it out")
@@ -122,7 +140,7 @@ class SessionGenerationMixin(GenerationMixin):
                 if bool((processor.eos_token_id >= specials.start).any()):
                     rule = "the model never predicts it; give a byte as eos_token_id, or leave this out"
                     raise ValueError(f"{name}: the end is token {specials.end}: {rule}")
-            if isinstance(processor, RepetitionPenaltyLogitsProcessor | NoRepeatNGramLogitsProcessor):
+            if isinstance(processor, _BY_TOKENS):
                 processors[number] = _ForAllTokens(processor, len(specials))
         return processors
 

@@ -50,6 +50,8 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "sampled beams": {"num_beams": 2, "do_sample": True},
     "no repetition": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 5, "eos_token_id": 65},
+    "guided": {"guidance_scale": 1.5, "encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 2},
+    "in chunks": {"prefill_chunk_size": 5},
     "stopped": {"eos_token_id": list(range(40)), "stop_strings": ["A", "b"]},
 }
 
@@ -65,6 +67,7 @@ def test_every_mode_is_that_without_a_cache(hub: Any, folder: Path, mode: str) -
     for use_cache in (True, False):
         torch.manual_seed(0)
         found.append(hub.generate(**padded(), **options, use_cache=use_cache))
+        options.pop("prefill_chunk_size", None)  # which asks for a cache
     assert torch.equal(*found)
     if mode == "stopped":  # some rows earlier than others
         assert len({int((row[12:] < START).sum()) for row in found[0]}) > 2
@@ -302,6 +305,8 @@ def test_what_generate_cannot_do_is_told(hub: Any) -> None:
     for options, line in (
         ({"cache_implementation": "static"}, "^cache_implementation='static': this model keeps a session of its own"),
         ({"cache_implementation": "quantized"}, "^cache_implementation='quantized': this model keeps a session"),
+        ({"cache_implementation": "paged"}, "^continuous batching: this model keeps sessions and no pages"),
+        ({"assistant_early_exit": 1}, "^assistant_early_exit=1: this model has no exit before its last layer"),
         ({"past_key_values": DynamicCache()}, "^past_key_values: a DynamicCache: this model keeps a session"),
         ({"forced_eos_token_id": END}, "^forced_eos_token_id: the end is token 257: the model never predicts it"),
         ({"exponential_decay_length_penalty": (2, 1.5)}, "^exponential_decay_length_penalty: the end is token 257"),
