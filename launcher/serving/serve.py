@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.model}: {rule}")
     limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
     model = load_model(arguments.model, arguments.device)
-    about = _about(exported, model, arguments.device)
+    about = described(exported, model, arguments.device)
     about["name"] = name or about["name"]
     told = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}
     about["limits"] = told
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
+def described(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
     """The answer to `GET /model`: nothing about the machine but the device."""
     origin, data = exported.content.get("origin"), exported.content.get("data")
     modality = data.get("modality") if isinstance(data, dict) else None  # exports of older versions tell no data
