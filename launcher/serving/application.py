@@ -147,25 +147,39 @@ class Service:
             line = "; ".join(map(str, error.problems))
             raise Refused(400, line, param=error.problems[0].path, code=code) from None
         completion = Completion(asked, self._about)
-        async with self._sampled(asked.samples) as (jobs, events):
-            first = await self._first(events, deadline)
-            if asked.stream:
+        if asked.stream:
+            async with self._sampled(asked.samples) as (jobs, events):
+                first = await self._first(events, deadline)
                 return await self._stream(_Chunks(request, completion), jobs, first, events, deadline)
+        pieces: list[Event] = []
+        async with self._sampled(asked.samples, pieces) as (jobs, ends):
             try:
-                await asyncio.wait_for(self._collect(completion, first, events), deadline - _now())
+                for _ in jobs:
+                    number, end = await asyncio.wait_for(ends.get(), deadline - _now())
+                    self._check(end)
+                    pieces.append((number, end))
             except asyncio.TimeoutError:
                 raise Refused(503, f"took longer than {self._limits.seconds:g} s; ask for less, or stream") from None
-            return answer(completion.whole())
+        for number, event in pieces:
+            completion.add(number, event)
+        return answer(completion.whole())
 
     @asynccontextmanager
-    async def _sampled(self, samples: Sequence[SampleRequest]) -> AsyncIterator[tuple[list[Job], asyncio.Queue[Event]]]:
-        """Contexts that are sampled, and what comes of them; at the end, whatever it is, their sampling ends too."""
+    async def _sampled(
+        self, samples: Sequence[SampleRequest], pieces: list[Event] | None = None
+    ) -> AsyncIterator[tuple[list[Job], asyncio.Queue[Event]]]:
+        """Contexts that are sampled, and what comes of them; at the end, whatever it is, their sampling ends too.
+
+        Where ``pieces`` are given they go there, and the loop is woken by ends alone.
+        """
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def job(number: int, sample: SampleRequest) -> Job:
             def deliver(event: Piece | End) -> None:
                 """From the sampling thread to the loop's. A closed loop needs nothing any more."""
-                if not loop.is_closed():
+                if pieces is not None and isinstance(event, Piece):
+                    pieces.append((number, event))
+                elif not loop.is_closed():
                     loop.call_soon_threadsafe(events.put_nowait, (number, event))
 
             return Job(sample, deliver)
@@ -192,14 +206,6 @@ class Service:
     def _check(self, event: Piece | End) -> None:
         if isinstance(event, End) and event.problem:
             raise Refused(503 if self._sampler.closed else 500, event.problem)
-
-    async def _collect(self, completion: Completion, first: Event, events: asyncio.Queue[Event]) -> None:
-        """All of an answer."""
-        completion.add(*first)
-        while not completion.done:
-            number, event = await events.get()
-            self._check(event)
-            completion.add(number, event)
 
     async def _stream(
         self, stream: _Stream, jobs: list[Job], first: Event, events: asyncio.Queue[Event], deadline: float

@@ -22,6 +22,7 @@ from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest
 from longstride.sparse_model import SparseTransformer, generate
 
+_GATHERING_SECONDS = 0.005  # that a request waits for others to be a batch with, where none is sampled
 _ROWS_AT_ONCE = 1 << 12  # of a prompt, whose logits become log-probabilities in fp64
 _NO_NUMBERS = "the model computes logits that are no numbers"
 
@@ -152,7 +153,10 @@ class Sampler:
         while True:
             with self._changed:
                 self._running = [job for group in groups for job in group.jobs]
-                self._changed.wait_for(lambda: self._running or self._queue or self.closed)
+                if not groups:
+                    self._changed.wait_for(lambda: self._queue or self.closed)
+                    if self._contexts > 1:
+                        self._changed.wait_for(lambda: self.closed, _GATHERING_SECONDS)
                 if self.closed:
                     return
                 taken = self._take()
