@@ -47,11 +47,12 @@ class Embedding(nn.Module):
             assert isinstance(table, nn.Embedding)
             draw(table.weight, self.config, self.config.width * len(self.positions))
 
-    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, places: Tensor | None = None, embedded: Tensor | None = None) -> Tensor:
         """Tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
 
         With the place of each position in its document (B, N), positions count from the document's first one, and
-        tokens before that are none. Where contexts are divided, the rows of this process's section alone.
+        tokens before that are none. Where contexts are divided, the rows of this process's section alone; where they
+        are not, ``embedded`` (B, N - 1, C) may stand in for the rows of the tokens' table.
         """
         own = self.division.section(tokens.shape[1])
         before = tokens[:, max(0, own.start - self.reach) : own.stop - 1].long()
@@ -60,7 +61,7 @@ class Embedding(nn.Module):
         places = None if places is None else places[:, own]
         if self.division.size == 1:
             start = self.start.expand(len(tokens), 1, -1)
-            h = torch.cat([start, self.tokens(before[:, self.reach :])], dim=1)
+            h = torch.cat([start, self.tokens(before[:, self.reach :]) if embedded is None else embedded], dim=1)
         else:  # the start has a gradient on every process
             last = before[:, self.reach - 1 :]
             h = torch.where((positions == 0)[:, None], self.start, self.tokens(last.clamp_min(0)))
@@ -82,6 +83,15 @@ class Embedding(nn.Module):
             h = self.ngrams(h, before)
         for table, index in self._places(position):
             h = h + table.weight[index]
+        return h
+
+    def rows(self, before: Tensor, first: int) -> Tensor:
+        """Rows ``first``, from 1, to ``first + n - 1`` of ``forward``, (B, n, C); ``before``: (B, reach + n - 1)."""
+        h = self.tokens(before[:, self.reach - 1 :])
+        if self.ngrams is not None:
+            h = self.ngrams(h, before)
+        for table, index in self._places(torch.arange(first, first + h.shape[1], device=before.device)):
+            h = h + table(index)
         return h
 
     def _places(self, index: Index) -> Iterator[tuple[nn.Embedding, Index]]:

@@ -27,8 +27,8 @@ class Session:
 
     ``session.logits`` predicts the next token, and ``session.append(tokens)`` adds it. Appending token by token gives
     the same bits every time on one machine, with the same weights, batch, length and number of threads. ``prefill``
-    takes several tokens at once; its last bits may differ. ``truncate`` takes the last tokens back: what follows is as
-    if they had never been.
+    and ``extend`` take several tokens at once; their last bits may differ. ``truncate`` takes the last tokens back:
+    what follows is as if they had never been.
 
     A batch is quick because its contexts share products, and so a context's last bits depend on how many there are.
     With ``alone`` they do not: weights are multiplied by the rows of one context at a time.
@@ -46,7 +46,7 @@ class Session:
                 hooks that are added meanwhile are not called.
             batch: number of contexts, all of the same length at any time.
             length: tokens to make room for, at most the model's context, which is the default.
-            alone: every context has the bits that it has in a batch of one.
+            alone: every context has the bits that it has in a batch of one, but for what ``extend`` computes.
 
         Raises:
             ValueError: the model is in training mode, or the batch or the length is out of range.
@@ -139,6 +139,49 @@ class Session:
             for state, its in zip(self.states, single.states, strict=True):
                 if state is not None:
                     state.take(its, of_one, tokens.shape[1], slice(row, row + 1))
+
+    def extend(self, tokens: Tensor, keep: int = 0) -> Tensor:
+        """Add several tokens to every context, in one pass.
+
+        What computes each row by itself, such as a linear layer, has all rows at once. Mixers have one after the other,
+        as steps do; those that begin contexts have all. The last bits may differ from those of single steps.
+
+        Args:
+            tokens: (B, n) integers on the model's device, n from 1.
+            keep: for how many of the last tokens to compute what comes after them; 0 for all.
+
+        Returns:
+            Logits after each, (B, ``keep`` or n, V) as ``logits``; behind a full context they are NaN.
+
+        Raises:
+            ValueError: another shape, the session has no room for so many, or began under another autocast.
+        """
+        if tokens.dim() != 2 or len(tokens) != self.batch or not tokens.shape[1]:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} must be ({self.batch}, n), a row for each context, n from 1"
+            )
+        count = tokens.shape[1]
+        self._require_room(count)
+        self._require_autocast()
+        # Of the last row that is known, keys and values are read by those behind it.
+        first = self.position + (self.position > 0 and self._logits is not None)
+        model, full = self._bare, self.position + count == self.length
+        with torch.inference_mode():
+            if self.position:
+                known = torch.cat([self._tokens[:, first : self.position + model.embedding.reach], tokens], 1)
+                known = known[:, : known.shape[1] - full]
+                h = model.embedding.rows(known, first)
+            else:
+                h = model.embedding(tokens if full else nn.functional.pad(tokens.long(), (0, 1)))
+            if h.shape[1]:
+                h = model.through(h, self.states, first)
+            logits = model.logits(model.norm(h[:, h.shape[1] + full - (keep or count) :]))
+            logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+            if full:
+                logits = nn.functional.pad(logits, (0, 0, 0, 1), value=torch.nan)
+        self._add(tokens)
+        self._logits = None if full else logits[:, -1]
+        return logits
 
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length`` of every context.

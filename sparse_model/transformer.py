@@ -35,8 +35,16 @@ class Role(NamedTuple):
 class SparseTransformer(nn.Module):
     """A deep pre-activation residual network whose blocks attend over patterns (Child et al. 2019, section 5)."""
 
-    def __init__(self, config: ModelConfig, blocks: Sequence[BlockConfig] | None = None) -> None:
-        """Of a configuration; ``blocks``: of these alone in place of its own, for counting."""
+    def __init__(
+        self, config: ModelConfig, blocks: Sequence[BlockConfig] | None = None, initialize: bool = True
+    ) -> None:
+        """Of a configuration.
+
+        Args:
+            config: of the network.
+            blocks: of these alone in place of its own, for counting.
+            initialize: whether to set first values; otherwise anything may be there, until weights are loaded.
+        """
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
@@ -50,9 +58,9 @@ class SparseTransformer(nn.Module):
         self.activation_checkpoint: Callable[..., Any] | None = None
         self.division = Division()
         self._kept_apart = False  # whether documents are, by all mixers: once it is known
-        for module in self.modules():  # once all is made, in this order: published models keep their draws
-            if (initialize := getattr(module, "initialize", None)) is not None:
-                initialize()
+        for module in self.modules() if initialize else ():  # once all is made: published models keep their draws
+            if (set_values := getattr(module, "initialize", None)) is not None:
+                set_values()
 
     @staticmethod
     def num_parameters(config: ModelConfig) -> int:
@@ -117,22 +125,7 @@ class SparseTransformer(nn.Module):
             raise ValueError(f"tokens {tuple(tokens.shape)} must be (B, N) with N from 1 to {self.config.context}")
         places = None if begins is None else places_of(begins)
         more = self.beside(tokens.shape[1], places)
-        h = self.embedding(tokens, places)
-        recompute = self.activation_checkpoint
-        columns = 0  # by which rows are divided; 0: by sections
-        if self.config.reversible and recompute is None and torch.is_grad_enabled():
-            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
-            stream = Mixed(rows, auxiliary, tuple(statistics))
-        else:
-            stream = Mixed(opened(h) if self.config.reversible else h)
-            for block, rest in zip(self.blocks, more, strict=True):
-                wanted = rest[3] if len(rest) > 3 else 0
-                rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted
-                given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
-                # Torch's recomputation makes a plain tuple of it.
-                stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
-            if self.config.reversible:
-                stream = stream._replace(rows=closed(stream.rows, h))
+        stream, columns = self.residual(self.embedding(tokens, places), more, self.activation_checkpoint)
         if return_nats:  # targets and nats travel, which are less than rows
             rows = self.norm(stream.rows)
             targets = tokens[:, self.division.section(tokens.shape[1]), None]
@@ -142,6 +135,35 @@ class SparseTransformer(nn.Module):
         else:
             scored = self.logits(self.norm(self.division.divided_anew(stream.rows, columns, 0)))
         return stream._replace(rows=scored) if return_mixed else scored
+
+    def residual(
+        self, h: Tensor, more: Sequence[tuple[Any, ...]], recompute: Callable[..., Any] | None = None
+    ) -> tuple[Mixed, int]:
+        """All residual blocks as training has them, before the last norm.
+
+        Args:
+            h: (B, N, C), embedded positions.
+            more: what each block takes beside its rows, as ``beside`` gives it.
+            recompute: called as (block, rows, …) in place of each block.
+
+        Returns:
+            Rows (B, N, C) with what the parts give beside them, and the stride of the columns by which these rows are
+            divided; 0: by sections.
+        """
+        if self.config.reversible and recompute is None and torch.is_grad_enabled():
+            rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
+            return Mixed(rows, auxiliary, tuple(statistics)), 0
+        columns = 0
+        stream = Mixed(opened(h) if self.config.reversible else h)
+        for block, rest in zip(self.blocks, more, strict=True):
+            wanted = rest[3] if len(rest) > 3 else 0
+            rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted
+            given = block(rows, *rest) if recompute is None else recompute(block, rows, *rest)
+            # Torch's recomputation makes a plain tuple of it.
+            stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
+        if self.config.reversible:
+            stream = stream._replace(rows=closed(stream.rows, h))
+        return stream, columns
 
     def beside(self, context: int, places: Tensor | None = None) -> list[tuple[Any, ...]]:
         """What each block takes beside its rows in training.
@@ -202,15 +224,12 @@ class SparseTransformer(nn.Module):
         """All residual blocks, for positions after those in the states.
 
         Args:
-            h: (B, n, C), embedded positions from ``first`` on: any one, or the first n.
+            h: (B, n, C), embedded positions from ``first`` on.
             states: one a block; rows before ``first`` are read, those of ``h`` are written.
             first: position of the first row of ``h``.
 
         Returns:
             (B, n, C), as in ``forward`` before the last norm.
-
-        Raises:
-            ValueError: several rows that do not begin at 0.
         """
         rows = opened(h) if self.config.reversible else h
         for block, state in zip(self.blocks, states, strict=True):

@@ -14,41 +14,28 @@ from urllib.parse import urlsplit
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
 from longstride.launcher.models import AVERAGE, Exported, ModelData, empty_model
-from longstride.launcher.output import file_names, metrics_file
+from longstride.launcher.output import file_names, hub_stub, metrics_file
 from longstride.sparse_model import ModelConfig
 
-_MODULE = "modeling_longstride"
-_STUB = f"{_MODULE}.py"
-# In a `try`: transformers takes other imports for packages to be installed by their names.
-_STUB_TEXT = '''"""What transformers runs by `trust_remote_code=True`: it leads to the installed Longstride."""
-
-try:
-    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM, LongstrideTokenizer
-except ImportError as error:
-    raise ImportError(f"this model needs Longstride, and transformers 5.23 or newer, installed: {error}") from error
-
-__all__ = ["LongstrideConfig", "LongstrideForCausalLM", "LongstrideTokenizer"]
-'''
 _BYTE_VALUES = 256
 
 
 def hub_fields() -> dict[str, Any]:
     """What config.json has for transformers."""
-    classes = {"AutoConfig": "LongstrideConfig", "AutoModelForCausalLM": "LongstrideForCausalLM"}
     return {
         "model_type": "longstride",  # as longstride.launcher.hub.LongstrideConfig has it
         "architectures": ["LongstrideForCausalLM"],
-        "auto_map": {auto: f"{_MODULE}.{name}" for auto, name in classes.items()},
+        "auto_map": hub_stub.AUTO_MAP,
     }
 
 
 def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
     """Names and contents of files; a tokenizer only where all tokens are bytes of a text, and none of a palette."""
-    files = {_STUB: _STUB_TEXT}
+    files = {hub_stub.FILE: hub_stub.TEXT}
     if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES and not palette:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
-            "auto_map": {"AutoTokenizer": [f"{_MODULE}.LongstrideTokenizer", None]},
+            "auto_map": {"AutoTokenizer": [f"{hub_stub.MODULE}.LongstrideTokenizer", None]},
             "model_max_length": model.context,
         }
         files["tokenizer_config.json"] = json.dumps(content, indent=2) + "\n"
@@ -63,13 +50,13 @@ def refresh_stub(folder: Path) -> str:
     Raises:
         ConfigError: the folder holds no export, or one from before exports had stubs.
     """
-    exported, path = Exported(folder), folder / _STUB
+    exported, path = Exported(folder), folder / hub_stub.FILE
     if exported.content.get("auto_map") != hub_fields()["auto_map"]:
-        rule = f"names no classes of {_STUB} for transformers; export the model again"
+        rule = f"names no classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
-    if path.is_file() and path.read_bytes() == _STUB_TEXT.encode():
+    if path.is_file() and path.read_bytes() == hub_stub.TEXT.encode():
         return f"{path}: is this version's already; nothing is written"
-    write_text(path, _STUB_TEXT)
+    write_text(path, hub_stub.TEXT)
     return f"{path}: written anew; nothing else is changed"
 
 

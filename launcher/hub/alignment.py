@@ -21,6 +21,7 @@ class Aligned(NamedTuple):
     """What ``align`` makes of a batch."""
 
     tokens: Tensor  # (B, m) int64; zeros behind the end of a shorter row
+    places: Tensor  # (B, m) int64: where each of them stood; any place behind the end of a shorter row
     lengths: Tensor  # (B,) int64: tokens of each row
     # (B, n) int64: the network's row that predicts what follows each place; 0 for padding before the first token, and
     # for padding behind the last one the same as for that.
@@ -42,11 +43,14 @@ def align(tokens: Tensor, mask: Tensor | None, specials: Specials) -> Aligned:
         specials: of the vocabulary.
 
     Raises:
-        ValueError: padding between tokens of a row, or a start behind its first token.
+        ValueError: padding between tokens of a row, a start behind its first token, or a number that is no token's.
     """
-    present = tokens <= specials.start
-    if mask is not None:
-        present = present & mask.bool()
+    shown = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    unknown = shown & ((tokens < 0) | (tokens > specials.padding))
+    if bool(unknown.any()):
+        rule = f"a token is 0 to {specials.start - 1}, or {specials.start} (start), {specials.end} (end), "
+        raise ValueError(f"input_ids: {int(tokens[unknown][0])}: {rule}{specials.padding} (padding)")
+    present = shown & (tokens <= specials.start)
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     counts = present.sum(1)
     first = torch.where(present, places, tokens.shape[1]).amin(1, keepdim=True) if tokens.shape[1] else counts[:, None]
@@ -60,8 +64,8 @@ def align(tokens: Tensor, mask: Tensor | None, specials: Specials) -> Aligned:
     lengths = counts - started.long()
     most = int(lengths.max()) if len(lengths) else 0
     begin = first + started[:, None].long()
-    places_of = begin + torch.arange(most, device=tokens.device)
-    kept = torch.arange(most, device=tokens.device) < lengths[:, None]
-    moved = tokens.long().gather(1, places_of.clamp(max=max(tokens.shape[1] - 1, 0))) if most else tokens.long()[:, :0]
+    inside = torch.arange(most, device=tokens.device)
+    places_of = (begin + inside).clamp(max=max(tokens.shape[1] - 1, 0))
+    moved = torch.where(inside < lengths[:, None], tokens.long().gather(1, places_of), 0)
     rows = (places - begin + 1).clamp(min=0)
-    return Aligned(torch.where(kept, moved, 0), lengths, torch.minimum(rows, lengths[:, None]))
+    return Aligned(moved, places_of, lengths, torch.minimum(rows, lengths[:, None]))

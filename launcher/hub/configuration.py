@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from longstride.launcher.output import hub_stub
 from longstride.sparse_model import ModelConfig
 
 
@@ -33,12 +36,37 @@ class LongstrideConfig(PreTrainedConfig):
 
     def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:
         others.setdefault("tie_word_embeddings", False)
+        others.pop("vocab_size", None)  # told below: transformers warns where special tokens exceed one that it knows
+        vocabulary = (model or {}).get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
+        specials = Specials.of(vocabulary)
+        for name, token in zip(("bos", "eos", "pad"), specials, strict=True):
+            others.setdefault(f"{name}_token_id", token)
         super().__init__(**others)
         self.model = model
         if model is not None:  # transformers makes one without a model to see the defaults
             # By the names that the tools of transformers look for.
-            self.vocab_size = model.get("vocabulary", ModelConfig.model_fields["vocabulary"].default)
-            self.max_position_embeddings = model["context"]
+            self.vocab_size = vocabulary
+            # How many tokens have a row behind the last one, where no start stands before them.
+            self.max_position_embeddings = model["context"] - 1
             self.hidden_size = model["width"]
             self.num_hidden_layers = model["layers"]
             self.num_attention_heads = model["heads"]
+
+    def validate(self) -> None:
+        """As transformers has it, but that special tokens may stand behind the vocabulary, where it would warn."""
+        for each in type(self).__class_validators__:
+            if each.__name__ != "validate_token_ids":
+                each(self)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As transformers has it, and the stub beside config.json, as in an export.
+
+        transformers itself would copy the file that defines this class, which is of no use alone.
+        """
+        self.auto_map = dict(hub_stub.AUTO_MAP)
+        self._auto_class = None
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        kept = Path(save_directory) / hub_stub.FILE
+        if not kept.is_file() or kept.read_text() != hub_stub.TEXT:
+            kept.write_text(hub_stub.TEXT)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)

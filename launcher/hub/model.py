@@ -1,151 +1,314 @@
 """An exported model as a class of transformers.
 
 transformers has at place i the logits of the token after token i. The network has them in row i + 1: its row i predicts
-token i. So n tokens need n + 1 rows. The first row, of the first token, is returned for an empty prompt alone.
+token i. So n tokens need n + 1 rows. The first row, of the first token, stands at a start before it, and at padding.
 
-Letters: B batch, n tokens at hand, V vocabulary.
+Letters: B batch, n tokens at hand, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longstride.launcher.hub.cache import SessionCache
-from longstride.launcher.hub.configuration import LongstrideConfig
-from longstride.sparse_model import Mixed, ModelConfig, Session, SparseTransformer
+from longstride.launcher.hub.configuration import LongstrideConfig, Specials
+from longstride.launcher.hub.generation import SessionGenerationMixin
+from longstride.launcher.hub.rows import all_rows
+from longstride.launcher.models import DTYPES, Fingerprint
+from longstride.sparse_model import ModelConfig, SparseTransformer
+
+_LEFT_OUT = -100  # as a label: of no loss
 
 
-class LongstrideForCausalLM(PreTrainedModel, GenerationMixin):
+class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
     """A Sparse Transformer; tensors have the names that they have in an export."""
 
     config_class = LongstrideConfig
     config: LongstrideConfig
-    _network: SparseTransformer
     main_input_name = "input_ids"
-    _is_stateful = True  # a session cannot take tokens back, which speculative decoding needs
+    accepts_loss_kwargs = True  # Trainer then tells how many labels a whole step has
+    supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["ResidualBlock", "ReversibleBlock"]
 
     def __init__(self, config: LongstrideConfig) -> None:
         super().__init__(config)
+        # Trainer and pipelines know by this table of theirs that labels stand one place behind logits.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(config.model_type, "LongstrideForCausalLM")
         # Not the run's backend of attention: it is not known yet which device will compute.
-        network = SparseTransformer(ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"}))
+        of_network = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
+        with torch.random.fork_rng(devices=[]):  # what is drawn here is not kept
+            network = SparseTransformer(of_network, initialize=False)
         # Not as a submodule, which would put its name before those of its tensors; its parts are submodules instead.
-        self.__dict__["_network"] = network
+        self.__dict__["_skeleton"] = {name: value for name, value in vars(network).items() if name != "_modules"}
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
+        self._first_values: dict[int, Tensor] = {}  # by the tensor that they are for, until it has them
+        self._keep_in_fp32_modules_strict = [name for name, _ in network.named_buffers()]
+        self.gradient_checkpointing = False
         self.post_init()
 
+    @property
+    def network(self) -> SparseTransformer:
+        """The network of the submodules as they are now: adapters and other tools put new ones in their places."""
+        network = object.__new__(SparseTransformer)
+        vars(network).update(self._skeleton, _modules=self._modules, training=self.training)
+        return network
+
+    @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Does nothing: the network has initialised itself."""
+        """Gives what was not loaded of a module's tensors the values that a new network of ours has there."""
+        if not any(module is each for each in self.modules()):
+            super()._init_weights(module)
+            return
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        missing = [tensor for tensor in own if not getattr(tensor, "_is_hf_initialized", False)]
+        if missing and not self._first_values:
+            new, mine = (
+                dict([*each.named_parameters(), *each.named_buffers()])
+                for each in (SparseTransformer(self.network.config), self)
+            )
+            self._first_values = {
+                id(mine[name]): tensor
+                for name, tensor in new.items()
+                if not getattr(mine[name], "_is_hf_initialized", False)
+            }
+        for tensor in missing:
+            tensor.data.copy_(self._first_values.pop(id(tensor)).data)
+            tensor.__dict__["_is_hf_initialized"] = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LongstrideForCausalLM:
+        """As torch has it; but buffers, which parts compute with in fp32, stay so in a model of 16 bits."""
+        before = {name: buffer for name, buffer in self.named_buffers() if buffer.dtype == torch.float32}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self.get_buffer(name)
+            if now.dtype.itemsize < buffer.dtype.itemsize:
+                now.data = buffer.to(now.device)
+        return self
 
     @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # a SessionCache is made at the first step
+    def is_remote_code(cls) -> bool:
+        """Never: the stub of an export leads here, and there is no code to save with a model."""
+        return False
 
-    def train(self, mode: bool = True) -> LongstrideForCausalLM:
-        """As torch has it."""
-        self._network.train(mode)
-        return super().train(mode)
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """As transformers has it; what is saved is an export, and its config.json has the weights' own fingerprint.
 
-    def get_input_embeddings(self) -> torch.nn.Module:
+        Where they are others than those that were loaded, it no longer tells of which run and step they are.
+        """
+        if not getattr(self, "_hf_peft_config_loaded", False):  # adapters are saved alone
+            own, digest = self.state_dict(), None
+            tensors = own if state_dict is None else state_dict
+            whole = tensors.keys() == own.keys() and not any(each.is_meta for each in tensors.values())
+            if is_main_process and whole and all(each.dtype in DTYPES.values() for each in tensors.values()):
+                fingerprint = Fingerprint(self.config.model or {})
+                for name, tensor in tensors.items():
+                    fingerprint.add(name, tensor.cpu())
+                digest = fingerprint.hexdigest()
+            if digest != getattr(self.config, "fingerprint", None):
+                for name in ("fingerprint", "origin"):
+                    self.config.__dict__.pop(name, None)
+                if digest is not None:
+                    self.config.fingerprint = digest
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        """As transformers has it, for blocks that are no layers of its own."""
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+        self._recomputed_every = every_n_layers
+
+    def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
         return self.embedding.tokens
 
-    def get_output_embeddings(self) -> torch.nn.Module:
+    def set_input_embeddings(self, value: Any) -> None:
+        """Puts another one in its place."""
+        self.embedding.tokens = value
+
+    def get_output_embeddings(self) -> Any:
         """The projection to logits."""
         return self.logits
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Puts another one in its place."""
+        self.logits = new_embeddings
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> torch.nn.Module:
+        """Leaves the embedding as it is, which is wide enough for all tokens of the tokenizer, and returns it.
+
+        Raises:
+            ValueError: for another number of tokens.
+        """
+        tokens = self.network.config.vocabulary
+        wanted = tokens if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        most = Specials.of(tokens).padding + 1
+        if not tokens <= wanted <= most:
+            rule = f"this model has {tokens} tokens, and no weights for the {most - tokens} special ones"
+            raise ValueError(f"new_num_tokens={wanted}: {rule}; give {tokens} to {most}, or train another vocabulary")
+        return self.get_input_embeddings()
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token after each of ``input_ids``.
 
         Args:
-            input_ids: (B, n), n from 0; with ``past_key_values``, the tokens after those that it holds.
-            attention_mask: ones; contexts of different lengths cannot stand in one batch.
+            input_ids: (B, n), n from 0: tokens below V; before the first of a row perhaps the start; padding on either
+                side. With ``past_key_values``, the tokens after those that it holds.
+            attention_mask: (B, n), zeros at padding; with ``past_key_values`` of all tokens that it then holds.
+            position_ids: (B, n) or (1, n), as they are without them: counted from 0, with or without padding.
             past_key_values: what an earlier call returned.
-            labels: (B, n), mostly ``input_ids``; -100 is left out.
+            inputs_embeds: (B, n, C), rows of ``get_input_embeddings()``, in place of ``input_ids``.
+            labels: (B, n), mostly ``input_ids``; -100 is left out, and so are the start, the end and padding.
             use_cache: whether to return ``past_key_values``.
-            logits_to_keep: how many of the last ones to return; 0 for all.
+            output_attentions: refused: attention over a pattern's blocks never has a whole row of weights.
+            output_hidden_states: whether to return what enters each block, and what leaves the last, normalised.
+            return_dict: False for a tuple.
+            logits_to_keep: how many of the last ones to return, 0 for all; or at which places, as transformers has it.
+            num_items_in_batch: labels of all batches that one step is made of: the loss is then this batch's share.
+            others: ``shift_labels`` (B, n), what comes after each place, in place of ``labels``; it has no place of its
+                own above, as Trainer would then wait for both. What transformers hands to other models must be None.
 
         Returns:
             Logits (B, n, V) in fp32 at least; without tokens (B, 1, V), the first token's. Nothing comes after a full
-            context, where they are NaN. The loss is in nats a token, in training with the auxiliary
-            losses of the model's parts.
+            context, where they are NaN. The loss is in nats a token, in training with the auxiliary losses of the
+            model's parts. Without a start, no loss counts the first token.
 
         Raises:
-            ValueError: no tokens, padding, or more tokens than the context holds.
+            ValueError: an argument is missing, or of no use here, or more tokens than the context holds.
         """
-        if input_ids is None or others.get("inputs_embeds") is not None:
-            raise ValueError("input_ids: must be given; this model takes no embeddings in their place")
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError("attention_mask: has zeros; this model takes no padding: give contexts of one length")
-        cache = past_key_values if isinstance(past_key_values, SessionCache) else None
-        if cache is None and use_cache and not self.training:
-            cache = SessionCache(Session(self._network, len(input_ids)))
-        auxiliary = None
-        if cache is not None:
-            logits = self._continued(cache.session, input_ids, logits_to_keep)
+        shift_labels = others.pop("shift_labels", None)
+        wrong = [name for name, value in others.items() if value is not None]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: this model takes no such argument; leave it out")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: one of them must be given")
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions: attention by blocks has no weights to return; leave it out")
+        if past_key_values is not None and not isinstance(past_key_values, SessionCache):
+            rule = "this model keeps a session; leave it out, and give what a call with use_cache=True returns"
+            raise ValueError(f"past_key_values: a {type(past_key_values).__name__}: {rule}")
+        if inputs_embeds is not None and self.network.config.ngrams is not None:
+            raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
+        network, cache, hidden = self.network, past_key_values, None
+        _check_positions(position_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
+        if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
+            hidden = list[Tensor]()
+        if cache is not None or (use_cache and not self.training):
+            if input_ids is None or hidden is not None or isinstance(logits_to_keep, Tensor):
+                rule = "takes input_ids, a number of logits_to_keep, and has no output_hidden_states"
+                raise ValueError(f"use_cache=True: a step with a cache {rule}; give use_cache=False")
+            if cache is None:
+                cache = SessionCache(network)
+            logits, auxiliary = cache.extend(input_ids, attention_mask, logits_to_keep), None
         else:
-            mixed = self._rows(input_ids)
-            logits, auxiliary = mixed.rows[:, -logits_to_keep:], mixed.auxiliary
+            tokens = input_ids
+            if tokens is None:
+                assert inputs_embeds is not None
+                tokens = torch.zeros(inputs_embeds.shape[:2], dtype=torch.long, device=inputs_embeds.device)
+            # Reversible blocks keep nothing as it is.
+            recomputed = self.gradient_checkpointing and self.training and not network.config.reversible
+            mixed = all_rows(
+                network,
+                tokens,
+                attention_mask,
+                Specials.of(network.config.vocabulary),
+                keep=logits_to_keep,
+                embedded=inputs_embeds,
+                recompute=self._recompute if recomputed else None,
+                hidden=hidden,
+            )
+            logits, auxiliary = mixed.rows, mixed.auxiliary
         loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            if auxiliary is not None:  # in training alone
-                loss = loss + auxiliary
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return output if return_dict is not False else output.to_tuple()
+        if labels is not None or shift_labels is not None:
+            loss = self._loss(logits, labels, shift_labels, num_items_in_batch, auxiliary)
+        states = None if hidden is None else tuple(hidden)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=states)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
 
-    # transformers looks for a parameter of the name kwargs.
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """As transformers has it. Raises ValueError where the context is full."""
-        context = self._network.config.context
-        if input_ids.shape[1] >= context:
-            rule = f"{input_ids.shape[1]} tokens: the model's context of {context} has no room for another"
-            raise ValueError(f"{rule}; give max_length={context} or less")
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+    def _recompute(self, block: Callable[..., Any], *inputs: Any) -> Any:
+        """A block whose inner activations the backward pass computes again, or one between such blocks."""
+        kept = next(number for number, each in enumerate(self.blocks) if each is block) % self._recomputed_every
+        return block(*inputs) if kept else self._gradient_checkpointing_func(block, *inputs)
 
-    def _rows(self, tokens: Tensor) -> Mixed:
-        """All logits by one pass, (B, n, V), or (B, 1, V) without tokens; and in training the auxiliary losses."""
-        network = self._network
-        wide = torch.promote_types(network.embedding.start.dtype, torch.float32)
-        if tokens.shape[1] >= network.config.context:  # more than that the network refuses
-            mixed = network(tokens, return_mixed=True)
-            rows = mixed.rows.to(wide)[:, 1:]
-            nothing = rows.new_full((len(rows), 1, network.config.vocabulary), torch.nan)
-            return mixed._replace(rows=torch.cat([rows, nothing], 1))
-        mixed = network(F.pad(tokens, (0, 1)), return_mixed=True)
-        rows = mixed.rows.to(wide)
-        return mixed._replace(rows=rows[:, 1:] if tokens.shape[1] else rows)
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        items: int | Tensor | None,
+        auxiliary: Tensor | None,
+    ) -> Tensor:
+        """The mean nats of the labels, or with ``items`` their sum over that; with the auxiliary losses once a step."""
+        if shift_labels is None:
+            assert labels is not None
+            logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        vocabulary = logits.shape[-1]
+        special = shift_labels >= vocabulary
+        if items is not None and bool(special.any()):
+            rule = "no model predicts it, and num_items_in_batch counts it; give -100 in its place"
+            raise ValueError(f"labels: {int(shift_labels[special][0])}: {rule}")
+        targets = shift_labels.masked_fill(special, _LEFT_OUT).flatten().to(logits.device)
+        if items is None:
+            loss = F.cross_entropy(logits.flatten(0, 1), targets)
+            return loss if auxiliary is None else loss + auxiliary
+        nats = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        if auxiliary is not None:  # a mean over this batch, which is a part of the step
+            nats = nats + auxiliary * (targets != _LEFT_OUT).sum()
+        return nats / (items.to(nats.device) if isinstance(items, Tensor) else items)
 
-    def _continued(self, session: Session, tokens: Tensor, keep: int) -> Tensor:
-        """The last ``keep`` logits of tokens that the session takes; all for 0."""
-        count = tokens.shape[1]
-        if session.position == 0:
-            rows = None if keep == 1 else self._rows(tokens).rows
-            session.prefill(tokens)
-            if rows is None:
-                rows = session.logits[:, None].clone()
-            return rows[:, -keep:]
-        kept = []
-        for place in range(count):
-            session.append(tokens[:, place])
-            if not keep or place >= count - keep:
-                kept.append(session.logits.clone())
-        return torch.stack(kept, 1)
+
+def _check_positions(positions: Tensor | None, mask: Tensor | None, past: int) -> None:
+    """Raises ValueError where positions are others than those that tokens have in any case."""
+    if positions is None:
+        return
+    count = positions.shape[-1]
+    counted = torch.arange(past, past + count, device=positions.device)
+    if bool((positions == counted).all()):
+        return
+    if mask is not None:
+        shown = mask[:, -count:].bool()
+        counted = mask.long().cumsum(1)[:, -count:] - 1
+        if bool(((positions == counted) | ~shown).all()):
+            return
+    raise ValueError("position_ids: positions count from 0 in each row here; leave them out")

@@ -1,9 +1,10 @@
-"""What users and launchers see of a verb: exit codes, lines on standard error, file names, lines of metrics.
+"""What users and launchers see of a verb: exit codes, lines on standard error, file names, the stub for
+transformers, lines of metrics.
 
 Imports neither torch nor deepspeed nor numpy: every verb starts here.
 """
 
-from longstride.launcher.output import exit_codes, file_names, metrics_file
+from longstride.launcher.output import exit_codes, file_names, hub_stub, metrics_file
 from longstride.launcher.output.messages import (
     AgreedError,
     ByteCounter,

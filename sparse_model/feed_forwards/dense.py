@@ -93,7 +93,8 @@ class FeedForward(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(B, N, C) to (B, N, C)."""
-        if h.shape[:-1].numel() <= LONG_ROWS:
+        plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # and no adapters of others
+        if h.shape[:-1].numel() <= LONG_ROWS or not plain:
             return self.contract(self.activation(self.expand(h)))
         parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
         return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, self.kind, CHUNK_ROWS).view(h.shape)

@@ -151,16 +151,11 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         columns: int = 0,
     ) -> Tensor | Mixed:
-        """(B, N, C) to (B, N, C). With a state: one position, which attends to the kept ones too, or the first N.
+        """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which attend to the kept ones too.
 
         With documents, each is computed as in a context of its own. With columns, rows are those of this process's
         columns of that stride, as the method ``columns`` asks for.
-
-        Raises:
-            ValueError: several positions that do not begin at 0.
         """
-        if first and h.shape[1] != 1:
-            raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
         if self.convolution is not None:
             of_document = None if documents is None else documents.places
             h = self.convolution(h, None if state is None else state.recent, first, of_document)
@@ -168,6 +163,11 @@ class Attention(nn.Module):
         if state is not None and h.shape[1] == 1:
             q, k, v = self._heads_of_one(rows, first)
             return self.projection(state.keys_values.step(q, k, v, first).view(h.shape))
+        if state is not None and first:
+            q, k, v = self.heads_of(rows, slice(first, first + h.shape[1]))
+            step = state.keys_values.step
+            steps = [step(q[:, :, n], k[:, :, n], v[:, :, n], first + n) for n in range(h.shape[1])]
+            return self.projection(torch.stack(steps, 1).flatten(2))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
         if documents is not None:

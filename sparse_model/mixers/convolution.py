@@ -29,13 +29,15 @@ class CausalConvolution(nn.Module):
     def forward(
         self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
     ) -> Tensor:
-        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N.
+        """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which read the kept ones too.
 
         With the place of each row in its document (B, N): no row reads one before its document.
         """
         if state is not None:
             if h.shape[1] == 1:
                 return state.step(h, first)
+            if first:
+                return torch.cat([state.step(row, first + n) for n, row in enumerate(h.split(1, 1))], 1)
             state.begin(h)
         if self.division.size == 1:
             return ShiftedSum.apply(h, self.weight, places)

@@ -370,6 +370,7 @@ def _blocks(rows: Tensor, keys: Tensor, low: Tensor, high: Tensor) -> Blocks:
     def cost(size: int) -> int:
         return -(-len(rows) // size) * columns_of(size) * (size + GATHERED)
 
+    keys = keys if len(keys) else rows[:1]  # which no row reads: of summaries, in a context of one block
     size = min(BLOCK_ROWS, key=cost)
     first = low[::size, None]
     column = first + torch.arange(columns_of(size))

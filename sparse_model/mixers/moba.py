@@ -160,7 +160,8 @@ def best(q: Tensor, means: Tensor, count: int, later: Tensor | None = None) -> T
     """
     # No less than the least number, so that what is taken, or out of the question, comes behind all that is left.
     rows = q.to(means.dtype).reshape(*means.shape[:2], -1, means.shape[3])  # of a group of heads one after another
-    scores = (rows @ means.mT).view(*q.shape[:3], means.shape[2]).clamp_(min=torch.finfo(means.dtype).min)
+    with torch.autocast(q.device.type, enabled=False):  # which would round them to 16 bits
+        scores = (rows @ means.mT).view(*q.shape[:3], means.shape[2]).clamp_(min=torch.finfo(means.dtype).min)
     if later is not None:
         scores.masked_fill_(later, -torch.inf)
     found = [torch.empty((*scores.shape[:-1], 0), dtype=torch.int64, device=scores.device)]

@@ -262,13 +262,7 @@ class Synthesizer(nn.Module):
             draw(getattr(self, name), self.network, fan_in)
 
     def forward(self, h: Tensor, state: AttentionState | ScoredState | None = None, first: int = 0) -> Tensor:
-        """(B, N, C) to (B, N, C). With a state: one position, which reads the kept ones too, or the first N.
-
-        Raises:
-            ValueError: several positions that do not begin at 0.
-        """
-        if first and h.shape[1] != 1:
-            raise ValueError(f"first={first}: {h.shape[1]} rows at once must begin at position 0")
+        """(B, N, C) to (B, N, C). With a state: of the positions from ``first`` on, which read the kept ones too."""
         if self.convolution is not None:
             h = self.convolution(h, None if state is None else state.recent, first)
         given = self.heads_of(self.rows(h), first)
@@ -283,9 +277,10 @@ class Synthesizer(nn.Module):
             assert queries is not None and keys is not None and not isinstance(state, ScoredState)
             if state is None:
                 out = sparse_attention(queries, keys, values, self.patterns[heads], scale=1.0, backend=self.backend)
-            elif h.shape[1] == 1:
-                q, k, v = (each.squeeze(2) for each in (queries, keys, values))
-                out = state.keys_values.step(q, k, v, first).unsqueeze(2)
+            elif first or h.shape[1] == 1:
+                step = state.keys_values.step
+                each = [(queries[:, :, n], keys[:, :, n], values[:, :, n], first + n) for n in range(h.shape[1])]
+                out = torch.stack([step(*row) for row in each], 2)
             else:
                 out = state.keys_values.begin(queries, keys, values)
         (out,) = self.division.to_sections(out)

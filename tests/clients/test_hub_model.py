@@ -18,6 +18,7 @@ from torch import Tensor
 from longstride.launcher.exports.for_hubs import refresh_stub
 from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer, generate
+from tests.harness.clients import client
 from tests.harness.runs import ROOT
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
@@ -74,9 +75,10 @@ def test_loss_is_that_of_all_tokens_but_the_first(hub: Any, model: SparseTransfo
 @pytest.mark.parametrize("length", [0, 1, 20, 63])
 def test_greedy_sample_is_ours(hub: Any, model: SparseTransformer, length: int) -> None:
     known = tokens(2, length)
-    found = hub.generate(known, max_length=64, do_sample=False)
+    found = hub.generate(known, max_new_tokens=64 - length, do_sample=False)
     ours = torch.stack(list(generate(model, known, 64 - length, temperature=0)), 1)
-    assert torch.equal(found, torch.cat([known, ours], 1))
+    begun = known if length else torch.full((2, 1), 256)  # which a prompt of no tokens begins with
+    assert torch.equal(found, torch.cat([begun, ours], 1))
 
 
 def test_cached_steps_are_those_without_a_cache(hub: Any) -> None:
@@ -105,13 +107,66 @@ def test_gradients_reach_every_weight(hub: Any) -> None:
     assert all(weight.grad is not None for weight in hub.parameters())
 
 
+START, END, PADDING = 256, 257, 258
+
+
+@client("transformers", "padding on either side, and a start, in one batch", "each row's logits and loss as alone")
+def test_rows_in_a_batch_are_those_alone(hub: Any) -> None:
+    known, hub = tokens(4, 30), hub.double()
+    rows_of = [known[0], known[1, :7], torch.cat([torch.tensor([START]), known[2, :20]]), known[3, :0]]
+    for left in (False, True):
+        padded = torch.full((4, 30), PADDING)
+        for row, alone in zip(padded, rows_of, strict=True):
+            row[30 - len(alone) if left else 0 :][: len(alone)] = alone
+        labels = torch.where(padded < START, padded, -100)
+        with torch.no_grad():
+            masked = torch.where(padded == PADDING, 7, padded)
+            found = hub(masked, attention_mask=padded != PADDING, position_ids=None).logits
+            assert torch.equal(found, hub(padded).logits)
+            for row, logits, alone in zip(padded, found, rows_of, strict=True):
+                if len(alone):
+                    assert_rounded(logits[row != PADDING], hub(alone[None]).logits[0])
+                else:
+                    assert_rounded(logits[-1:], hub(alone[None]).logits[0])
+            if not left:
+                nats = [hub(alone[None], labels=labels[i : i + 1, : len(alone)]) for i, alone in enumerate(rows_of[:3])]
+                counts = torch.tensor([29, 6, 20])
+                mean = (torch.stack([each.loss for each in nats]) * counts).sum() / counts.sum()
+                torch.testing.assert_close(hub(padded, labels=labels).loss, mean)
+
+
+@client("transformers", "a loss behind the start token", "that of `longstride evaluate`: the first byte counts")
+def test_loss_behind_a_start_counts_the_first_token(hub: Any, model: SparseTransformer) -> None:
+    known = tokens(2, 64)
+    begun = torch.cat([torch.full((2, 1), START), known], 1)
+    with torch.no_grad():
+        found = hub(begun, labels=begun)
+        torch.testing.assert_close(found.loss, model(known, return_nats=True).mean())
+        assert torch.equal(found.logits[:, :-1], model(known))
+        assert found.logits[:, -1].isnan().all()
+
+
 def test_what_it_cannot_do_is_told(hub: Any) -> None:
-    with pytest.raises(ValueError, match="has zeros; this model takes no padding"):
-        hub(tokens(1, 3), attention_mask=torch.tensor([[0, 1, 1]]))
-    with pytest.raises(ValueError, match="64 tokens: the model's context of 64 has no room for another"):
-        hub.generate(tokens(1, 60), max_new_tokens=5)
-    with pytest.raises(ValueError, match="input_ids: must be given"):
+    known = tokens(1, 3)
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match="65 tokens: more than the model's context of 64; give 64 at most"):
+        hub(tokens(1, 65))
+    with pytest.raises(ValueError, match="input_ids, inputs_embeds: one of them must be given"):
         hub()
+    for wrong, rule in {
+        "attention_mask": (torch.tensor([[1, 0, 1]]), "padding between tokens"),
+        "position_ids": (torch.tensor([[0, 1, 0]]), "positions count from 0 in each row here; leave them out"),
+        "past_key_values": (DynamicCache(), "a DynamicCache: this model keeps a session; leave it out"),
+        "output_attentions": (True, "attention by blocks has no weights to return; leave it out"),
+        "cu_seq_lens_q": (known, "this model takes no such argument; leave it out"),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{wrong}: {rule[1]}"):
+            hub(known, **{wrong: rule[0]})
+    with pytest.raises(ValueError, match=r"^input_ids: 300: a token is 0 to 255, or 256 \(start\)"):
+        hub(known * 0 + 300)
+    with pytest.raises(ValueError, match=r"^use_cache=True: a step with a cache takes input_ids"):
+        hub(known, use_cache=True, output_hidden_states=True)
 
 
 def test_saved_again_it_is_an_export(hub: Any, folder: Path, tmp_path: Path) -> None:

@@ -123,12 +123,6 @@ def test_lengths_are_the_smallest_that_all_patterns_divide() -> None:
     assert [even_length(config, least) for least in (0, 1, 12, 13, 37, 48)] == [12, 12, 12, 24, 48, 48]
 
 
-def test_rows_at_once_are_a_beginning() -> None:
-    session = Session(awake())
-    with pytest.raises(ValueError, match="first=3: 2 rows at once must begin at position 0"):
-        session.model.through(torch.zeros(1, 2, session.model.config.width), session.states, 3)
-
-
 def test_flex_is_asked_for_beginnings_alone() -> None:
     config = small(layers=1, backend="flex")
     (cache,) = caches(config, 1, 8)

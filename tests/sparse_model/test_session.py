@@ -117,6 +117,32 @@ def test_logits_are_wide_and_the_cache_is_the_models(dtype: torch.dtype) -> None
     )
 
 
+def test_a_session_goes_on_as_it_began() -> None:
+    """What it keeps is rounded as autocast rounded it, or not: a mixture would be neither's."""
+    model = awake()
+    with torch.autocast("cpu", torch.bfloat16):
+        within, state = Session(model), Session(model).states[0]
+        assert state.keys_values.keys.dtype == torch.bfloat16
+        within.append(torch.tensor([1]))
+    began = "the session began under autocast to torch.bfloat16, and goes on without autocast"
+    for go_on in (lambda: within.logits, lambda: within.selected(torch.tensor([0]))):
+        with pytest.raises(ValueError, match=began):
+            go_on()
+    without = Session(model)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"began without .* to torch\.float16"):
+        without.prefill(torch.tensor([[1]]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Session(awake().double()).logits.dtype == torch.float64  # which autocast leaves as it is
+
+
+@torch.no_grad()
+def test_a_deep_copy_shares_the_model_and_a_pickled_one_has_its_own() -> None:
+    session = Session(awake())
+    session.append(torch.tensor([1]))
+    assert copy.deepcopy({"kept": [session]})["kept"][0].model is session.model
+    assert pickled(session).model is not session.model
+
+
 def fill(session: Session) -> None:
     session.prefill(torch.zeros(1, 40, dtype=torch.int64))
 
@@ -137,6 +163,10 @@ def zeros(*shape: int) -> Tensor:
         (begin, lambda s: s.prefill(zeros(1, 2)), r"has 1 tokens already: reset\(\) empties it"),
         (None, lambda s: s.prefill(zeros(1, 41)), "41 tokens: the session has room for 40"),
         (None, lambda s: s.prefill(zeros(2, 3)), r"tokens \(2, 3\) must be \(1, n\), a row for each context"),
+        (fill, lambda s: s.extend(zeros(1, 1)), "41 tokens: the session has room for 40"),
+        (begin, lambda s: s.extend(zeros(1, 0)), r"tokens \(1, 0\) must be \(1, n\), a row for each context, n from 1"),
+        (begin, lambda s: s.truncate(2), "length=2: must be 0 to 1, the tokens that there are"),
+        (begin, lambda s: s.truncate(-1), "length=-1: must be 0 to 1"),
         (None, lambda s: s.append(zeros(1, 1)), r"tokens \(1, 1\) must be \(1,\), one for each context"),
     ],
 )

@@ -117,6 +117,31 @@ def test_what_is_taken_back_never_was(changes: dict[str, Any]) -> None:
 
 
 @every_system
+def test_several_tokens_at_once_are_as_many_steps(changes: dict[str, Any]) -> None:
+    """From the beginning, behind one, behind others whose logits are known or not, and to the end."""
+    model = awake(**changes)
+    tokens = tokens_of(model)
+    with torch.inference_mode():
+        wanted = model(tokens)
+    for begun, asked, counts, keep in ((0, False, (7, 1, 32), 0), (0, True, (5, 35), 3), (13, True, (9, 4, 14), 0)):
+        session = Session(model, 2)
+        session.prefill(tokens[:, :begun])
+        for count in counts:
+            if asked:
+                assert session.logits is not None
+            first, last = session.position + 1, session.position + count + 1
+            found, rows = session.extend(tokens[:, first - 1 : last - 1], keep), wanted[:, first:last]
+            kept = rows[:, -(keep - 1) if last > model.config.context else -keep :] if keep else rows
+            torch.testing.assert_close(found[:, : kept.shape[1]], kept, rtol=1e-10, atol=1e-10)
+            assert found.shape[1] == (keep or count)
+        if last > model.config.context:
+            assert found[:, -1].isnan().all()
+        else:
+            session.append(tokens[:, last - 1])
+            torch.testing.assert_close(session.logits, wanted[:, last], rtol=1e-10, atol=1e-10)
+
+
+@every_system
 def test_selected_contexts_go_on_alone(changes: dict[str, Any]) -> None:
     model = awake(**changes)
     tokens, session = tokens_of(model), Session(model, 2)
@@ -128,6 +153,24 @@ def test_selected_contexts_go_on_alone(changes: dict[str, Any]) -> None:
         with torch.inference_mode():
             wanted = model(tokens[order, :15])[:, 14]
         torch.testing.assert_close(each.logits, wanted, rtol=1e-10, atol=1e-10)
+
+
+@every_system
+def test_generation_under_autocast_is_as_near_as_the_whole_context(changes: dict[str, Any]) -> None:
+    model = awake(**changes)
+    tokens = tokens_of(model)
+    with torch.inference_mode():
+        exact = model(tokens)[:, 13:]
+        model.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(tokens)[:, 13:].double()
+            session, found = Session(model, 2), []
+            session.prefill(tokens[:, :13])
+            for token in tokens[:, 13:].T:
+                found.append(session.logits.double())
+                session.append(token)
+    rounding = (wanted - exact).square().mean().sqrt()
+    assert (torch.stack(found, 1) - wanted).square().mean().sqrt() <= 2 * rounding
 
 
 @every_system

@@ -26,7 +26,10 @@ def test_a_small_run_writes_a_row_a_model(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_docs_say_what_was_measured() -> None:
     (path,) = (ROOT / "benchmarks" / "results").glob("serving-*.json")
     said = (ROOT / "docs" / "serving.md").read_text()
-    for row in json.loads(path.read_text())["timings"]:
+    rows = json.loads(path.read_text())["timings"]
+    for row in rows:
         figures = (row["after"], row["at_once"])
         cells = [f"{row['layers']} layers of width {row['width']}", *(f"{x:,.0f}" for x in figures)]
         assert f"| {' | '.join(cells)} | {row['times']:.1f}× |" in said
+    costs = [row["eight_sharing"] / row["eight_alone"] for row in rows]
+    assert f"alone would sample {min(costs):.1f} to {max(costs):.1f} times as much" in said
