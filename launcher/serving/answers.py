@@ -115,6 +115,8 @@ def _refusal(request: web.Request, refused: Refused) -> web.Response:
     if request.path.startswith(OPENAI):
         more = {name: value for name, value in refused.more.items() if name in ("param", "code")}
         response = answer(openai_error(refused.status, str(refused), **more), refused.status)
+        if refused.status >= 500 and refused.retry is None:
+            response.headers["x-should-retry"] = "false"  # OpenAI's clients would ask for the same again
     else:
         response = answer({"error": str(refused)} | refused.more, refused.status)
     if refused.retry is not None:

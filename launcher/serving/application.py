@@ -77,7 +77,7 @@ class Service:
         application.router.add_get("/model", self.model)
         application.router.add_post("/sample", self.sample)
         application.router.add_get(f"{OPENAI}models", self.models)
-        application.router.add_get(f"{OPENAI}models/{{id}}", self.models)
+        application.router.add_get(f"{OPENAI}models/{{id:.+}}", self.models)
         application.router.add_post(f"{OPENAI}completions", self.completions)
         application.on_response_prepare.append(add_headers)
         return application

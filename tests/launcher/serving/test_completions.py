@@ -18,6 +18,9 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher.models import load_model
 from longstride.launcher.serving.completion_request import parse_completion
+from longstride.launcher.serving.metrics import Metrics
+from longstride.launcher.serving.request import SampleRequest
+from longstride.launcher.serving.sampler import End, Job, Piece, _Group
 from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.served import served
 from tests.harness.tiny_models import EMBEDDINGS, plain_config, tiny_export
@@ -265,3 +268,17 @@ def test_pictures_are_bytes_without_text(tmp_path: Path) -> None:
     with served(folder) as url:
         choice = post(url, prompt=[1, 2, 3], max_tokens=9, seed=1)["choices"][0]
     assert choice["text"] == "" and content_of(choice) == alone(load_model(folder), bytes([1, 2, 3]), 9, 1)
+
+
+def test_context_without_numbers_ends_alone(model: SparseTransformer) -> None:
+    events: list[list[Piece | End]] = [[], []]
+    jobs = [Job(SampleRequest(b"a", 3, 1.0, None, None, number), events[number].append) for number in range(2)]
+    group = _Group(model, "cpu", jobs, Metrics())
+    logits = torch.zeros(2, 256)
+    logits[0, 7] = torch.nan
+    assert group._adjusted(logits)[0].isfinite().all() and logits[0, 7].isnan()
+    while group.step():
+        pass
+    assert events[0] == [End("the model computes logits that are no numbers")]
+    sampled = b"".join(event.content for event in events[1] if isinstance(event, Piece))
+    assert sampled == alone(model, b"a", 3, 1)
