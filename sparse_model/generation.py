@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -27,7 +27,7 @@ def generate(
     adjust: Callable[[Tensor], Tensor] | None = None,
     alone: bool = False,
     slide: bool = False,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, Sequence[int] | None, None]:
     """Continue prompts of one length, token by token. Arguments are checked at the call, before the first token.
 
     Args:
@@ -46,7 +46,7 @@ def generate(
 
     Returns:
         An iterator over (B,) int64, one token of each context at a time; it raises FloatingPointError where logits are
-        not finite.
+        not finite. ``send(rows)`` in place of ``next`` goes on with these contexts of the last ones alone.
 
     Raises:
         ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; one line has
@@ -57,8 +57,9 @@ def generate(
     if problems := [*_problems(model, prompt, num_tokens, slide), *wrong]:
         raise ValueError("; ".join(problems))
 
-    def choice(logits: Tensor) -> Tensor:
-        return choose(logits if adjust is None else adjust(logits), temperature, top_k, top_p, generator)
+    def choice(logits: Tensor, left: Sequence[int]) -> Tensor:
+        own = [generator[row] for row in left] if isinstance(generator, Sequence) else generator
+        return choose(logits if adjust is None else adjust(logits), temperature, top_k, top_p, own)
 
     return _sample(model, prompt.long(), num_tokens, choice, alone)
 
@@ -133,8 +134,12 @@ def _require_finite(values: Tensor) -> None:
 
 
 def _sample(
-    model: SparseTransformer, prompt: Tensor, num_tokens: int, choice: Callable[[Tensor], Tensor], alone: bool
-) -> Iterator[Tensor]:
+    model: SparseTransformer,
+    prompt: Tensor,
+    num_tokens: int,
+    choice: Callable[[Tensor, Sequence[int]], Tensor],
+    alone: bool,
+) -> Generator[Tensor, Sequence[int] | None, None]:
     """The tokens, one by one."""
     batch, known = prompt.shape
     if batch == 0:
@@ -144,14 +149,19 @@ def _sample(
     session = Session(model, batch, None if slides else known + num_tokens, alone=alone)
     start = window_start(model.config, known)
     window = [prompt[:, start:]]  # what the context holds
+    left = list(range(batch))  # of the contexts
     session.prefill(window[0])
     for number in range(num_tokens):
         with torch.no_grad():
-            chosen = choice(session.logits)
-        yield chosen
+            chosen = choice(session.logits, left)
+        rows = yield chosen
         known += 1
         if number + 1 == num_tokens:
             return
+        if rows is not None:
+            order = torch.tensor(rows, device=chosen.device)
+            left, session = [left[row] for row in rows], session.selected(order)
+            window, chosen = [torch.cat(window, 1)[order]], chosen[order]
         window.append(chosen[:, None])
         dropped = window_start(model.config, known) - start
         if dropped:

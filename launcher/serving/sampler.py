@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,17 +200,22 @@ class _Group:
     def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics) -> None:
         self.jobs, self.begun = jobs, time.monotonic()
         self._model, self._device, self._metrics = model, device, metrics
-        self._tokens: Iterator[Tensor] | None = None
+        self._tokens: Generator[Tensor, list[int] | None, None] | None = None
         self._logprobs: dict[int, Tensor] = {}  # of the contexts that ask for scores, (V,)
 
     def step(self) -> bool:
         """One more byte of each context; whether there may be more."""
+        left = None  # all
         if self._tokens is None:
             self._tokens = self._begin()
-        if all(job.stopped for job in self.jobs):
+        elif any(job.stopped for job in self.jobs):
+            left = [row for row, job in enumerate(self.jobs) if not job.stopped]
+            self.jobs = [self.jobs[row] for row in left]
+        if not self.jobs or not self.jobs[0].request.count:
             return False
-        chosen = next(self._tokens, None)
-        if chosen is None:
+        try:
+            chosen = self._tokens.send(left)
+        except StopIteration:
             return False
         for row, (job, token) in enumerate(zip(self.jobs, chosen.tolist(), strict=True)):
             if not job.stopped:
@@ -228,7 +233,7 @@ class _Group:
         if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
             job.end(End(stopped=max(reached)))
 
-    def _begin(self) -> Iterator[Tensor]:
+    def _begin(self) -> Generator[Tensor, list[int] | None, None]:
         """Echoes prompts, and begins to sample."""
         known: dict[tuple[bytes, int | None], list[Score | None]] = {}  # several choices have one prompt
         for job in self.jobs:
@@ -239,8 +244,6 @@ class _Group:
                 known[key] = known[key] if key in known else self._prompt_scores(*key)
                 job.deliver(Piece(request.prompt, known[key], is_prompt=True))
         request = self.jobs[0].request
-        if not request.count:
-            return iter(())
         return generate(
             self._model,
             torch.tensor([list(job.request.prompt) for job in self.jobs], dtype=torch.int64, device=self._device),
