@@ -64,6 +64,7 @@ setup(
             "accelerate==1.15.0",
             "peft==0.21.2",
             "lm_eval[hf]==0.4.13",
+            "tenacity==9.2.1",  # lm_eval asks servers by it
             "datasets==5.2.0",
             "wids==0.1.11",
             "torchdata==0.11.0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -23,9 +23,11 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    adjust: Callable[[Tensor], Tensor] | None = None,
+    alone: bool = False,
     slide: bool = False,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, Sequence[int] | None, None]:
     """Continue prompts of one length, token by token. Arguments are checked at the call, before the first token.
 
     Args:
@@ -35,29 +37,31 @@ def generate(
         temperature: divides the logits; 0 takes the most likely token.
         top_k, top_p: sample among the k most likely tokens, or the fewest whose probabilities sum to p; among equally
             likely tokens the lower ones stay.
-        generator: makes the sample reproducible.
+        generator: makes the sample reproducible; several, one of each context.
+        adjust: what becomes of the logits (B, V), in fp32 (fp64 for fp64), before all else; it writes to none of them.
+        alone: each context has the logits that it has in a batch of one, to the bit (``Session``). So with a generator
+            of its own it has the same sample in any batch.
         slide: allow prompt and sample to be longer than the model's context, and drop its older half each time that it
             is full (``window_start``).
 
     Returns:
         An iterator over (B,) int64, one token of each context at a time; it raises FloatingPointError where logits are
-        not finite.
+        not finite. ``send(rows)`` in place of ``next`` goes on with these contexts of the last ones alone.
 
     Raises:
         ValueError: the sample does not fit, a setting is out of range, or the model is in training mode; one line has
             all problems.
     """
-    problems = list(_prompt_problems(model, prompt))
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    problems += [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
-    if type(num_tokens) is not int or num_tokens < 0:
-        problems.append(f"num_tokens={num_tokens}: must be 0 or more, and whole")
-    elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
-        length, context = prompt.shape[1] + num_tokens, model.config.context
-        problems.append(f"prompt and sample are {length} tokens: they must fit in the model's context of {context}")
-    if problems:
+    wrong = [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
+    if problems := [*_problems(model, prompt, num_tokens, slide), *wrong]:
         raise ValueError("; ".join(problems))
-    return _sample(model, prompt.long(), num_tokens, lambda x: choose(x, temperature, top_k, top_p, generator))
+
+    def choice(logits: Tensor, left: Sequence[int]) -> Tensor:
+        own = [generator[row] for row in left] if isinstance(generator, Sequence) else generator
+        return choose(logits if adjust is None else adjust(logits), temperature, top_k, top_p, own)
+
+    return _sample(model, prompt.long(), num_tokens, choice, alone)
 
 
 def window_start(config: ModelConfig, known: int) -> int:
@@ -72,9 +76,13 @@ def window_start(config: ModelConfig, known: int) -> int:
 
 
 def choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Tensor:
-    """One token from each row of logits (B, V): (B,) int64.
+    """One token from each row of logits (B, V): (B,) int64. Generators are one for all rows, or one a row.
 
     Raises:
         FloatingPointError: logits are not finite.
@@ -102,7 +110,7 @@ def choose(
     return token.gather(-1, _draw(share, generator)).squeeze(-1)
 
 
-def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
+def _draw(share: Tensor, generator: torch.Generator | Sequence[torch.Generator] | None) -> Tensor:
     """Draw one index of each row in proportion to its shares (B, V) in fp64, which need not sum to 1: (B, 1) int64.
 
     It is the first index at which the running sum exceeds a uniform part of the total, so one without a share is never
@@ -111,7 +119,11 @@ def _draw(share: Tensor, generator: torch.Generator | None) -> Tensor:
     sums = share.cumsum(-1)
     whole = sums[:, -1]
     _require_finite(whole)
-    part = torch.rand(len(share), dtype=share.dtype, device=share.device, generator=generator)
+    if isinstance(generator, Sequence):
+        draws = [torch.rand(1, dtype=share.dtype, device=share.device, generator=each) for each in generator]
+        part = torch.cat(draws)
+    else:
+        part = torch.rand(len(share), dtype=share.dtype, device=share.device, generator=generator)
     return torch.searchsorted(sums, part.mul_(whole)[:, None], right=True)
 
 
@@ -122,25 +134,34 @@ def _require_finite(values: Tensor) -> None:
 
 
 def _sample(
-    model: SparseTransformer, prompt: Tensor, num_tokens: int, choice: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
+    model: SparseTransformer,
+    prompt: Tensor,
+    num_tokens: int,
+    choice: Callable[[Tensor, Sequence[int]], Tensor],
+    alone: bool,
+) -> Generator[Tensor, Sequence[int] | None, None]:
     """The tokens, one by one."""
     batch, known = prompt.shape
     if batch == 0:
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
         return
     slides = known + num_tokens > model.config.context
-    session = Session(model, batch, None if slides else known + num_tokens)
+    session = Session(model, batch, None if slides else known + num_tokens, alone=alone)
     start = window_start(model.config, known)
     window = [prompt[:, start:]]  # what the context holds
+    left = list(range(batch))  # of the contexts
     session.prefill(window[0])
     for number in range(num_tokens):
         with torch.no_grad():
-            chosen = choice(session.logits)
-        yield chosen
+            chosen = choice(session.logits, left)
+        rows = yield chosen
         known += 1
         if number + 1 == num_tokens:
             return
+        if rows is not None:
+            order = torch.tensor(rows, device=chosen.device)
+            left, session = [left[row] for row in rows], session.selected(order)
+            window, chosen = [torch.cat(window, 1)[order]], chosen[order]
         window.append(chosen[:, None])
         dropped = window_start(model.config, known) - start
         if dropped:
@@ -152,7 +173,7 @@ def _sample(
             session.append(chosen)
 
 
-def _prompt_problems(model: SparseTransformer, prompt: Tensor) -> Iterator[str]:
+def _problems(model: SparseTransformer, prompt: Tensor, num_tokens: int, slide: bool) -> Iterator[str]:
     if model.training:
         yield "the model is in training mode: call model.eval() first"
     if prompt.dim() != 2:
@@ -162,6 +183,11 @@ def _prompt_problems(model: SparseTransformer, prompt: Tensor) -> Iterator[str]:
     elif prompt.numel() and not 0 <= int(prompt.min()) <= int(prompt.max()) < model.config.vocabulary:
         low, high = int(prompt.min()), int(prompt.max())
         yield f"prompt has tokens {low} to {high}: must be 0 to {model.config.vocabulary - 1}"
+    if type(num_tokens) is not int or num_tokens < 0:
+        yield f"num_tokens={num_tokens}: must be 0 or more, and whole"
+    elif prompt.dim() == 2 and not slide and prompt.shape[1] + num_tokens > model.config.context:
+        length, context = prompt.shape[1] + num_tokens, model.config.context
+        yield f"prompt and sample are {length} tokens: they must fit in the model's context of {context}"
 
 
 def wrong_settings(temperature: object, top_k: object, top_p: object) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,9 @@ A part is a module with ``part``, the name under which its parameters are counte
 positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, a ``State``. Whoever needs one
 of these asks the part, and knows no names of modules or tensors.
 
+One whose products take rows of several contexts at once, otherwise than by ``nn.Linear``, has a true
+``joins_contexts``: where each context must have the bits that it has alone, it is called for each.
+
 One that looks beyond its own rows has ``division``, which a model sets (``SparseTransformer.divide``), and asks it for
 what other processes have of the same contexts.
 
@@ -54,10 +57,11 @@ def joined(stream: Mixed, given: Tensor | Mixed) -> Mixed:
 class State(Protocol):
     """What generation keeps of earlier positions for one mixer."""
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]`` of such a state in its first ``known`` rows.
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
+        """Contexts ``into`` become copies of contexts ``order`` of such a state in its first ``known`` rows.
 
-        ``order`` is (B,) integers. The source is a state of the same part, of as many contexts as it may be, or itself.
+        ``order`` is (b,) integers, as many as there are contexts in ``into``. The source is a state of the same part,
+        of as many contexts as it may be, or itself.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The routes: a page, what is served, and samples that are streamed; and the guards that every request passes.
+"""The routes: a page, what is served, samples that are streamed, and what OpenAI's clients ask for.
 
 See docs/serving.md.
 """
@@ -8,42 +8,43 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import math
-import sys
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
 from longstride.kernels import ConfigError
-from longstride.launcher.ranks import is_loopback
+from longstride.launcher.serving.answers import (
+    OPENAI,
+    Refused,
+    add_headers,
+    answer,
+    counting,
+    errors_in_json,
+    openai_error,
+    own_names_only,
+    own_origin_only,
+    read_body,
+)
+from longstride.launcher.serving.completion_request import (
+    TooLongError,
+    UnknownModelError,
+    parse_completion,
+)
+from longstride.launcher.serving.completions import Completion
+from longstride.launcher.serving.metrics import CONTENT_TYPE
 from longstride.launcher.serving.request import MalformedError, SampleRequest, largest_body, parse_request
-from longstride.launcher.serving.sampler import Busy, End, Job, Sampler
+from longstride.launcher.serving.sampler import Busy, End, Job, Piece, Sampler
 from longstride.sparse_model import ModelConfig
 
-Events = asyncio.Queue[bytes | End]
+Event = tuple[int, Piece | End]  # of which context
 _PAGES = {
     "/": ("serve.html", "text/html"),
     "/serve.css": ("serve.css", "text/css"),
     "/serve.js": ("serve.js", "text/javascript"),
-}
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# The page needs nothing from anywhere else, and no other page may hold it.
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-_ERRORS = {
-    404: "nothing is here; take /, /sample, /model or /health",
-    405: "not by this method: /sample takes POST, everything else GET",
-    413: "the body is larger than any prompt that the model takes",
 }
 _LAST_WORD_SECONDS = 1.0  # for a client to read the line that says it was too late
 
@@ -52,9 +53,10 @@ _LAST_WORD_SECONDS = 1.0  # for a client to read the line that says it was too l
 class Limits:
     """What one request may take."""
 
-    max_bytes: int  # sampled
-    waiting: int  # requests, beside the one that is sampled
+    max_bytes: int  # sampled, of each context
+    waiting: int  # requests, beside those that are sampled
     seconds: float  # from its arrival to its last byte
+    contexts: int  # sampled at once, of all requests
 
 
 class Service:
@@ -65,13 +67,18 @@ class Service:
 
     def application(self, loopback: bool) -> web.Application:
         """All routes; on loopback, for names of this machine alone."""
-        guards = [errors_in_json, *([own_names_only] if loopback else []), own_origin_only]
-        application = web.Application(client_max_size=largest_body(self._config), middlewares=guards)
+        guards = [own_names_only, own_origin_only] if loopback else [own_origin_only]
+        middlewares = [counting(self._sampler.metrics), errors_in_json, *guards]
+        application = web.Application(client_max_size=largest_body(self._config), middlewares=middlewares)
         for path in _PAGES:
             application.router.add_get(path, self.page)
         application.router.add_get("/health", self.health)
+        application.router.add_get("/metrics", self.metrics)
         application.router.add_get("/model", self.model)
         application.router.add_post("/sample", self.sample)
+        application.router.add_get(f"{OPENAI}models", self.models)
+        application.router.add_get(f"{OPENAI}models/{{id:.+}}", self.models)
+        application.router.add_post(f"{OPENAI}completions", self.completions)
         application.on_response_prepare.append(add_headers)
         return application
 
@@ -83,168 +90,250 @@ class Service:
 
     async def health(self, request: web.Request) -> web.Response:
         """Whether the server works, and how many requests there are."""
-        return answer({"status": "ok", "sampling": self._sampler.sampling, "waiting": self._sampler.waiting})
+        return answer({"status": "ok", "sampling": self._sampler.contexts > 0, "waiting": self._sampler.waiting})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Counts since the start, in Prometheus' format."""
+        gauges = {
+            "contexts_sampling": ("Contexts that are being sampled.", self._sampler.contexts),
+            "requests_waiting": ("Requests in the queue.", self._sampler.waiting),
+        }
+        text = self._sampler.metrics.text(gauges)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def model(self, request: web.Request) -> web.Response:
         """What is served."""
         return answer(self._about)
 
+    async def models(self, request: web.Request) -> web.Response:
+        """The one model, as OpenAI describes models: in a list, or by its name."""
+        about = self._about
+        described = {"id": about["name"], "object": "model", "created": about["created"], "owned_by": "longstride"}
+        described["max_model_len"] = about["context"]
+        name = request.match_info.get("id")
+        if name is None:
+            return answer({"object": "list", "data": [described]})
+        if name != about["name"]:
+            raise _unknown(UnknownModelError(f"model={name[:80]!r} is not served here; take {about['name']!r}"))
+        return answer(described)
+
     async def sample(self, request: web.Request) -> web.StreamResponse:
         """Samples, and streams bytes as they come."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._limits.seconds
-        sample = await self._read(request)
-        if isinstance(sample, web.Response):
-            return sample
-        events: Events = asyncio.Queue()
-
-        def deliver(event: bytes | End) -> None:
-            """From the sampling thread to the loop's. A closed loop needs nothing any more."""
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        job = Job(sample, deliver)
+        deadline = asyncio.get_running_loop().time() + self._limits.seconds
+        body = await read_body(request, self._limits.seconds)
         try:
-            self._sampler.submit(job)
-        except Busy as busy:
-            return refusal(503, str(busy), retry=busy.seconds)
-        try:
-            return await self._stream(request, job, events, deadline)
-        finally:  # also where the client left, which cancels the handler
-            self._sampler.drop(job)
-
-    async def _read(self, request: web.Request) -> SampleRequest | web.Response:
-        """What a request asks for, or a refusal."""
-        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
-            # A page of another origin cannot send this type unasked.
-            return refusal(415, "the body must be JSON, not compressed: send Content-Type: application/json")
-        try:
-            body = await asyncio.wait_for(request.read(), self._limits.seconds)
-            return parse_request(body, self._config, self._limits.max_bytes)
-        except asyncio.TimeoutError:
-            return refusal(408, f"the body did not come within {self._limits.seconds:g} s")
+            sample = parse_request(body, self._config, self._limits.max_bytes)
         except MalformedError as error:
-            return refusal(400, str(error))
+            raise Refused(400, str(error)) from None
         except ConfigError as error:
             problems = [{"field": problem.path, "rule": problem.rule} for problem in error.problems]
-            return refusal(422, "; ".join(map(str, error.problems)), problems=problems)
+            raise Refused(422, "; ".join(map(str, error.problems)), problems=problems) from None
+        async with self._sampled([sample]) as (jobs, events):
+            first = await self._first(events, deadline)
+            return await self._stream(_Lines(request, sample), jobs, first, events, deadline)
 
-    async def _stream(self, request: web.Request, job: Job, events: Events, deadline: float) -> web.StreamResponse:
-        """The answer from a sample's first byte to its last, or to the deadline."""
-        loop = asyncio.get_running_loop()
-        late = f"took longer than {self._limits.seconds:g} s"
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Samples as OpenAI's clients ask for them: whole, or streamed."""
+        deadline = asyncio.get_running_loop().time() + self._limits.seconds
+        body = await read_body(request, self._limits.seconds)
         try:
-            first = await asyncio.wait_for(events.get(), deadline - loop.time())
-        except asyncio.TimeoutError:
-            return refusal(503, f"{late} to begin", retry=1)
-        if isinstance(first, End) and first.problem:
-            return refusal(503 if self._sampler.closed else 500, first.problem)
-        lines = _Lines(request)
+            asked = parse_completion(body, self._config, self._about["name"], self._limits.max_bytes)
+        except UnknownModelError as error:
+            raise _unknown(error) from None
+        except MalformedError as error:
+            raise Refused(400, str(error)) from None
+        except ConfigError as error:
+            code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+            line = "; ".join(map(str, error.problems))
+            raise Refused(400, line, param=error.problems[0].path, code=code) from None
+        completion = Completion(asked, self._about)
+        if asked.stream:
+            async with self._sampled(asked.samples) as (jobs, events):
+                first = await self._first(events, deadline)
+                return await self._stream(_Chunks(request, completion), jobs, first, events, deadline)
+        pieces: list[Event] = []
+        async with self._sampled(asked.samples, pieces) as (jobs, ends):
+            try:
+                for _ in jobs:
+                    number, end = await asyncio.wait_for(ends.get(), deadline - _now())
+                    self._check(end)
+                    pieces.append((number, end))
+            except asyncio.TimeoutError:
+                raise Refused(503, f"took longer than {self._limits.seconds:g} s; ask for less, or stream") from None
+        for number, event in pieces:
+            completion.add(number, event)
+        return answer(completion.whole())
+
+    @asynccontextmanager
+    async def _sampled(
+        self, samples: Sequence[SampleRequest], pieces: list[Event] | None = None
+    ) -> AsyncIterator[tuple[list[Job], asyncio.Queue[Event]]]:
+        """Contexts that are sampled, and what comes of them; at the end, whatever it is, their sampling ends too.
+
+        Where ``pieces`` are given they go there, and the loop is woken by ends alone.
+        """
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def job(number: int, sample: SampleRequest) -> Job:
+            def deliver(event: Piece | End) -> None:
+                """From the sampling thread to the loop's. A closed loop needs nothing any more."""
+                if pieces is not None and isinstance(event, Piece):
+                    pieces.append((number, event))
+                elif not loop.is_closed():
+                    loop.call_soon_threadsafe(events.put_nowait, (number, event))
+
+            return Job(sample, deliver)
+
+        jobs = [job(number, sample) for number, sample in enumerate(samples)]
         try:
-            await asyncio.wait_for(lines.send(job, first, events), deadline - loop.time())
+            self._sampler.submit(jobs)
+        except Busy as busy:
+            raise Refused(503, str(busy), retry=busy.seconds) from None
+        try:
+            yield jobs, events
+        finally:  # also where the client left, which cancels the handler
+            self._sampler.drop(jobs)
+
+    async def _first(self, events: asyncio.Queue[Event], deadline: float) -> Event:
+        """What comes first; Refused where that is a failure, or nothing comes in time."""
+        try:
+            first = await asyncio.wait_for(events.get(), deadline - _now())
         except asyncio.TimeoutError:
-            job.stopped = True
-            await lines.write_at_last({"error": late, "sampled": lines.sampled})
+            raise Refused(503, f"took longer than {self._limits.seconds:g} s to begin", retry=1) from None
+        self._check(first[1])
+        return first
+
+    def _check(self, event: Piece | End) -> None:
+        if isinstance(event, End) and event.problem:
+            raise Refused(503 if self._sampler.closed else 500, event.problem)
+
+    async def _stream(
+        self, stream: _Stream, jobs: list[Job], first: Event, events: asyncio.Queue[Event], deadline: float
+    ) -> web.StreamResponse:
+        """The answer from its first byte to its last, or to the deadline."""
+        try:
+            await asyncio.wait_for(stream.send(first, events), deadline - _now())
+        except asyncio.TimeoutError:
+            for job in jobs:
+                job.stopped = True
+            await stream.write_at_last(f"took longer than {self._limits.seconds:g} s")
         except ConnectionError:  # the client left, and a byte came before the cancellation
             pass
-        return lines.response
+        return stream.response
 
 
-class _Lines:
-    """A streamed answer, a JSON object a line."""
+class _Stream:
+    """An answer that is written as its bytes come."""
+
+    content_type: str
 
     def __init__(self, request: web.Request) -> None:
         self.request = request
-        self.response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        self.sampled = 0  # bytes written
+        self.response = web.StreamResponse(headers={"Content-Type": self.content_type})
 
-    async def send(self, job: Job, first: bytes | End, events: Events) -> None:
-        """All lines of a sample; each has the bytes since the line before."""
+    async def send(self, first: Event, events: asyncio.Queue[Event]) -> None:
+        """All of it; each time that something is written, all that has come by then."""
         await self.response.prepare(self.request)
-        await self.write({"seed": job.request.seed, "bytes": job.request.count})
-        taken = [first]
-        while True:
+        await self.begin()
+        taken, goes_on = [first], True
+        while goes_on:
             while not events.empty():
                 taken.append(events.get_nowait())
-            sampled = b"".join(event for event in taken if isinstance(event, bytes))
-            if sampled:
-                self.sampled += len(sampled)
-                await self.write({"base64": base64.b64encode(sampled).decode()})
-            end = next((event for event in taken if isinstance(event, End)), None)
-            if end is not None:
-                ending = {"error": end.problem} if end.problem else {"done": True}
-                return await self.write(ending | {"sampled": self.sampled})
-            taken = [await events.get()]
+            goes_on = await self.send_events(taken)
+            if goes_on:
+                taken = [await events.get()]
 
-    async def write_at_last(self, content: dict[str, Any]) -> None:
-        """A last line. A client that no longer reads has its connection aborted."""
+    async def begin(self) -> None:
+        """What is written before anything has come."""
+
+    async def send_events(self, events: list[Event]) -> bool:
+        """Writes what came; whether there is more to come."""
+        raise NotImplementedError
+
+    def error(self, line: str) -> bytes:
+        """The last that is written of an answer that breaks off."""
+        raise NotImplementedError
+
+    async def write_at_last(self, line: str) -> None:
+        """The error. A client that no longer reads has its connection aborted."""
         try:
-            await asyncio.wait_for(self.write(content), _LAST_WORD_SECONDS)
+            await asyncio.wait_for(self.response.write(self.error(line)), _LAST_WORD_SECONDS)
         except (asyncio.TimeoutError, ConnectionError):
             if self.request.transport is not None:
                 self.request.transport.abort()
 
-    async def write(self, content: dict[str, Any]) -> None:
-        """One line."""
-        await self.response.write(json.dumps(content).encode() + b"\n")
+
+class _Lines(_Stream):
+    """One sample, a JSON object a line; each has the bytes since the line before."""
+
+    content_type = "application/x-ndjson"
+
+    def __init__(self, request: web.Request, sample: SampleRequest) -> None:
+        super().__init__(request)
+        self.sample = sample
+        self.sampled = 0  # bytes written
+
+    async def begin(self) -> None:
+        """What is to come."""
+        await self.response.write(_line({"seed": self.sample.seed, "bytes": self.sample.count}))
+
+    async def send_events(self, events: list[Event]) -> bool:
+        """A line of bytes, and where they end a last one."""
+        sampled = b"".join(event.content for _, event in events if isinstance(event, Piece))
+        if sampled:
+            self.sampled += len(sampled)
+            await self.response.write(_line({"base64": base64.b64encode(sampled).decode()}))
+        end = next((event for _, event in events if isinstance(event, End)), None)
+        if end is not None:
+            done = _line({"done": True, "sampled": self.sampled})
+            await self.response.write(self.error(end.problem) if end.problem else done)
+        return end is None
+
+    def error(self, line: str) -> bytes:
+        """With the number of bytes that came."""
+        return _line({"error": line, "sampled": self.sampled})
 
 
-def answer(content: dict[str, Any], status: int = 200) -> web.Response:
-    """One line of JSON."""
-    return web.Response(text=json.dumps(content) + "\n", status=status, content_type="application/json")
+class _Chunks(_Stream):
+    """Completions as server-sent events, as OpenAI streams them."""
+
+    content_type = "text/event-stream"
+
+    def __init__(self, request: web.Request, completion: Completion) -> None:
+        super().__init__(request)
+        self.completion = completion
+
+    async def send_events(self, events: list[Event]) -> bool:
+        """A chunk of each choice that has more to show; at the end the usage, if it was asked for."""
+        completion = self.completion
+        for number, event in events:
+            if isinstance(event, End) and event.problem:
+                await self.response.write(self.error(event.problem))
+                return False
+            completion.add(number, event)
+        chunks = [_event(chunk) for chunk in completion.chunks()]
+        if completion.done:
+            chunks.append(b"data: [DONE]\n\n")
+        if chunks:
+            await self.response.write(b"".join(chunks))
+        return not completion.done
+
+    def error(self, line: str) -> bytes:
+        """OpenAI's object for an error, at which its client raises."""
+        return _event(openai_error(500, line))
 
 
-def refusal(status: int, line: str, *, retry: float | None = None, **more: Any) -> web.Response:
-    """A refusal that says why, and after how many seconds another attempt may go better."""
-    response = answer({"error": line} | more, status)
-    if retry is not None:
-        response.headers["Retry-After"] = str(math.ceil(retry))
-    return response
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
-async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """On every answer."""
-    response.headers.update(_HEADERS)
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
-@web.middleware
-async def errors_in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as JSON: the framework's own, and unexpected ones, whose traceback goes to standard error."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        response = refusal(error.status, _ERRORS.get(error.status, error.reason))
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except ConnectionError:
-        return refusal(400, "the client left")  # which nobody reads
-    except Exception:
-        traceback.print_exc(file=sys.stderr)
-        return refusal(500, "the server failed at this request; it goes on")
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-@web.middleware
-async def own_names_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse names of other machines: a page can make its own name lead to this address (DNS rebinding)."""
-    name = _parts("//" + request.headers.get("Host", "")).hostname or ""
-    if not is_loopback(name):
-        return refusal(403, f"the Host header names {name[:80]!r}; this server is on localhost alone")
-    return await handler(request)
-
-
-@web.middleware
-async def own_origin_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what a page of another origin sends."""
-    origin = request.headers.get("Origin")
-    if origin is not None and _parts(origin).netloc != request.headers.get("Host"):
-        return refusal(403, "pages of another origin have no access")
-    return await handler(request)
-
-
-def _parts(url: str) -> SplitResult:
-    """The parts of a URL; of what is none, empty ones."""
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")
+def _unknown(error: UnknownModelError) -> Refused:
+    return Refused(404, str(error), param="model", code="model_not_found")

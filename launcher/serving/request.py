@@ -30,11 +30,18 @@ class SampleRequest:
     top_k: int | None
     top_p: float | None
     seed: int
+    # What `POST /sample` does not ask for.
+    stop: tuple[bytes, ...] = ()  # the sample ends with the first of them
+    echo: bool = False  # the prompt is delivered too
+    logprobs: int | None = None  # likely bytes to score at each position, beside the byte itself; None: no scores
+    bias: tuple[tuple[int, float], ...] = ()  # added to the logits of bytes
+    presence_penalty: float = 0.0  # taken from the logits of bytes that were sampled already
+    frequency_penalty: float = 0.0  # the same, for each time
 
 
 def largest_body(config: ModelConfig) -> int:
-    """Bytes of a body with the longest prompt: each byte of it as \\u00xx, and room for the other fields."""
-    return 6 * config.context + 4096
+    """Bytes of a body: four of the longest prompts, each byte as \\u00xx or in a list, and room for other fields."""
+    return 4 * 6 * config.context + 16_384
 
 
 def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleRequest:
@@ -49,7 +56,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         MalformedError: no JSON object.
         ConfigError: a problem for each wrong field.
     """
-    content = _load(body)
+    content = load_object(body)
     unknown = [name for name in content if name not in _FIELDS][:5]
     problems = [Problem(name[:80], f"no such field; take {', '.join(_FIELDS)}") for name in unknown]
     try:
@@ -77,7 +84,8 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     )
 
 
-def _load(body: bytes) -> dict[str, Any]:
+def load_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body, of numbers and of keys that stand once. Raises MalformedError."""
     try:
         content = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:

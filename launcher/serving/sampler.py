@@ -1,19 +1,30 @@
-"""One thread that samples, request after request, and the bounded queue of those that wait for it."""
+"""One thread that samples: contexts side by side, and the bounded queue of requests that wait for it.
+
+Letters: B contexts of a group, N bytes of a prompt, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest
 from longstride.sparse_model import SparseTransformer, generate
+
+_GATHERING_SECONDS = 0.005  # that a request waits for others to be a batch with, where none is sampled
+_ROWS_AT_ONCE = 1 << 12  # of a prompt, whose logits become log-probabilities in fp64
+_NO_NUMBERS = "the model computes logits that are no numbers"
 
 
 class Busy(Exception):  # noqa: N818 - a state, not a mistake
@@ -24,13 +35,19 @@ class Busy(Exception):  # noqa: N818 - a state, not a mistake
         self.seconds = seconds
 
 
-@dataclass(eq=False)
-class Job:
-    """One request on its way: ``deliver`` is called from the sampling thread with each byte, then with an End."""
+class Score(NamedTuple):
+    """What the model itself, before all settings, gave a byte that is known by now."""
 
-    request: SampleRequest
-    deliver: Callable[[bytes | End], None]
-    stopped: bool = False  # nobody wants the rest: sampling ends before its next byte
+    logprob: float  # nats
+    top: dict[int, float]  # the most likely bytes and this one
+
+
+class Piece(NamedTuple):
+    """Bytes, one of which is sampled at a time, and their scores where the request asks for them."""
+
+    content: bytes
+    scores: Sequence[Score | None]
+    is_prompt: bool = False  # echoed
 
 
 @dataclass(frozen=True)
@@ -38,25 +55,54 @@ class End:
     """After the last byte; ``problem`` says why there are no more, where the sample is incomplete."""
 
     problem: str | None = None
+    stopped: int = 0  # bytes at the end that are a stop; 0 where the sample has its whole length
+
+
+@dataclass(eq=False)
+class Job:
+    """One context on its way: ``deliver`` is called from the sampling thread with each piece, then with an End."""
+
+    request: SampleRequest
+    deliver: Callable[[Piece | End], None]
+    stopped: bool = False  # nobody wants the rest: sampling ends before its next byte
+    sampled: bytearray = field(default_factory=bytearray)
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Contexts with an equal one can be sampled in one batch."""
+        request = self.request
+        return len(request.prompt), request.count, request.temperature, request.top_k, request.top_p
+
+    def end(self, end: End) -> None:
+        """The last that is delivered."""
+        if not self.stopped:
+            self.stopped = True
+            self.deliver(end)
 
 
 class Sampler:
-    """Samples in a thread of its own: torch lets other threads run while it computes."""
+    """Samples in a thread of its own: torch lets other threads run while it computes.
 
-    def __init__(self, model: SparseTransformer, device: str, waiting: int) -> None:
+    Contexts of one shape that wait at the same time are one batch, a group. Groups take turns, byte by byte.
+    """
+
+    def __init__(self, model: SparseTransformer, device: str, waiting: int, contexts: int) -> None:
         """Not yet started.
 
         Args:
             model: in evaluation mode, on the device.
             device: where random numbers are drawn too.
-            waiting: requests that may wait while one is sampled.
+            waiting: requests that may wait while as many contexts are sampled as can be.
+            contexts: that are sampled at once.
         """
-        self._model, self._device, self._most = model, device, waiting
+        self._model, self._device, self._most, self._contexts = model, device, waiting, contexts
+        self.metrics = Metrics()
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._current: Job | None = None
+        self._queue: deque[list[Job]] = deque()  # what is left of each request
+        self._running: list[Job] = []
         self.closed = False  # whether it ends
-        self._last_seconds = 1.0  # that a sample took
+        self._last_seconds = 1.0  # that a group took
         self._thread = threading.Thread(target=self._work, name="sampler", daemon=True)
 
     def start(self) -> None:
@@ -67,12 +113,11 @@ class Sampler:
         """Ends what is under way, and whatever waits; whether the thread ended within that time."""
         with self._changed:
             self.closed = True
-            jobs = [*self._queue, *([self._current] if self._current else [])]
+            jobs = [*self._running, *(job for waiting in self._queue for job in waiting)]
             self._queue.clear()
             self._changed.notify_all()
         for job in jobs:
-            job.stopped = True
-            job.deliver(End("the server is stopping"))
+            job.end(End("the server is stopping"))
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -82,57 +127,175 @@ class Sampler:
         return len(self._queue)
 
     @property
-    def sampling(self) -> bool:
-        """Whether a request is being sampled."""
-        return self._current is not None
+    def contexts(self) -> int:
+        """Contexts that are being sampled."""
+        return len(self._running)
 
-    def submit(self, job: Job) -> None:
-        """Puts a request in the queue. Raises Busy where it is full."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Puts the contexts of one request in the queue. Raises Busy where it is full."""
         with self._changed:
-            ahead = len(self._queue) + (self._current is not None)
-            if self.closed or ahead > self._most:
+            room = max(0, self._contexts - len(self._running))
+            if self.closed or len(self._queue) >= self._most + room:
+                ahead = len(self._queue) + bool(self._running)
                 raise Busy(min(60.0, max(1.0, self._last_seconds * ahead)))
-            self._queue.append(job)
+            self._queue.append(list(jobs))
             self._changed.notify_all()
 
-    def drop(self, job: Job) -> None:
-        """Forgets a request that nobody waits for: in the queue, or while it is sampled."""
-        job.stopped = True
+    def drop(self, jobs: Sequence[Job]) -> None:
+        """Forgets contexts that nobody waits for: in the queue, or while they are sampled."""
+        for job in jobs:
+            job.stopped = True
         with self._changed:
-            if job in self._queue:
-                self._queue.remove(job)
+            self._queue = deque(left for each in self._queue if (left := [job for job in each if not job.stopped]))
 
     def _work(self) -> None:
+        groups: list[_Group] = []
         while True:
             with self._changed:
-                self._current = None
-                self._changed.wait_for(lambda: self._queue or self.closed)
+                self._running = [job for group in groups for job in group.jobs]
+                if not groups:
+                    self._changed.wait_for(lambda: self._queue or self.closed)
+                    if self._contexts > 1:
+                        self._changed.wait_for(lambda: self.closed, _GATHERING_SECONDS)
                 if self.closed:
                     return
-                job = self._current = self._queue.popleft()
+                taken = self._take()
+                self._running += taken
             begun = time.monotonic()
-            try:
-                self._sample(job)
-            except FloatingPointError as error:
-                job.deliver(End(f"the model computes {error}"))
-            except Exception as error:  # out of memory, a lost GPU: the next request may go well
-                traceback.print_exc(file=sys.stderr)
-                job.deliver(End(f"sampling failed: {type(error).__name__}"))
-            self._last_seconds = time.monotonic() - begun
+            if taken:
+                groups.append(_Group(self._model, self._device, taken, self.metrics))
+            groups = [group for group in groups if self._goes_on(group)]
+            self.metrics.sampling_seconds += time.monotonic() - begun
 
-    def _sample(self, job: Job) -> None:
+    def _take(self) -> list[Job]:
+        """Contexts of the shape of the first that waits, as many as there is room for."""
+        room = self._contexts - len(self._running)
+        if not self._queue or room <= 0:
+            return []
+        shape = self._queue[0][0].shape
+        taken = [job for jobs in self._queue for job in jobs if job.shape == shape][:room]
+        self._queue = deque(left for jobs in self._queue if (left := [job for job in jobs if job not in taken]))
+        return taken
+
+    def _goes_on(self, group: _Group) -> bool:
+        """Whether there is more of a group after one more byte of each of its contexts."""
+        try:
+            if group.step():
+                return True
+            end = End()
+        except FloatingPointError as error:
+            end = End(f"the model computes {error}")
+        except Exception as error:  # out of memory, a lost GPU: the next request may go well
+            traceback.print_exc(file=sys.stderr)
+            end = End(f"sampling failed: {type(error).__name__}")
+        for job in group.jobs:
+            job.end(end)
+        self._last_seconds = time.monotonic() - group.begun
+        return False
+
+
+class _Group:
+    """Contexts of one shape, sampled in one batch; each has the bytes that it has alone, by a generator of its own."""
+
+    def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics) -> None:
+        self.jobs, self.begun = jobs, time.monotonic()
+        self._model, self._device, self._metrics = model, device, metrics
+        self._tokens: Generator[Tensor, list[int] | None, None] | None = None
+        self._logprobs: dict[int, Tensor] = {}  # of the contexts that ask for scores, (V,)
+
+    def step(self) -> bool:
+        """One more byte of each context; whether there may be more."""
+        left = None  # all
+        if self._tokens is None:
+            self._tokens = self._begin()
+        elif any(job.stopped for job in self.jobs):
+            left = [row for row, job in enumerate(self.jobs) if not job.stopped]
+            self.jobs = [self.jobs[row] for row in left]
+        if not self.jobs or not self.jobs[0].request.count:
+            return False
+        try:
+            chosen = self._tokens.send(left)
+        except StopIteration:
+            return False
+        for row, (job, token) in enumerate(zip(self.jobs, chosen.tolist(), strict=True)):
+            if not job.stopped:
+                self._deliver(row, job, token)
+        return True
+
+    def _deliver(self, row: int, job: Job, token: int) -> None:
         request = job.request
-        sampled = generate(
+        if not job.sampled:
+            self._metrics.first_byte_seconds.add(time.monotonic() - job.begun)
+        self._metrics.sampled_bytes += 1
+        job.sampled.append(token)
+        score = None if request.logprobs is None else scored(self._logprobs[row], token, request.logprobs)
+        job.deliver(Piece(bytes([token]), [score]))
+        if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
+            job.end(End(stopped=max(reached)))
+
+    def _begin(self) -> Generator[Tensor, list[int] | None, None]:
+        """Echoes prompts, and begins to sample."""
+        known: dict[tuple[bytes, int | None], list[Score | None]] = {}  # several choices have one prompt
+        for job in self.jobs:
+            request = job.request
+            self._metrics.prompt_bytes += len(request.prompt)
+            if request.echo:
+                key = request.prompt, request.logprobs
+                known[key] = known[key] if key in known else self._prompt_scores(*key)
+                job.deliver(Piece(request.prompt, known[key], is_prompt=True))
+        request = self.jobs[0].request
+        return generate(
             self._model,
-            torch.tensor([list(request.prompt)], dtype=torch.int64, device=self._device),
+            torch.tensor([list(job.request.prompt) for job in self.jobs], dtype=torch.int64, device=self._device),
             request.count,
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
-            generator=torch.Generator(self._device).manual_seed(request.seed),
+            generator=[torch.Generator(self._device).manual_seed(job.request.seed) for job in self.jobs],
+            adjust=self._adjusted,
+            alone=True,
         )
-        for token in sampled:
+
+    def _prompt_scores(self, prompt: bytes, most: int | None) -> list[Score | None]:
+        """Of every byte of a prompt, the first one too, which the start predicts."""
+        if most is None or not prompt:
+            return [None] * len(prompt)
+        tokens = torch.tensor([list(prompt)], device=self._device)
+        with torch.inference_mode():
+            logits = self._model(tokens)[0]
+        scores: list[Score | None] = []
+        for rows, given in zip(logits.split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
+            if not bool(rows.isfinite().all()):
+                raise FloatingPointError("logits that are no numbers")
+            logprobs = rows.double().log_softmax(-1).cpu()
+            scores += [scored(row, token, most) for row, token in zip(logprobs, given.tolist(), strict=True)]
+        return scores
+
+    def _adjusted(self, logits: Tensor) -> Tensor:
+        """Logits (B, V) as each request wants them. Log-probabilities are kept for those that ask for them."""
+        adjusted = None
+        for row, (job, total) in enumerate(zip(self.jobs, logits.sum(-1).tolist(), strict=True)):
+            request = job.request
+            if not math.isfinite(total):
+                job.end(End(_NO_NUMBERS))
+                adjusted = logits.clone() if adjusted is None else adjusted
+                adjusted[row] = 0.0  # so that its neighbours go on
             if job.stopped:
-                return
-            job.deliver(bytes([int(token)]))
-        job.deliver(End())
+                continue
+            if request.logprobs is not None:
+                self._logprobs[row] = logits[row].double().log_softmax(-1).cpu()
+            if request.bias or request.presence_penalty or request.frequency_penalty:
+                adjusted = logits.clone() if adjusted is None else adjusted
+                counts = torch.bincount(torch.tensor(list(job.sampled), dtype=torch.int64), minlength=logits.shape[1])
+                change = -request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
+                for token, bias in request.bias:
+                    change[token] += bias
+                adjusted[row] += change.to(adjusted)
+        return logits if adjusted is None else adjusted
+
+
+def scored(logprobs: Tensor, token: int, most: int) -> Score:
+    """A byte's score from the log-probabilities (V,) of its position, and those of the ``most`` likely bytes."""
+    values, tokens = logprobs.topk(min(most, len(logprobs)))
+    logprob = float(logprobs[token])
+    return Score(logprob, dict(zip(tokens.tolist(), values.tolist(), strict=True)) | {token: logprob})

@@ -22,6 +22,7 @@ import torch
 
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.models import Exported, load_model, usable_device
+from longstride.launcher.output import file_names
 from longstride.launcher.ranks import is_loopback
 from longstride.launcher.serving.sampler import Sampler
 from longstride.sparse_model import SparseTransformer
@@ -41,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, loopback)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    most = "that one request may sample (default: the context)"
+    parser.add_argument("--name", help="of the model, for clients of /v1 (default: the folder's)")
+    most = "that one request may sample, of each choice (default: the context)"
     parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
-    waiting = "requests that may wait while one is sampled (default: 8)"
+    contexts = "contexts sampled side by side, of all requests (default: 8)"
+    parser.add_argument("--contexts", type=int, default=8, metavar="N", help=contexts)
+    waiting = "requests that may wait beside those (default: 8)"
     parser.add_argument("--queue", type=int, default=8, metavar="N", help=waiting)
     seconds = "seconds from a request to its last byte (default: 300)"
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=seconds)
@@ -61,9 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     from longstride.launcher.serving.application import Limits, Service
 
     port, most, queue, timeout = arguments.port, arguments.max_bytes, arguments.queue, arguments.timeout
+    contexts, name = arguments.contexts, arguments.name
     ranges = (
         ("--port", port, 0 <= port < 2**16, "must be from 0, any that is free, to 65535"),
         ("--max-bytes", most, most is None or most >= 1, "must be at least 1"),
+        ("--contexts", contexts, contexts >= 1, "must be at least 1"),
+        ("--name", name, name is None or (name.isprintable() and name.strip()), "must be a name, in characters"),
         ("--queue", queue, queue >= 0, "must be 0, nobody waits, or more"),
         ("--timeout", timeout, 0 < timeout < math.inf, "must be above 0 and finite"),
     )
@@ -78,30 +85,35 @@ def run(arguments: argparse.Namespace) -> int:
     if exported.has_palette:
         rule = "writes pixels of a palette, and serve is for models of bytes; `longstride sample` draws them"
         raise ConfigError(f"{arguments.model}: {rule}")
-    limits = Limits(min(most or config.context, config.context), queue, timeout)
+    limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
     model = load_model(arguments.model, arguments.device)
-    about = _about(exported, model, arguments.device)
-    about["limits"] = {"bytes": limits.max_bytes, "waiting": limits.waiting, "seconds": limits.seconds}
-    sampler = Sampler(model, arguments.device, limits.waiting)
+    about = described(exported, model, arguments.device)
+    about["name"] = name or about["name"]
+    told = {"bytes": limits.max_bytes, "waiting": queue, "seconds": timeout, "contexts": contexts}
+    about["limits"] = told
+    sampler = Sampler(model, arguments.device, limits.waiting, limits.contexts)
     service = Service(config, about, sampler, limits)
     if asyncio.run(_serve(service, sampler, arguments.host, port, str(arguments.model))) == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
 
 
-def _about(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
+def described(exported: Exported, model: SparseTransformer, device: str) -> dict[str, Any]:
     """The answer to `GET /model`: nothing about the machine but the device."""
-    origin = exported.content.get("origin")
+    origin, data = exported.content.get("origin"), exported.content.get("data")
+    modality = data.get("modality") if isinstance(data, dict) else None  # exports of older versions tell no data
     return {
         "name": exported.folder.resolve().name,
         "context": exported.config.context,
         "vocabulary": exported.config.vocabulary,
         "embedding": exported.config.embedding.model_dump(mode="json"),
-        "data": exported.content.get("data"),  # modality, and a sound's rate; exports of older versions have none
+        "data": data,  # a sound's rate, too
+        "modality": modality or exported.config.embedding.modality,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(exported.dtype).removeprefix("torch."),
         "device": device,
         "fingerprint": exported.content.get("fingerprint"),
+        "created": int((exported.folder / file_names.CONFIG).stat().st_mtime),
         "step": origin.get("step") if isinstance(origin, dict) else None,
     }
 

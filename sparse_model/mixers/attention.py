@@ -81,11 +81,11 @@ class AttentionState:
     keys_values: Cache
     recent: RecentRows | None  # what its convolution reads
 
-    def take(self, source: AttentionState, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]`` of such a state in its first ``known`` rows."""
-        self.keys_values.take(source.keys_values, order, known)
+    def take(self, source: AttentionState, order: Tensor, known: int, into: slice) -> None:
+        """Contexts ``into`` become copies of contexts ``order`` of such a state in its first ``known`` rows."""
+        self.keys_values.take(source.keys_values, order, known, into)
         if self.recent is not None:
-            self.recent.take(source.recent, order, known)
+            self.recent.take(source.recent, order, known, into)
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``."""

@@ -26,8 +26,8 @@ class Cache(Protocol):
         """Write one row, (B, K, ·), and return what it reads, (B, H, Dv); all rows before it are written."""
         ...
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]`` of such a cache or this one, in its first ``known`` rows."""
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
+        """Contexts ``into`` become copies of contexts ``order`` of such a cache or this one, in ``known`` rows."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -41,10 +41,10 @@ class KeptRows:
     keys: Tensor
     values: Tensor
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]`` of such a cache or this one, in its first ``known`` rows."""
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
+        """Contexts ``into`` become copies of contexts ``order`` of such a cache or this one, in ``known`` rows."""
         for rows, of_source in ((self.keys, source.keys), (self.values, source.values)):
-            rows[:, :, :known] = of_source[order, :, :known]
+            rows[into, :, :known] = of_source[order, :, :known]
 
     def truncate(self, length: int) -> None:
         """Nothing: steps write later rows again before any is read."""
@@ -112,7 +112,7 @@ class KeyValues(KeptRows):
         self._value_rows[position] = v
         return self._attend_one(q, position)
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """As all kept rows are taken."""
-        super().take(source, order, known)
+        super().take(source, order, known, into)
         self._attend_one.forget()

@@ -93,10 +93,10 @@ class RecentRows:
         rows[place] = h
         return (rows * self.weights[place]).sum(0).to(h.dtype)
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]`` of such rows in its first ``known`` ones."""
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
+        """Contexts ``into`` become copies of contexts ``order`` of such rows in its first ``known`` ones."""
         blocks = 1 - -known // len(self.weights)
-        self.rows[1:blocks] = source.rows[1:blocks, :, order]
+        self.rows[1:blocks, :, into] = source.rows[1:blocks, :, order]
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``."""

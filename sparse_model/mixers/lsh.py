@@ -189,10 +189,10 @@ class BucketCache(KeptRows):
         self.members.add(bucket, position)
         return attend_listed(q, self.keys, self.values, found)
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """As all kept rows are taken, and members."""
-        super().take(source, order, known)
-        self.members.take(source.members, order)
+        super().take(source, order, known, into)
+        self.members.take(source.members, order, into)
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``, whose members are listed anew."""

@@ -52,11 +52,11 @@ class RecentMembers:
         number = count - 1 - (count - 1 - slots) % self.kept
         return self.positions.gather(-1, cluster * self.kept + slots), number, count
 
-    def take(self, source: RecentMembers, order: Tensor) -> None:
-        """Lists i of the first axis become a copy of lists ``order[i]`` of such, or of these."""
-        self.counts.copy_(source.counts[order])
-        self.positions.copy_(source.positions[order])
-        self.clusters.copy_(source.clusters[order])
+    def take(self, source: RecentMembers, order: Tensor, into: slice) -> None:
+        """Lists ``into`` of the first axis become copies of lists ``order`` of such, or of these."""
+        self.counts[into] = source.counts[order]
+        self.positions[into] = source.positions[order]
+        self.clusters[into] = source.clusters[order]
 
     def truncate(self, length: int) -> None:
         """Have the lists of the first ``length`` positions alone; it sorts those."""

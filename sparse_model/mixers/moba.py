@@ -140,11 +140,11 @@ class BlockCache(KeptRows):
         recent = torch.arange(own * block, position + 1, device=q.device).expand(*q.shape[:2], -1)
         return attend_listed(q, self.keys, self.values, torch.cat([chosen, recent], -1))
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """As all kept rows are taken, and means of whole blocks."""
-        super().take(source, order, known)
+        super().take(source, order, known, into)
         whole = known // self.owner.block
-        self.means[:, :, :whole] = source.means[order, :, :whole]
+        self.means[into, :, :whole] = source.means[order, :, :whole]
 
 
 def means(k: Tensor, block: int) -> Tensor:

@@ -389,12 +389,12 @@ class RoutedCache(KeptRows):
         outs.append(attend_listed(q, self.keys, self.values, reads))
         return torch.cat(outs, 1)
 
-    def take(self, source: Any, order: Tensor, known: int) -> None:
+    def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """As all kept rows are taken, those of local heads, and members."""
-        super().take(source, order, known)
+        super().take(source, order, known, into)
         if self.local is not None:
-            self.local.take(source.local, order, known)
-        self.members.take(source.members, order)
+            self.local.take(source.local, order, known, into)
+        self.members.take(source.members, order, into)
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``, whose members are listed anew."""

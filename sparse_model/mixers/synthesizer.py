@@ -179,13 +179,13 @@ class ScoredState:
         self.keys[:, :, first:last] = keys
         return self.values[:, :, :last], self.keys[:, :, :last]
 
-    def take(self, source: ScoredState, order: Tensor, known: int) -> None:
-        """Context i becomes a copy of context ``order[i]`` of such a state in its first ``known`` rows."""
+    def take(self, source: ScoredState, order: Tensor, known: int, into: slice) -> None:
+        """Contexts ``into`` become copies of contexts ``order`` of such a state in its first ``known`` rows."""
         for rows, of_source in ((self.values, source.values), (self.keys, source.keys)):
             if rows is not None and of_source is not None:
-                rows[:, :, :known] = of_source[order, :, :known]
+                rows[into, :, :known] = of_source[order, :, :known]
         if self.recent is not None:
-            self.recent.take(source.recent, order, known)
+            self.recent.take(source.recent, order, known, into)
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``."""

@@ -58,6 +58,46 @@ def test_samples_are_those_of_recomputing_everything(name: str, count: int, sett
     assert torch.equal(torch.stack(list(found), 1), wanted)
 
 
+@pytest.mark.parametrize("count", [0, 5, 50])
+def test_contexts_with_generators_of_their_own_have_the_samples_that_each_has_alone(count: int) -> None:
+    model = awake(layers=2)
+    prompt = torch.randint(256, (3, count), generator=torch.Generator().manual_seed(3))
+
+    def sampled(rows: slice) -> Tensor:
+        generators = [torch.Generator().manual_seed(number) for number in range(3)[rows]]
+        # 30 tokens behind 50 slide.
+        return torch.stack(list(generate(model, prompt[rows], 30, generator=generators, alone=True, slide=True)), 1)
+
+    whole = sampled(slice(None))
+    for number in range(3):
+        one = generate(
+            model, prompt[number : number + 1], 30, generator=torch.Generator().manual_seed(number), slide=True
+        )
+        assert torch.equal(whole[number : number + 1], torch.stack(list(one), 1))
+
+
+def test_contexts_that_leave_change_nothing_for_the_others() -> None:
+    model = awake(layers=2)
+    prompt = torch.arange(12).view(4, 3)
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(number) for number in range(4)]
+
+    whole = torch.stack(list(generate(model, prompt, 90, generator=generators(), alone=True, slide=True)), 1)
+    sampled = generate(model, prompt, 90, generator=generators(), alone=True, slide=True)
+    found: list[list[int]] = [[], [], [], []]
+    left, rows = [0, 1, 2, 3], None
+    for number in range(90):  # in contexts of 64
+        for row, token in zip(left, sampled.send(rows).tolist(), strict=True):
+            found[row].append(token)
+        rows = {20: [3, 1, 0], 50: [0, 2], 70: [1]}.get(number)
+        left = left if rows is None else [left[row] for row in rows]
+    assert left == [0]
+    for row, tokens in enumerate(found):
+        assert tokens == whole[row, : len(tokens)].tolist()
+    assert sorted(map(len, found)) == [21, 51, 71, 90]
+
+
 @pytest.mark.parametrize("count", [0, 40, 63])
 def test_a_context_that_slides_is_that_of_recomputing(count: int) -> None:
     model = awake(layers=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longstride.sparse_model.session import Session
-from tests.harness.configs import ATTENTIONS
+from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS
 from tests.sparse_model.test_cache import some_tokens, step_by_step
 from tests.sparse_model.test_transformer import awake
 
@@ -198,3 +198,24 @@ def test_sessions_out_of_range_are_refused(settings: dict[str, int], message: st
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"training mode: call model.eval\(\) first"):
         Session(awake().train())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["heads", "later", *SYSTEMS])
+def test_contexts_alone_have_the_bits_that_they_have_in_a_batch_of_one(name: str, dtype: torch.dtype) -> None:
+    changes = {"heads": {"attention": ATTENTIONS["heads"]}, "later": LATER} | SYSTEMS
+    model = awake(**changes[name]).to(dtype)
+    tokens = some_tokens(model)[[0, 1, 1]]
+
+    def logits(tokens: Tensor) -> Tensor:
+        session, rows = Session(model, len(tokens), alone=True), []
+        session.prefill(tokens[:, :21])
+        for token in tokens[:, 21:].T:
+            rows.append(session.logits)
+            session.append(token)
+        return torch.stack(rows, 1)
+
+    whole = logits(tokens)
+    for number in range(2):
+        assert torch.equal(whole[number], logits(tokens[number : number + 1])[0])
+    assert torch.equal(whole[1], whole[2])

@@ -40,7 +40,7 @@ def test_command_serves_until_it_is_stopped(
     assert cli.main(["serve", str(exported), "--port", url.rstrip("/").rsplit(":", 1)[1], "--max-bytes", "9"]) == code
     asking.join()
     assert found[0]["context"] == 64
-    assert found[0]["limits"] == {"bytes": 9, "waiting": 8, "seconds": 300}
+    assert found[0]["limits"] == {"bytes": 9, "waiting": 8, "seconds": 300, "contexts": 8}
     assert str(exported.parent) not in json.dumps(found)
     stopped = "longstride: stopped\n" if code else ""
     assert capsys.readouterr().err == f"{url} serves {exported}; Ctrl-C ends it\n{stopped}"

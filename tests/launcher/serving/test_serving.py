@@ -66,8 +66,8 @@ class Client:
 
 @asynccontextmanager
 async def started(model: SparseTransformer, **changes: Any) -> AsyncIterator[Client]:
-    limits = Limits(**{"max_bytes": 64, "waiting": 2, "seconds": 30.0} | changes)
-    sampler = Sampler(model, "cpu", limits.waiting)
+    limits = Limits(**{"max_bytes": 64, "waiting": 2, "seconds": 30.0, "contexts": 1} | changes)
+    sampler = Sampler(model, "cpu", limits.waiting, limits.contexts)
     service = Service(model.config, {"context": 64}, sampler, limits)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -167,7 +167,7 @@ def test_fifty_requests_at_once_are_answered_or_refused(
         for wanted, status in found:
             assert status == wanted or (wanted, status) == (200, 503), found
         assert sum(status == 200 for _, status in found) >= 3  # the one that is sampled, and those that wait
-        await client.until(lambda: not client.sampler.sampling)
+        await client.until(lambda: not client.sampler.contexts)
         async with client.session.get(f"{client.url}health") as response:
             assert await response.json() == {"status": "ok", "sampling": False, "waiting": 0}
         async with client.post({"prompt": "again", "bytes": 4, "seed": 9}) as response:
@@ -219,7 +219,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(
             await writer.drain()
             await asyncio.sleep(0.003 * (number % 10))
             writer.transport.abort()
-        await client.until(lambda: not client.sampler.sampling and not client.sampler.waiting)
+        await client.until(lambda: not client.sampler.contexts and not client.sampler.waiting)
         async with client.post({"bytes": 4, "seed": 9}) as response:
             assert sampled(await lines(response)) == expected(model, b"", 4, 9)
 
@@ -237,7 +237,7 @@ def test_full_row_is_told_with_when_to_come_again(model: SparseTransformer, gate
                 return response.status
 
         first = asyncio.create_task(ask())
-        await client.until(lambda: client.sampler.sampling)
+        await client.until(lambda: client.sampler.contexts)
         waiting = [asyncio.create_task(ask()) for _ in range(2)]
         await client.until(lambda: client.sampler.waiting == 2)
         assert await ask() == 503
@@ -259,7 +259,7 @@ def test_client_that_leaves_ends_its_sampling(model: SparseTransformer, gate: Ga
         response.close()
         await asyncio.sleep(0.2)
         gate.release(1)  # the step that was under way
-        await client.until(lambda: not client.sampler.sampling)
+        await client.until(lambda: not client.sampler.contexts)
         gate.release(2)
         async with client.post({"bytes": 2, "seed": 4}) as response:
             assert sampled(await lines(response)) == expected(model, b"", 2, 4)
@@ -271,7 +271,7 @@ def test_request_that_takes_too_long_is_ended(model: SparseTransformer, gate: Ga
     async def test(client: Client) -> None:
         gate.release(3)
         begun = asyncio.create_task(client.post({"bytes": 50}).__aenter__())
-        await client.until(lambda: client.sampler.sampling)
+        await client.until(lambda: client.sampler.contexts)
         async with client.post({"bytes": 50}) as response:
             assert response.status == 503
             assert (await lines(response))[0]["error"] == "took longer than 1 s to begin"
@@ -280,7 +280,7 @@ def test_request_that_takes_too_long_is_ended(model: SparseTransformer, gate: Ga
         assert len(sampled(found)) == 3
         assert found[-1] == {"error": "took longer than 1 s", "sampled": 3}
         gate.release(1)
-        await client.until(lambda: not client.sampler.sampling)
+        await client.until(lambda: not client.sampler.contexts)
 
     run(test, model, seconds=1.0)
 

@@ -1,0 +1,127 @@
+"""Eight requests to a server, one after another and at once.
+
+Run ``python benchmarks/generation/serving.py --threads 1``.
+
+Models of random weights, in a server in a thread of this process, asked by threads of it: requests of one prompt's
+length and as many bytes, each at a seed of its own. A gate comes first: at once, every request has the bytes that it
+has alone. Seconds are of the processor, of server and clients together, as other programs then matter less; both ways
+take turns within every repeat, and a time is the least over repeats. Beside them stand the bytes a second of sampling
+alone, without a server: one context, eight of which each has the bits that it has alone, as the server samples, and
+eight that share products. The table goes to the terminal, all figures to JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # as a program from a checkout that is not installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+
+from benchmarks.machine import about, slug
+from benchmarks.report import add_output_arguments, check_output, rounded, write_json
+from longstride.launcher.models import load_model
+from longstride.sparse_model import SparseTransformer, generate
+from tests.harness.served import served
+from tests.harness.tiny_models import tiny_export
+
+REQUESTS = 8
+PROMPT = b"a prompt"
+# Sizes of the networks: that of the demo, and larger ones.
+SIZES = {"small": (4, 128), "middle": (6, 256), "large": (8, 512)}  # layers, width
+CONTEXT, STRIDE, HEADS = 1024, 32, 4
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 1 where the gate fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--bytes", type=int, default=200, help="a request")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None, help="as torch has them")
+    add_output_arguments(parser)
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu")
+    check_output(parser, options, f"serving-{slug(device)}.json")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    rows = []
+    print(f"{REQUESTS} requests of {options.bytes} bytes; bytes a second: served one after another, at once;")
+    print("sampled: one context, eight alone, eight that share products")
+    for name in options.models:
+        row = measured(name, options)
+        if row is None:
+            print(f"{name}: at once, a request has other bytes than alone", file=sys.stderr)
+            return 1
+        rows.append(row)
+        figures = (row["after"], row["at_once"], row["one"], row["eight_alone"], row["eight_sharing"])
+        print(f"{name:<8}" + "".join(f"{figure:>9,.0f}" for figure in figures) + f"   {row['times']:.2f}x at once")
+    content = {"requests": REQUESTS, "bytes": options.bytes, "repeats": options.repeats, "timings": rows}
+    write_json(options.output, {**about(device), **content})
+    print(f"\nwrote {options.output}")
+    return 0
+
+
+def measured(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Bytes a second of one model; None where the gate fails."""
+    layers, width = SIZES[name]
+    attention = {"type": "strided", "stride": STRIDE}
+    changes = {"context": CONTEXT, "layers": layers, "heads": HEADS, "width": width, "attention": attention}
+    with tempfile.TemporaryDirectory() as folder:
+        export = tiny_export(Path(folder) / "model", "text", model=changes)
+        model = load_model(export)
+        with served(export) as url, ThreadPoolExecutor(REQUESTS) as pool:
+
+            def ask(seed: int) -> bytes:
+                return answer(url, seed, options.bytes)
+
+            ways: dict[str, Callable[[], Any]] = {
+                "after": lambda: [ask(seed) for seed in range(REQUESTS)],
+                "at_once": lambda: list(pool.map(ask, range(REQUESTS))),
+                "one": lambda: sample(model, 1, options.bytes, alone=False),
+                "eight_alone": lambda: sample(model, REQUESTS, options.bytes, alone=True),
+                "eight_sharing": lambda: sample(model, REQUESTS, options.bytes, alone=False),
+            }
+            if ways["after"]() != ways["at_once"]():
+                return None
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(options.repeats):
+                for way, act in ways.items():
+                    begun = time.process_time()
+                    act()
+                    seconds[way].append(time.process_time() - begun)
+    sampled = {way: options.bytes * (1 if way == "one" else REQUESTS) for way in ways}
+    speeds = {way: rounded(sampled[way] / min(times)) for way, times in seconds.items()}
+    times = rounded(min(seconds["after"]) / min(seconds["at_once"]))
+    return {"model": name, "layers": layers, "width": width, "context": CONTEXT, **speeds, "times": times}
+
+
+def answer(url: str, seed: int, count: int) -> bytes:
+    """What a request gets."""
+    body = {"model": "model", "prompt": PROMPT.decode(), "max_tokens": count, "seed": seed}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        return bytes(json.load(response)["choices"][0]["bytes_base64"], "ascii")
+
+
+def sample(model: SparseTransformer, contexts: int, count: int, alone: bool) -> None:
+    """Bytes of several contexts in one batch."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(contexts)]
+    prompt = torch.tensor([list(PROMPT)] * contexts)
+    for tokens in generate(model, prompt, count, generator=generators, alone=alone):
+        tokens.tolist()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

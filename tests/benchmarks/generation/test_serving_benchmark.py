@@ -1,0 +1,35 @@
+"""The benchmark of a server runs, writes what it measured, and the page says it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.generation import serving
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_small_run_writes_a_row_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(serving.SIZES, "small", (1, 32))
+    output = tmp_path / "serving.json"
+    arguments = ["--models", "small", "--bytes", "8", "--repeats", "1", "--output", str(output)]
+    assert serving.main(arguments) == 0
+    (row,) = json.loads(output.read_text())["timings"]
+    assert row["times"] > 0 and all(row[way] > 0 for way in ("after", "at_once", "one", "eight_alone", "eight_sharing"))
+    monkeypatch.setattr(serving, "answer", lambda url, seed, count: object())
+    assert serving.main([*arguments, "--overwrite"]) == 1
+
+
+def test_the_docs_say_what_was_measured() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("serving-*.json")
+    said = (ROOT / "docs" / "serving.md").read_text()
+    rows = json.loads(path.read_text())["timings"]
+    for row in rows:
+        figures = (row["after"], row["at_once"])
+        cells = [f"{row['layers']} layers of width {row['width']}", *(f"{x:,.0f}" for x in figures)]
+        assert f"| {' | '.join(cells)} | {row['times']:.1f}× |" in said
+    costs = [row["eight_sharing"] / row["eight_alone"] for row in rows]
+    assert f"alone would sample {min(costs):.1f} to {max(costs):.1f} times as much" in said

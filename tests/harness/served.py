@@ -1,0 +1,46 @@
+"""A server in a thread of this process, for clients that block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from longstride.launcher.models import Exported, load_model
+from longstride.launcher.serving.application import Limits, Service
+from longstride.launcher.serving.sampler import Sampler
+from longstride.launcher.serving.serve import described, listening
+
+
+@contextmanager
+def served(folder: Path, **changes: Any) -> Iterator[str]:
+    """The URL of an export's server, which ends with the block; ``changes`` of its limits."""
+    exported, model = Exported(folder), load_model(folder)
+    limits = Limits(**{"max_bytes": exported.config.context, "waiting": 8, "seconds": 60.0, "contexts": 8} | changes)
+    sampler = Sampler(model, "cpu", limits.waiting, limits.contexts)
+    service = Service(exported.config, described(exported, model, "cpu"), sampler, limits)
+    urls: list[str] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+    begun = threading.Event()
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        loops.append(asyncio.get_running_loop())
+        ends.append(ended)
+        async with listening(service, sampler, "127.0.0.1", 0) as url:
+            urls.append(url)
+            begun.set()
+            await ended.wait()
+
+    ends: list[asyncio.Event] = []
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert begun.wait(30)
+    try:
+        yield urls[0]
+    finally:
+        loops[0].call_soon_threadsafe(ends[0].set)
+        thread.join()
