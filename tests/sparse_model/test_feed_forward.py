@@ -60,3 +60,13 @@ def test_long_inputs_go_in_chunks_and_keep_nothing_of_the_inner_width(monkeypatc
         kept.append(sum(size for size in saved if size % 80 == 0 and size >= 80 * 64))
     torch.testing.assert_close(*outputs)
     assert kept[1] < kept[0] / 4
+
+
+def test_long_inputs_reach_what_stands_around_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adapters do."""
+    module = FeedForward(small(), "sigmoid_gelu")
+    module.contract = torch.nn.Sequential(module.contract, torch.nn.Tanh())  # type: ignore[assignment]
+    h = torch.randn(2, 40, 64)
+    expected = module(h)
+    monkeypatch.setattr(feed_forward, "LONG_ROWS", 79)
+    assert torch.equal(module(h), expected)

@@ -124,3 +124,10 @@ def test_recomputed_activations_give_bitwise_equal_gradients_under_dropout() -> 
 def test_unfit_tokens_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"must be \(B, N\) with N from 1 to 40"):
         SparseTransformer(small())(torch.zeros(shape, dtype=torch.int64))
+
+
+def test_embedded_tokens_stand_in_for_tokens() -> None:
+    embedding = SparseTransformer(small()).embedding
+    tokens = torch.randint(256, (2, 20))
+    embedded = embedding.tokens(tokens[:, :-1])
+    assert torch.equal(embedding(torch.zeros_like(tokens), embedded=embedded), embedding(tokens))
