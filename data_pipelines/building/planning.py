@@ -71,8 +71,8 @@ class FileSettings(BuildSettings):
 
     def check(self) -> None:
         for name in self.wanted:
-            if name not in self.modality.asks:
-                good = ", ".join(self.modality.asks) or "none"
+            if name not in (good_names := (*self.modality.asks, *self.modality.may_ask)):
+                good = ", ".join(good_names) or "none"
                 raise DataError(f"{name}: no property of {self.modality.name}; it asks for {good}")
         if not 0 <= self.validation_fraction < 1:
             raise DataError(

@@ -95,7 +95,7 @@ class _ShardStream:
     def add(self, content: bytes, ends: bool) -> None:
         """Appends one sample. ``ends``: its document ends with it."""
         header = self._modality.header(len(content), self._properties)
-        payload = header + content
+        payload = header + self._modality.stored(content, self._properties)
         place = self._members_end + BLOCKSIZE + len(header)
         self._rows.append((self._members_end, place, len(content), 0, ends))
         self._members_end += BLOCKSIZE + -(-len(payload) // BLOCKSIZE) * BLOCKSIZE  # header, and payload in blocks

@@ -68,7 +68,8 @@ class Modality(ABC):
     extension: str  # of a sample's member in a shard: KEY.extension
     suffixes: tuple[str, ...]  # of the files that a build takes from a folder by default
     asks: tuple[str, ...] = ()  # properties that a build may be asked for
-    build_option: Option | None = None  # of `data build`, which asks for them
+    may_ask: tuple[str, ...] = ()  # and those that say how members are written: contents do not depend on them
+    build_options: tuple[Option, ...] = ()  # of `data build`, which asks for both
     packing: bool = True  # whether documents are laid end to end by default; else each has contexts of its own
     divisible: bool = True  # whether a long document may become several samples
     has_palettes: bool = False  # whether content is red, green and blue, which a palette may stand for
@@ -111,17 +112,36 @@ class Modality(ABC):
         """Content bytes of every document where all have equally many, else None."""
         return None
 
+    def settle_member(self, path: Path, file: BinaryIO) -> dict[str, int]:
+        """The properties of a set whose members lie in our form already, by the first; raises as ``settle`` does."""
+        return self.settle(path, file, {})
+
+    def check_head(self, where: str, head: bytes) -> None:  # noqa: B027
+        """Raises DataError, naming ``where``, for a member that begins so and would be something else to a model."""
+
     def header(self, size: int, properties: Properties) -> bytes:
         """What stands before ``size`` content bytes in a member: of the same length for every size."""
         return b""
 
+    def stored_bytes(self, properties: Properties) -> int:
+        """Bytes of a member that stand for one byte of content."""
+        return 1
+
+    def stored(self, content: bytes, properties: Properties) -> bytes:
+        """n content bytes as a member has them, n · ``stored_bytes``; ``restored`` gives each of them back."""
+        return content
+
+    def restored(self, stored: np.ndarray, properties: Properties) -> np.ndarray:
+        """(n · ``stored_bytes``,) uint8 of a member -> its content, (n,) uint8."""
+        return stored
+
     def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
         """(n,) integers 0..255 -> a file that a person opens. Raises DataError for another shape or range."""
         content = token_bytes(tokens)
-        return self.header(len(content), properties) + content
+        return self.header(len(content), properties) + self.stored(content, properties)
 
-    def parse_build_option(self, value: str) -> dict[str, int]:
-        """The properties that ``build_option`` asks for by a value. Raises DataError for one that cannot be."""
+    def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
+        """The properties that one of ``build_options`` asks for by a value. Raises DataError for one that cannot be."""
         raise NotImplementedError
 
     def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import BinaryIO
 
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.formats import file_format
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
 
 
@@ -20,6 +22,12 @@ class Text(Modality):
 
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         return {}  # texts have nothing in common
+
+    def check_head(self, where: str, head: bytes) -> None:
+        kind = file_format(head)
+        if kind is not None:
+            mend = f"`{kind.program}` unpacks it" if kind.program else "index it by the modality that it is of"
+            raise DataError(f"{where} is {kind.name}, and no text; name another by --extension, or {mend}")
 
     def measure(self, path: Path, properties: Properties) -> int:
         return path.stat().st_size

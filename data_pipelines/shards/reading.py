@@ -42,6 +42,7 @@ class OpenShard:
     record: ShardRecord
     path: Path
     index: np.ndarray  # (samples,) manifest.INDEX_DTYPE
+    stored_bytes: int  # of a member that stand for one byte of content
     tables: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)  # see contexts.DocumentContexts
 
     @property
@@ -52,7 +53,7 @@ class OpenShard:
     @cached_property
     def ends(self) -> np.ndarray:
         """(samples,) int64: the offset behind each member."""
-        return member_ends(self.index)
+        return member_ends(self.index, self.stored_bytes)
 
     @cached_property
     def edges(self) -> np.ndarray:
@@ -169,11 +170,12 @@ class Split:
 
     def _opened(self, record: ShardRecord) -> OpenShard:
         tars = self._folder.tars
-        opened = OpenShard(record, tars.local(record.file), record.load_index(self._folder.store))
+        index = record.load_index(self._folder.store)
+        opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
         if self.manifest.tars is not None:  # what lies behind the last sample is none of ours
             return opened
         if not self._ends_in_zeros(opened) and tars.discard(record.file):
-            opened = OpenShard(record, tars.local(record.file), opened.index)
+            opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
         if not self._ends_in_zeros(opened):
             path = tars.path_for_messages(record.name)
             raise DataError(f"{path}: is damaged behind its last sample; {REPAIR}")
@@ -289,7 +291,7 @@ class SampleReader:
         last = int(np.searchsorted(edges, end, side="left"))
         bounds = edges[first : last + 1].tolist()
         head, tail = range(first, first), range(first, last)
-        if separator is None and len(out) >= SCATTERED_BYTES * (last - first):
+        if separator is None and shard.stored_bytes == 1 and len(out) >= SCATTERED_BYTES * (last - first):
             # Long samples that lie in the range as a whole; what is left is before and behind them.
             whole = range(first + (bounds[0] < start), last - (bounds[-1] > end))
             done = self._scatter(number, whole, [bound - start for bound in bounds[whole.start - first :]], out)
@@ -319,7 +321,7 @@ class SampleReader:
         return first - samples.start
 
     def _contents(self, number: int, samples: range) -> Iterator[tuple[int, np.ndarray]]:
-        """(sample, its content): views that hold until the next but one read."""
+        """(sample, its content), which holds until the next but one read."""
         kept, first = self._kept, samples.start
         self._kept = None  # its buffer may be read into from now on
         if kept is not None and samples and kept[:2] == (number, first):
@@ -348,7 +350,8 @@ class SampleReader:
         for sample, (member, content, length, crc32, _), end in zip(samples, rows, ends, strict=True):
             if zlib.crc32(view[member - base : end - base]) != crc32:
                 raise DataError(f"{split.path(number)}: {_what_is_wrong(split, number, sample, view[member - base :])}")
-            contents.append(array[content - base : content - base + length])
+            stored = array[content - base : content - base + length * shard.stored_bytes]
+            contents.append(split.modality.restored(stored, split.manifest.properties))
         return contents
 
     def _read(self, number: int, start: int, size: int) -> np.ndarray:

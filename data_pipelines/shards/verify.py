@@ -106,16 +106,17 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
 def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, index: np.ndarray) -> list[str]:
     """Of a shard that we wrote: a member a sample, and nothing else."""
     findings = []
+    width = split.manifest.stored_bytes
     with tarfile.open(path, "r:") as archive, path.open("rb") as file:
         members = {member.name: member for member in archive}
-        for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index).tolist(), strict=True)):
+        for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
             start, content, length, crc32, _ = row
             key = f"{shard.key(number)}.{split.modality.extension}"
             member = members.pop(key, None)
             file.seek(start)
             if member is None or not member.isreg():
                 findings.append(f"{name}: sample {key} is missing; {REBUILD}")
-            elif (member.offset, member.offset_data + member.size) != (start, content + length):
+            elif (member.offset, member.offset_data + member.size) != (start, content + width * length):
                 findings.append(f"{name}: sample {key} is not where the index says; {REBUILD}")
             elif zlib.crc32(file.read(end - start)) != crc32:
                 findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
@@ -125,9 +126,10 @@ def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, ind
 def _verify_rows(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
     """Of a tar that others wrote: what the index names. The rest is under the SHA-256 alone."""
     findings = []
+    ends = member_ends(index, split.manifest.stored_bytes)
     with path.open("rb") as file:
         for sample, (start, end, crc32) in enumerate(
-            zip(index["member"].tolist(), member_ends(index).tolist(), index["crc32"].tolist(), strict=True)
+            zip(index["member"].tolist(), ends.tolist(), index["crc32"].tolist(), strict=True)
         ):
             file.seek(start)
             if zlib.crc32(file.read(end - start)) != crc32:

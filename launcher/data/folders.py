@@ -31,7 +31,7 @@ _SETTINGS = {  # of `build` and `index`, and their options
     "extension": "--extension",  # of `index`
     "split": "--split",
 }
-_OPTIONS = {name: kind.build_option for name, kind in MODALITIES.items() if kind.build_option}  # of one modality alone
+_OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]  # of one alone
 # Of files alone: a dataset has its own. Parsed as None where they are not given: an option in vain is refused.
 _DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
@@ -41,7 +41,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
     parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
     parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
-    for option in _OPTIONS.values():
+    for _, option in _OPTIONS:
         parser.add_argument(option.name, metavar=option.metavar, help=option.help)
     palette = parser.add_mutually_exclusive_group()
     palette.add_argument("--palette", type=int, metavar="K", help="a token a pixel: one of K colours of the pictures")
@@ -139,7 +139,7 @@ def _check_kind(arguments: argparse.Namespace) -> None:
     if arguments.inputs:
         rule = "goes without --dataset; name the dataset's archive or folder by --input"
         raise DataError(f"PATH={arguments.inputs[0]}: {rule}")
-    for name in (*_DEFAULTS, *(option.attribute for option in _OPTIONS.values())):
+    for name in (*_DEFAULTS, *(option.attribute for _, option in _OPTIONS)):
         value = getattr(arguments, name)
         if value is not None:
             option = f"--{name.replace('_', '-')}={value[0] if isinstance(value, list) else value}"
@@ -193,6 +193,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-fraction", type=float, help="of the tars, where none is named validation* (default: 0.05)"
     )
     parser.add_argument("--complete", action="store_true", help="refuse a sample that lacks the member")
+    parser.add_argument("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
 
 
 def run_index(arguments: argparse.Namespace) -> int:
@@ -212,6 +213,7 @@ def run_index(arguments: argparse.Namespace) -> int:
                 splits=arguments.split or (),
                 validation_fraction=arguments.validation_fraction,
                 complete=arguments.complete,
+                unpack=arguments.unpack,
                 progress=show,
             )
     except DataError as error:
@@ -227,14 +229,14 @@ def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
         DataError: an option of another modality, or a value that cannot be read.
     """
     properties: dict[str, int] = {}
-    for modality, option in _OPTIONS.items():
+    for modality, option in _OPTIONS:
         value = getattr(arguments, option.attribute)
         if value is None:
             continue
         if modality != arguments.modality:
             rule = f"goes with --modality {modality}, and this is {arguments.modality}"
             raise DataError(f"{option.name}={value}: {rule}")
-        properties = MODALITIES[modality].parse_build_option(value)
+        properties |= MODALITIES[modality].parse_build_option(option, value)
     return properties
 
 
