@@ -173,9 +173,9 @@ def deal_tars(tars: list[FoundTar], splits: Sequence[str], fraction: float | Non
 
 def _fits(tar: FoundTar, pattern: str) -> bool:
     """By the name that it has, or would have as a plain tar."""
-    names = [tar.source, tar.name]
+    names = {tar.source, tar.name}
     if "/" not in pattern:
-        names += map(posixpath.basename, names)
+        names |= {posixpath.basename(name) for name in names}
     return any(fnmatchcase(name, pattern) for name in names)
 
 
