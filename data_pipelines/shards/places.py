@@ -52,6 +52,8 @@ def find_tars(places: Sequence[str], remote: RemoteSettings | None) -> tuple[str
     spelled = [each.removeprefix("file://") for place in places for each in _braces(place)]
     if not all(spelled) or not spelled:
         raise DataError("DIR|URL|TAR='': must be a folder, a tar or a URL, such as shards")
+    if spelled[0].startswith("pipe:"):
+        raise DataError(f"{spelled[0]}: a pipe runs a command, and is not run here; name the URL that it reads")
     if len({place.partition("://")[0] if "://" in place else "" for place in spelled}) > 1:
         raise DataError(f"{', '.join(places)}: lie in more than one kind of place; index each kind by itself")
     base, sizes = _find_remote(spelled, remote) if "://" in spelled[0] else _find_local(spelled)

@@ -513,6 +513,7 @@ def test_tars_in_nested_folders_of_any_protocol_are_cached(tmp_path):
         (["http://me:secret@host/shards/a.tar"], "has a user or a query"),
         (["http://host/shards/a.tar?key=secret"], "has a user or a query"),
         (["http://host/a.tar", "s3://b/a.tar"], "lie in more than one kind of place"),
+        (["pipe:curl -s http://host/a.tar"], "a pipe runs a command, and is not run here; name the URL"),
         (["ftpx://host/a.tar"], "no protocol that fsspec knows"),
         (["memory://nowhere"], "lists no file \\*.tar; name the files themselves"),
     ],
