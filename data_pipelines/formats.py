@@ -64,6 +64,37 @@ def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[by
         raise DataError(f"{path}: is {kind.name}, and damaged or cut short ({words}); fetch it again") from error
 
 
+class UnpackedContent:
+    """The content of a compressed file: read from its beginning on, and never held whole. Going back begins anew."""
+
+    def __init__(self, path: Path | str, file: BinaryIO, kind: FileFormat) -> None:
+        """``file`` stays open as long as this is read; ``path`` is for messages."""
+        self._path, self._file, self._kind = path, file, kind
+        self._blocks: Iterator[bytes] = iter(())
+        self._position, self._block = 0, b""  # of the next byte, and what is unpacked from there on
+        self._begin()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Content bytes ``[offset, offset + size)``; fewer where there are fewer. Raises DataError as ``unpacked``."""
+        if offset < self._position:
+            self._begin()
+        end, pieces = offset + size, []
+        while self._position < end:
+            if not self._block:
+                self._block = next(self._blocks, b"")
+                if not self._block:
+                    break
+            taken = min(end - self._position, len(self._block))
+            pieces.append(self._block[max(offset - self._position, 0) : taken])
+            self._position += taken
+            self._block = self._block[taken:]
+        return b"".join(pieces)
+
+    def _begin(self) -> None:
+        self._file.seek(0)
+        self._position, self._block, self._blocks = 0, b"", unpacked(self._path, self._file, self._kind)
+
+
 def _gzip(file: BinaryIO) -> Iterator[bytes]:
     yield from _blocks(gzip.GzipFile(fileobj=file))
 

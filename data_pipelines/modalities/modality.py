@@ -66,11 +66,13 @@ class Modality(ABC):
     # Documents and data folders.
     name: str
     extension: str  # of a sample's member in a shard: KEY.extension
+    odd_extension: str | None = None  # of one that other programs could not read by that name
     suffixes: tuple[str, ...]  # of the files that a build takes from a folder by default
     asks: tuple[str, ...] = ()  # properties that a build may be asked for
     build_option: Option | None = None  # of `data build`, which asks for them
     packing: bool = True  # whether documents are laid end to end by default; else each has contexts of its own
     divisible: bool = True  # whether a long document may become several samples
+    cut_reach: int = 0  # content bytes: how much earlier than planned a long document may be cut, see ``cut``
     has_palettes: bool = False  # whether content is red, green and blue, which a palette may stand for
 
     # A model's samples.
@@ -114,6 +116,17 @@ class Modality(ABC):
     def header(self, size: int, properties: Properties) -> bytes:
         """What stands before ``size`` content bytes in a member: of the same length for every size."""
         return b""
+
+    def cut(self, content: bytes, place: int) -> int:
+        """Where a document is cut that was to be cut before ``content[place]``: there, or up to ``cut_reach`` earlier.
+
+        It follows from the ``cut_reach`` bytes before the place and from the one behind it alone.
+        """
+        return place
+
+    def member_extension(self, content: bytes) -> str:
+        """The extension of a sample with this content: ``extension`` or ``odd_extension``."""
+        return self.extension
 
     def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
         """(n,) integers 0..255 -> a file that a person opens. Raises DataError for another shape or range."""

@@ -12,7 +12,13 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, load_palette, member_ends
+from longstride.data_pipelines.shards.manifest import (
+    DataManifest,
+    ShardRecord,
+    load_palette,
+    member_ends,
+    read_checked,
+)
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.stores import open_store, reading_file
 
@@ -63,6 +69,11 @@ def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
             load_palette(folder.store, folder.manifest.palette)
         except DataError as error:
             findings.append(str(error))
+    if folder.manifest.pieces is not None:
+        try:
+            read_checked(folder.store, folder.manifest.pieces, "the list of pieces")
+        except DataError as error:
+            findings.append(str(error))
     for name in folder.manifest.splits:
         split = folder.split(name)
         for number, shard in enumerate(split.shards):
@@ -110,7 +121,8 @@ def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, ind
         members = {member.name: member for member in archive}
         for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index).tolist(), strict=True)):
             start, content, length, crc32, _ = row
-            key = f"{shard.key(number)}.{split.modality.extension}"
+            names = split.member_names(shard, number)
+            key = next((name for name in names if name in members), names[0])
             member = members.pop(key, None)
             file.seek(start)
             if member is None or not member.isreg():
