@@ -8,12 +8,13 @@ import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol, TypeVar, overload
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Content, Modality, Properties
+from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
 
 T = TypeVar("T")
@@ -225,6 +226,7 @@ class LeftOut:
     empty: int = 0  # files
     symlinks: int = 0
     records: dict[str, int] | None = None  # that are null or empty; None: the documents are no records
+    endings: set[str] = field(default_factory=set)  # of names that were not asked for; for messages
 
 
 def find_documents(
@@ -283,10 +285,15 @@ def find_record_files(
 
 def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], left_out: LeftOut) -> DataError:
     counts = {"empty": left_out.empty, "symlinks": left_out.symlinks}
-    counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items()}
+    counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items() if count}
+    rule = "name other suffixes or folders"
+    if left_out.endings:
+        rule = f"there are {', '.join(sorted(left_out.endings)[:9])}: name those to take by --suffix"
+        if left_out.records is None and left_out.endings & set(RECORD_SUFFIXES):
+            rule += ", and their field of text by --field"
     return DataError(
         f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}; left out: "
-        f"{', '.join(f'{count} {name}' for name, count in counts.items())}); name other suffixes or folders"
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}); {rule}"
     )
 
 
@@ -333,7 +340,10 @@ def _files_of(
         left_out.symlinks += len(names) - len(folders)
         under = PurePath(folder).relative_to(given)
         for name in files:
-            if name.startswith(".") or name in passed_over or (suffixes and not name.endswith(suffixes)):
+            if name.startswith(".") or name in passed_over:
+                continue
+            if suffixes and not name.endswith(suffixes):
+                left_out.endings.add(PurePath(name).suffix or name)
                 continue
             path = Path(folder, name)
             if path.is_symlink():

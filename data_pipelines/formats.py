@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from longstride.data_pipelines.errors import DataError
 
+PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
 HEAD_BYTES = 512  # of a file, which tell its format: a tar says what it is at byte 257
 _BLOCK_BYTES = 2**18  # unpacked at once
 _ZSTD_INPUT_BYTES = 2**14  # at once: what comes of them is not bounded by zstandard
@@ -156,7 +157,7 @@ _FORMATS = (
     FileFormat("a 7z archive", _mark(rb"7z\xbc\xaf\x27\x1c"), program="7z x"),
     FileFormat("a RAR archive", _mark(rb"Rar!\x1a\x07"), program="unrar x"),
     FileFormat("a tar archive", _mark(rb".{257}ustar(\x0000|  \0)"), program="tar xf"),
-    FileFormat("a Parquet file", _mark(rb"PAR1[\0-\x08\x0e-\x1f]")),
+    FileFormat(PARQUET, _mark(rb"PAR1[\0-\x08\x0e-\x1f]")),
     FileFormat("an Arrow file", _mark(rb"ARROW1\0")),
     FileFormat("an Avro file", _mark(rb"Obj\x01")),
     FileFormat("an HDF5 file", _mark(rb"\x89HDF\r\n\x1a\n")),

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.formats import HEAD_BYTES, FileFormat, UnpackedContent, file_format, unpacked
+from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
 
 SUFFIXES = (".jsonl", ".jsonl.bz2", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")  # of files with records
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs put before the first line
@@ -88,7 +88,7 @@ def _format(file: BinaryIO) -> FileFormat | None:
 
 
 def _is_parquet(kind: FileFormat | None) -> bool:
-    return kind is not None and kind.name == "a Parquet file"
+    return kind is not None and kind.name == PARQUET
 
 
 # JSON Lines.
@@ -198,12 +198,12 @@ class _LineReader:
 # Parquet.
 
 
-def parquet_fields(path: Path, file: BinaryIO) -> list[str]:
-    """The columns of an open Parquet file that hold text or bytes, as --field takes them; none without pyarrow."""
+def parquet_fields(path: Path, file: BinaryIO) -> list[str] | None:
+    """The columns of an open Parquet file that hold text or bytes, as --field takes them; None without pyarrow."""
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        return []
+        return None
     with _parquet_damage(path):
         return _columns(_parquet(path, file).schema_arrow)
 

@@ -60,7 +60,7 @@ class BuildSettings(ABC):
         """As the manifest records it."""
 
     @abstractmethod
-    def source_of(self, document: Document) -> str:
+    def source_of(self, split: str, document: Document) -> str:
         """What a person calls the source of a document."""
 
     @property
@@ -159,7 +159,7 @@ class FileSettings(BuildSettings):
             mix(members, self.seed)
         return BuildPlan(self, properties, {name: members for name, members in splits.items() if members}, left_out)
 
-    def source_of(self, document: Document) -> str:
+    def source_of(self, split: str, document: Document) -> str:
         """Its path under the input, and of a record its line or row."""
         assert isinstance(document, FileDocument | RecordDocument)
         return document.source
@@ -217,9 +217,9 @@ class DatasetSettings(BuildSettings):
             **self._palette_json,
         }
 
-    def source_of(self, document: Document) -> str:
-        """The dataset: an archive and what it holds under any name give the same data folder."""
-        return self.dataset.name
+    def source_of(self, split: str, document: Document) -> str:
+        """The dataset and the split, as an archive and what it holds under any name give the same data folder."""
+        return f"{self.dataset.name}/{split}"
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
         (given,) = inputs  # a dataset has one
@@ -265,9 +265,9 @@ class BuildPlan:
                 if piece.size < piece.document.size:
                     line = {
                         "key": ShardRecord.key_in(name, number),
-                        "source": self.settings.source_of(piece.document),
-                        "piece": piece.number,
-                        "of": -(-piece.document.size // SAMPLE_BYTES),
+                        "source": self.settings.source_of(name.partition("-")[0], piece.document),
+                        "piece": piece.numbering[0],
+                        "of": piece.numbering[1],
                     }
                     yield json.dumps(line).encode() + b"\n"
 

@@ -31,9 +31,9 @@ class Piece:
     size: int  # content bytes, as planned
 
     @property
-    def number(self) -> int:
-        """Of the document's pieces, from 1 on."""
-        return self.offset // SAMPLE_BYTES + 1
+    def numbering(self) -> tuple[int, int]:
+        """Its number among the pieces of a document that may be divided, from 1 on; and how many they are."""
+        return self.offset // SAMPLE_BYTES + 1, -(-self.document.size // SAMPLE_BYTES)
 
     @property
     def ends(self) -> bool:

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.formats import HEAD_BYTES, FileFormat, UnpackedContent, file_format, unpacked
+from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
+from longstride.data_pipelines.records import parquet_fields
 
 
 class Text(Modality):
@@ -42,7 +43,7 @@ class Text(Modality):
                 size += len(block)
         inside = file_format(head)
         if inside is not None:
-            what = f"is {kind.name}, and holds {inside.name}"
+            what = f"is {kind.name}, and what it holds is {inside.name}"
             raise DataError(f"{path}: {what}; unpack it first, such as with `{kind.program} FILE`, {_AS_IT_IS}")
         return size
 
@@ -78,15 +79,13 @@ def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
     file.seek(0)
     if kind is None or kind.unpack is not None:
         return kind
-    if kind.name == "a Parquet file":
-        from longstride.data_pipelines.records import parquet_fields
-
-        fields = parquet_fields(path, file)
-        good = next((name for name in fields if "text" in name or "content" in name), fields[0] if fields else "text")
-        which = f" with the columns {', '.join(fields)}" if fields else ""
-        rule = f"name the one that holds the text by --field, such as --field {good}"
-    else:
-        which, rule = "", "leave it out, such as by --exclude"
-        if kind.program:
-            rule = f"unpack it first, such as with `{kind.program} FILE`"
+    which, rule = "", "leave it out, such as by --exclude"
+    if kind.name == PARQUET:
+        fields = parquet_fields(path, file)  # None: they cannot be looked at
+        if fields:
+            which = f" with the columns of text {', '.join(fields)}"
+        if fields != []:
+            rule = f"name the one to take by --field, such as --field {fields[0] if fields else 'text'}"
+    elif kind.program:
+        rule = f"unpack it first, such as with `{kind.program} FILE`"
     raise DataError(f"{path}: is {kind.name}{which}, and no text; {rule}, {_AS_IT_IS}")
