@@ -18,7 +18,7 @@ from longstride.data_pipelines.errors import DataError
 PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
 HEAD_BYTES = 512  # of a file, which tell its format: a tar says what it is at byte 257
 _BLOCK_BYTES = 2**18  # unpacked at once
-_ZSTD_INPUT_BYTES = 2**14  # at once: what comes of them is not bounded by zstandard
+_ZSTD_INPUT_BYTES = 2**11  # at once: they may hold 64 MiB, which zstandard gives in one
 _ZSTD_WINDOW_BYTES = 2**31  # at most, as `zstd --long=31` writes
 
 
@@ -72,7 +72,7 @@ class UnpackedContent:
         """``file`` stays open as long as this is read; ``path`` is for messages."""
         self._path, self._file, self._kind = path, file, kind
         self._blocks: Iterator[bytes] = iter(())
-        self._position, self._block = 0, b""  # of the next byte, and what is unpacked from there on
+        self._position, self._block = 0, memoryview(b"")  # of the next byte, and what is unpacked from there on
         self._begin()
 
     def read(self, offset: int, size: int) -> bytes:
@@ -82,7 +82,7 @@ class UnpackedContent:
         end, pieces = offset + size, []
         while self._position < end:
             if not self._block:
-                self._block = next(self._blocks, b"")
+                self._block = memoryview(next(self._blocks, b""))
                 if not self._block:
                     break
             taken = min(end - self._position, len(self._block))
@@ -93,7 +93,8 @@ class UnpackedContent:
 
     def _begin(self) -> None:
         self._file.seek(0)
-        self._position, self._block, self._blocks = 0, b"", unpacked(self._path, self._file, self._kind)
+        self._position, self._block = 0, memoryview(b"")
+        self._blocks = unpacked(self._path, self._file, self._kind)
 
 
 def _gzip(file: BinaryIO) -> Iterator[bytes]:
