@@ -37,7 +37,7 @@ def file_format(head: bytes) -> FileFormat | None:
 
     Only marks that no text has are known: control characters, or bytes that are no UTF-8, belong to nearly all of them.
     """
-    return next((kind for kind in _FORMATS if kind.pattern.match(head)), None)
+    return next((kind for kind in _FORMATS if kind.pattern.match(head)), None) if _ANY.match(head) else None
 
 
 def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
@@ -183,3 +183,4 @@ _FORMATS = (
     FileFormat("WebAssembly", _mark(rb"\0asm\x01\0")),
     FileFormat("a GGUF model", _mark(rb"GGUF[\x01-\x09]\0")),
 )
+_ANY = _mark(b"|".join(kind.pattern.pattern for kind in _FORMATS))  # one look at most files, of which there are many
