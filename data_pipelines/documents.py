@@ -152,17 +152,19 @@ class RecordDocument:
         """A piece of the content. Raises DataError where the file has changed since it was found."""
         found = self.file
 
-        def open_file(stack: ExitStack) -> tuple[BinaryIO, RecordReader]:
-            file = stack.enter_context(found.path.open("rb"))
-            check_unchanged(found.path, file, found.file_bytes, found.modified_ns)
-            return file, record_reader(found.path, file, self.field)
+        def open_file(stack: ExitStack) -> tuple[Path, BinaryIO, RecordReader]:
+            path = found.path
+            with reading(path):
+                file = stack.enter_context(path.open("rb"))
+                check_unchanged(path, file, found.file_bytes, found.modified_ns)
+                return path, file, record_reader(path, file, self.field)
 
-        with reading(found.path):
-            file, reader = open_input.get((found, self.field), open_file)
+        path, file, reader = open_input.get((found, self.field), open_file)
+        with reading(path):
             content = reader.content(self.start, self.length)
-            check_unchanged(found.path, file, found.file_bytes, found.modified_ns)
+            check_unchanged(path, file, found.file_bytes, found.modified_ns)
         if len(content) != self.size:
-            raise changed(found.path)
+            raise changed(path)
         return content[offset : offset + size]
 
 

@@ -255,7 +255,7 @@ def _holds_bytes(kind: Any) -> bool:
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
     tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return any(test(kind) for test in tests) or "view" in str(kind)
+    return any(test(kind) for test in tests) or str(kind) in ("string_view", "binary_view")
 
 
 def _check_column(path: Path, schema: Any, field: str) -> None:

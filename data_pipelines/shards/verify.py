@@ -56,7 +56,8 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
         return [str(error)]
     with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
         # What is remote is fetched anew, whatever the training's cache holds, and forgotten shard after shard.
-        room = 2 * max((shard.file.size + shard.index_file.size for shard in manifest.shards()), default=1)
+        sizes = [shard.file.size + shard.index_file.size for shard in manifest.shards()]
+        room = 2 * max([*sizes, 1 if manifest.pieces is None else manifest.pieces.size])
         with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
             return _verify_folder(folder, progress)
 

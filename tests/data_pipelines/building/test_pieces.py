@@ -20,6 +20,7 @@ from longstride.data_pipelines.shards import DataFolder, sample_documents, verif
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.stores import open_store
 from tests.harness.data.builds import OutOfOrder, folder_bytes, numbered_files, write_files
+from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.published_files import zipped
 
 LETTERS = "a\nßé日本😀"
@@ -177,8 +178,11 @@ def test_folders_of_whole_texts_have_no_list_of_pieces(tmp_path):
     assert "pieces" not in json.loads((tmp_path / "data" / "manifest.json").read_text())["made"]
 
 
-def test_a_damaged_list_of_pieces_is_found(texts, small, tmp_path):
+def test_a_damaged_list_of_pieces_is_found(texts, small, tmp_path, monkeypatch):
     build([texts], tmp_path / "data")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with FaultyServer(tmp_path / "data") as url:
+        assert verify(url) == []
     place = tmp_path / "data" / "pieces.jsonl"
     place.write_bytes(place.read_bytes().replace(b'"piece": 1', b'"piece": 2', 1))
     (finding,) = verify(tmp_path / "data")
