@@ -99,9 +99,10 @@ class FileSettings(BuildSettings):
                 raise DataError(f"field={self.field}: reads what a file holds, and raw takes its bytes; leave one out")
             if not self.field:
                 raise DataError("field='': must be the name that the texts have, such as text")
+        known = (*self.modality.asks, *self.modality.may_ask)
         for name in self.wanted:
-            if name not in self.modality.asks:
-                good = ", ".join(self.modality.asks) or "none"
+            if name not in known:
+                good = ", ".join(known) or "none"
                 raise DataError(f"{name}: no property of {self.modality.name}; it asks for {good}")
         if not 0 <= self.validation_fraction < 1:
             raise DataError(

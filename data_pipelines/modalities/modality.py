@@ -69,6 +69,7 @@ class Modality(ABC):
     odd_extension: str | None = None  # of one that other programs could not read by that name
     suffixes: tuple[str, ...]  # of the files that a build takes from a folder by default
     asks: tuple[str, ...] = ()  # properties that a build may be asked for
+    may_ask: tuple[str, ...] = ()  # likewise, and of no concern to a model
     build_option: Option | None = None  # of `data build`, which asks for them
     packing: bool = True  # whether documents are laid end to end by default; else each has contexts of its own
     divisible: bool = True  # whether a long document may become several samples

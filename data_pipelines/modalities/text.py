@@ -16,7 +16,7 @@ class Text(Modality):
     extension = "txt"
     odd_extension = "bin"
     suffixes = (".md", ".py", ".rst", ".txt")
-    asks = ("raw",)
+    may_ask = ("raw",)
     cut_reach = 3  # the first byte of a character in UTF-8 is at most so far before the last
     sample_bytes = 256
     words = "text"
