@@ -290,9 +290,10 @@ def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], left_out: 
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items() if count}
     rule = "name other suffixes or folders"
     if left_out.endings:
-        rule = f"there are {', '.join(sorted(left_out.endings)[:9])}: name those to take by --suffix"
+        rule = "name those to take by --suffix"
         if left_out.records is None and left_out.endings & set(RECORD_SUFFIXES):
-            rule += ", and their field of text by --field"
+            rule = "name what holds the text of their records by --field, or those to take as they are by --suffix"
+        rule = f"there are {', '.join(sorted(left_out.endings)[:9])}: {rule}"
     return DataError(
         f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}; left out: "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}); {rule}"

@@ -51,7 +51,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", default=None, help="take files of any format byte by byte")
     parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
     parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
-    parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
+    parser.add_argument("--validation-fraction", type=float, help="of the files or records (default: 0.05)")
     parser.add_argument("--shard-bytes", type=int, default=None)
     parser.add_argument("--seed", type=int, help="of the split by file, and of the order of documents (default: 0)")
     parser.add_argument("--dataset", metavar="NAME", help=f"a published one instead: {', '.join(sorted(DATASETS))}")

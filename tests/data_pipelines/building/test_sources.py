@@ -92,6 +92,13 @@ def test_suffixes_of_compressed_texts(tmp_path):
         build([tmp_path / "source"], tmp_path / "none", suffixes=[".rs"])
 
 
+def test_a_folder_of_records_without_a_field_says_what_to_name(tmp_path):
+    source = write_files(tmp_path / "source", RECORDS)
+    rule = r"there are \.gz, \.jsonl, \.parquet, \.zst: name what holds the text of their records by --field, or those"
+    with pytest.raises(DataError, match=rule):
+        build([source], tmp_path / "data")
+
+
 @pytest.mark.parametrize("field", ["text", "meta.body"])
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_are_documents(tmp_path, small, name, field):
