@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 
 from longstride.data_pipelines.errors import DataError
 
+PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
 HEAD_BYTES = 512  # of a file, which tell its format: a tar says what it is at byte 257
 _BLOCK_BYTES = 2**18  # unpacked at once
-_ZSTD_INPUT_BYTES = 2**14  # at once: what comes of them is not bounded by zstandard
+_ZSTD_INPUT_BYTES = 2**11  # at once: they may hold 64 MiB, which zstandard gives in one
 _ZSTD_WINDOW_BYTES = 2**31  # at most, as `zstd --long=31` writes
 
 
@@ -36,7 +37,7 @@ def file_format(head: bytes) -> FileFormat | None:
 
     Only marks that no text has are known: control characters, or bytes that are no UTF-8, belong to nearly all of them.
     """
-    return next((kind for kind in _FORMATS if kind.pattern.match(head)), None)
+    return next((kind for kind in _FORMATS if kind.pattern.match(head)), None) if _ANY.match(head) else None
 
 
 def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
@@ -62,6 +63,38 @@ def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[by
             raise
         words = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{path}: is {kind.name}, and damaged or cut short ({words}); fetch it again") from error
+
+
+class UnpackedContent:
+    """The content of a compressed file: read from its beginning on, and never held whole. Going back begins anew."""
+
+    def __init__(self, path: Path | str, file: BinaryIO, kind: FileFormat) -> None:
+        """``file`` stays open as long as this is read; ``path`` is for messages."""
+        self._path, self._file, self._kind = path, file, kind
+        self._blocks: Iterator[bytes] = iter(())
+        self._position, self._block = 0, memoryview(b"")  # of the next byte, and what is unpacked from there on
+        self._begin()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Content bytes ``[offset, offset + size)``; fewer where there are fewer. Raises DataError as ``unpacked``."""
+        if offset < self._position:
+            self._begin()
+        end, pieces = offset + size, []
+        while self._position < end:
+            if not self._block:
+                self._block = memoryview(next(self._blocks, b""))
+                if not self._block:
+                    break
+            taken = min(end - self._position, len(self._block))
+            pieces.append(self._block[max(offset - self._position, 0) : taken])
+            self._position += taken
+            self._block = self._block[taken:]
+        return b"".join(pieces)
+
+    def _begin(self) -> None:
+        self._file.seek(0)
+        self._position, self._block = 0, memoryview(b"")
+        self._blocks = unpacked(self._path, self._file, self._kind)
 
 
 def _gzip(file: BinaryIO) -> Iterator[bytes]:
@@ -125,7 +158,7 @@ _FORMATS = (
     FileFormat("a 7z archive", _mark(rb"7z\xbc\xaf\x27\x1c"), program="7z x"),
     FileFormat("a RAR archive", _mark(rb"Rar!\x1a\x07"), program="unrar x"),
     FileFormat("a tar archive", _mark(rb".{257}ustar(\x0000|  \0)"), program="tar xf"),
-    FileFormat("a Parquet file", _mark(rb"PAR1[\0-\x08\x0e-\x1f]")),
+    FileFormat(PARQUET, _mark(rb"PAR1[\0-\x08\x0e-\x1f]")),
     FileFormat("an Arrow file", _mark(rb"ARROW1\0")),
     FileFormat("an Avro file", _mark(rb"Obj\x01")),
     FileFormat("an HDF5 file", _mark(rb"\x89HDF\r\n\x1a\n")),
@@ -150,3 +183,4 @@ _FORMATS = (
     FileFormat("WebAssembly", _mark(rb"\0asm\x01\0")),
     FileFormat("a GGUF model", _mark(rb"GGUF[\x01-\x09]\0")),
 )
+_ANY = _mark(b"|".join(kind.pattern.pattern for kind in _FORMATS))  # one look at most files, of which there are many

@@ -27,7 +27,7 @@ ORDER = {
         "config", "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",
     ],
     "data_pipelines": [
-        "errors", "formats", "settings", "durable", "palette", "modalities", "stores", "shards", "documents",
+        "errors", "formats", "records", "settings", "durable", "palette", "modalities", "stores", "shards", "documents",
         "datasets", "order", "building",
     ],
     "launcher": [

@@ -78,7 +78,7 @@ class Audio(Modality):
             raise DataError(f"rate={asked['rate']}: must be from 1 to 2**32 - 1 Hz; such as 12000")
         return {"rate": asked["rate"], "resampled": 1, **members}
 
-    def settle_member(self, path: Path, file: BinaryIO) -> dict[str, int]:
+    def settle_member(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         form = _form(path, file)
         is_pcm = isinstance(form, WavFormat) and form.tag == PCM
         return {"rate": form.rate, **({"pcm_bits": _PCM_BITS} if is_pcm else {})}

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
-from longstride.data_pipelines.modalities import Modality, modality_named
+from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, IndexRow, ShardRecord, SplitRecord
 from longstride.data_pipelines.shards.places import FoundTar, deal_tars, find_tars
@@ -44,6 +44,7 @@ def index_tars(
     validation_fraction: float | None = None,
     complete: bool = False,
     unpack: bool = False,
+    properties: Properties | None = None,
     remote: RemoteSettings | None = None,
     progress: Progress | None = None,
 ) -> DataManifest:
@@ -55,7 +56,8 @@ def index_tars(
     sample that holds its content (None: the modality's own); a sample without it is left out and counted, or refused
     where all must be ``complete``. ``splits`` are ``NAME=PATTERN``; without any, ``train*`` and ``validation*`` are
     told by their names, and where there is no validation split ``validation_fraction`` (None: 0.05) of the tars become
-    one. ``progress`` is called with the bytes of tars, (done, in all). Nothing is overwritten.
+    one. ``properties`` are asked of all members, where these do not tell of themselves. ``progress`` is called with the
+    bytes of tars, (done, in all). Nothing is overwritten.
 
     Raises DataError, naming tar and member, for what cannot be read as it lies, and for an output that is taken.
     """
@@ -71,7 +73,7 @@ def index_tars(
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
     copied = {tar.name for tar in taken if unpack and not (is_beside and tar.source == tar.name)}
     _check_output(output, [tar.name for tar in taken], copied)
-    reader = _Reader(open_store(base, remote), kind, ending, complete, copied)
+    reader = _Reader(open_store(base, remote), kind, ending, complete, copied, properties or {})
     reader.left_out["tars_of_no_split"] = len(tars) - len(taken)
     is_new = not output.exists()
     with os_errors_as_data_errors(output):
@@ -111,10 +113,16 @@ class _Reader:
     """
 
     def __init__(
-        self, store: Store, modality: Modality, extension: str, complete: bool, copied: Collection[str]
+        self,
+        store: Store,
+        modality: Modality,
+        extension: str,
+        complete: bool,
+        copied: Collection[str],
+        asked: Properties,
     ) -> None:
         self.store, self.modality, self.extension, self.complete = store, modality, extension, complete
-        self.copied = copied
+        self.copied, self.asked = copied, asked
         self.properties: dict[str, int] | None = None
         self.left_out = {f"samples_without_{extension}": 0, "empty_samples": 0, f"tars_without_{extension}": 0}
         self.extensions: set[str] = set()  # of other members, for messages
@@ -239,8 +247,8 @@ class _Reader:
                 file.write(head)
                 file.truncate(size)
                 file.seek(0)
-                self.properties = dict(modality.settle_member(Path(where), file))
-        modality.check_head(where, head)
+                self.properties = dict(modality.settle_member(Path(where), file, self.asked))
+        modality.check_head(where, head, self.properties)
         header = len(modality.header(0, self.properties))
         content, rest = divmod(max(0, size - header), modality.stored_bytes(self.properties))
         fixed = modality.document_bytes(self.properties)

@@ -5,6 +5,7 @@
     train-00000.index.npy   where each sample lies, its length and CRC-32: 25 bytes a sample
     validation-00000.tar    ...
     palette.ppm             where pictures are read by a palette: its colours
+    pieces.jsonl            where texts are several samples: a line a piece, by its key, with its source
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
      "made": how it was built, "splits": {"train": {"documents": 12, "shards": [a line a shard, ...]}, ...},
@@ -13,6 +14,8 @@
 A sample is a document of the input, or a part of a long one. Its key names split, shard and place, so that a member of
 another shard is never mistaken for it. A member is a file that other programs open as it is (.txt, .ppm, .wav): its
 *payload* is the *content*, the bytes of contexts, behind the header that such a file needs.
+
+A text that is no UTF-8 has the extension .bin. What ``pieces.jsonl`` is stands under "made": nothing reads it here.
 
 A folder with a palette has format_version 4, and ``"palette"`` with the file's name, size and SHA-256.
 
@@ -149,6 +152,7 @@ class DataManifest:
     """The content of a data folder's ``manifest.json``."""
 
     FILE_NAME: ClassVar[str] = "manifest.json"
+    PIECES_NAME: ClassVar[str] = "pieces.jsonl"
     FORMAT: ClassVar[str] = "longstride-shards"
     FORMAT_VERSION: ClassVar[int] = 2  # of a folder that holds its shards
     INDEXED_VERSION: ClassVar[int] = 3  # of an index of other people's tars
@@ -197,6 +201,8 @@ class DataManifest:
             palette = StoredFile(**whole["palette"]) if version == cls.PALETTE_VERSION else None
             manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars, palette)
             fingerprint = manifest.fingerprint
+            if manifest.pieces is not None and manifest.pieces.name != cls.PIECES_NAME:
+                raise ValueError(f"pieces: {manifest.pieces.name!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
         if fingerprint != whole.get("fingerprint"):
@@ -210,6 +216,12 @@ class DataManifest:
             if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
                 raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
         return manifest
+
+    @property
+    def pieces(self) -> StoredFile | None:
+        """The file that says which samples are pieces of one text; None where every sample is a whole one."""
+        pieces = self.made.get("pieces")
+        return None if pieces is None else StoredFile(**pieces)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -243,21 +243,27 @@ class Split:
         """What a shard is called in a message."""
         return self._folder.tars.path_for_messages(self.shards[number].name)
 
+    def member_names(self, shard: ShardRecord, sample: int) -> list[str]:
+        """The names that a sample's member may have in a shard that we wrote."""
+        extensions = filter(None, (self.modality.extension, self.modality.odd_extension))
+        return [f"{shard.key(sample)}.{extension}" for extension in extensions]
+
     def sample_name(self, number: int, sample: int) -> str:
         """The name of the member of shard ``number`` that holds a sample."""
-        if self.manifest.tars is None:
-            return f"{self.shards[number].key(sample)}.{self.modality.extension}"
+        names = [] if self.manifest.tars is not None else self.member_names(self.shards[number], sample)
+        if len(names) == 1:
+            return names[0]
         shard = self.open(number)
         begins = sample
-        while begins and not shard.index["ends"][begins - 1]:
+        while begins and not names and not shard.index["ends"][begins - 1]:
             begins -= 1
         with suppress(OSError, tarfile.TarError), shard.path.open("rb") as file:  # its headers may be damaged
             file.seek(int(shard.index["member"][begins]))
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 member = archive.next()
-                if member is not None:
+                if member is not None and (not names or member.name in names):
                     return member.name
-        return f"number {sample}"
+        return names[0] if names else f"number {sample}"
 
 
 class SampleReader:
@@ -430,7 +436,7 @@ def _what_is_wrong(split: Split, number: int, sample: int, member: memoryview) -
         return f"ends before sample {key}; {REPAIR}"
     if header[257:262] != b"ustar":
         return f"sample {key} has a damaged header; {REPAIR}"
-    if name != split.sample_name(number, sample).encode():
+    if name.decode(errors="replace") not in split.member_names(split.shards[number], sample):
         return f"holds sample {name.decode(errors='replace')!r} in place of {key}; {REPAIR}"
     return f"sample {key} is damaged (CRC-32); {REPAIR}"
 

@@ -12,7 +12,13 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, load_palette, member_ends
+from longstride.data_pipelines.shards.manifest import (
+    DataManifest,
+    ShardRecord,
+    load_palette,
+    member_ends,
+    read_checked,
+)
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.stores import open_store, reading_file
 
@@ -50,7 +56,8 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
         return [str(error)]
     with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
         # What is remote is fetched anew, whatever the training's cache holds, and forgotten shard after shard.
-        room = 2 * max((shard.file.size + shard.index_file.size for shard in manifest.shards()), default=1)
+        sizes = [shard.file.size + shard.index_file.size for shard in manifest.shards()]
+        room = 2 * max([*sizes, 1 if manifest.pieces is None else manifest.pieces.size])
         with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
             return _verify_folder(folder, progress)
 
@@ -61,6 +68,11 @@ def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
     if folder.manifest.palette is not None:
         try:
             load_palette(folder.store, folder.manifest.palette)
+        except DataError as error:
+            findings.append(str(error))
+    if folder.manifest.pieces is not None:
+        try:
+            read_checked(folder.store, folder.manifest.pieces, "the list of pieces")
         except DataError as error:
             findings.append(str(error))
     for name in folder.manifest.splits:
@@ -111,7 +123,8 @@ def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, ind
         members = {member.name: member for member in archive}
         for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
             start, content, length, crc32, _ = row
-            key = f"{shard.key(number)}.{split.modality.extension}"
+            names = split.member_names(shard, number)
+            key = next((name for name in names if name in members), names[0])
             member = members.pop(key, None)
             file.seek(start)
             if member is None or not member.isreg():

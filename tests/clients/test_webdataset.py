@@ -89,11 +89,11 @@ def test_samples_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     from wids import wids_index
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(wids_index.wids_dl, "download_file", lambda url, _: url)  # it would copy to /tmp/shard.tar
-    monkeypatch.setattr(
-        "sys.argv", ["widsindex", "create", "--output", "wids.json", *map(str, sorted(Path().glob("*.tar")))]
-    )
-    wids_index.main()
+    shards = map(str, sorted(Path().glob("*.tar")))
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.argv", ["widsindex", "create", "--output", "wids.json", *shards])
+        patched.setattr(wids_index.wids_dl, "download_file", lambda url, _: url)  # it copies each to /tmp/shard.tar
+        wids_index.main()
     found = wids.ShardListDataset(str(folder / "wids.json"), cache_dir=str(tmp_path / "cache"), keep=True)
     expected = list(split_bytes(folder, "train"))
     texts = [each["txt"] for each in samples(folder)]

@@ -134,15 +134,25 @@ def test_compressed_tars_are_refused_before_anything_is_read_where_no_copy_is_as
 @pytest.mark.parametrize(
     ("name", "content", "rule"),
     [
-        ("a.txt.gz", gzip.compress(b"text"), "is compressed by gzip, and no text; .*`gunzip` unpacks it"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text"),
+            "is compressed by gzip, and no text; unpack the tars, .* as they are by --raw$",
+        ),
         ("a.txt.zst", zstandard.compress(b"text"), "is compressed by zstd, and no text"),
-        ("a.parquet", b"PAR1\x15\0PAR1", "is a Parquet file, and no text"),
+        (
+            "a.parquet",
+            b"PAR1\x15\0PAR1",
+            "is a Parquet file, and no text; name the member that holds the text by --ext",
+        ),
     ],
 )
 def test_members_that_are_no_text_are_refused(tmp_path, name, content, rule):
     write_tar(tmp_path / "train.tar", [("b.json", b"{}"), (name, content)])
     with pytest.raises(DataError, match=rf"train\.tar: member {name} {rule}"):
         index_tars([str(tmp_path)], tmp_path / "data", extension=name.partition(".")[2], **ALL)
+    index_tars([str(tmp_path)], tmp_path / "data", extension=name.partition(".")[2], properties={"raw": 1}, **ALL)
+    assert documents(tmp_path / "data") == [content]
 
 
 @pytest.mark.parametrize(
