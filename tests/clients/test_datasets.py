@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import tarfile
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ def made(tmp_path: Path) -> Callable[..., Path]:
                 with wave.open(str(name.with_suffix(".wav")), "wb") as file:
                     file.setparams((1, 2, 8000, 0, "NONE", ""))
                     file.writeframes(generator.randbytes(800))
-        folder = tmp_path / "-".join(["data", kind, *options])
+        folder = tmp_path / f"data-{kind}-{len(options.get('properties', ()))}"
         sizes = {"text": 900, "image": 300, "audio": 1500}
         build([source], folder, modality=kind, validation_fraction=0.2, shard_bytes=sizes[kind], **options)
         return folder
@@ -69,7 +70,6 @@ def trained_on(folder: Path, split: str) -> bytes:
     return b"".join(split_bytes(folder, split))
 
 
-@client("datasets", '`load_dataset("webdataset", data_files=…)` of texts, streamed or not', "the bytes of each split")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_texts(made: Callable[..., Path], streaming: bool) -> None:
     folder = made("text")
@@ -78,18 +78,20 @@ def test_texts(made: Callable[..., Path], streaming: bool) -> None:
         assert "".join(row["txt"] for row in found).encode() == trained_on(folder, split)
 
 
-@client("datasets", "`load_dataset(FOLDER)` of texts", "both splits by their names")
+@client("datasets", "`load_dataset(FOLDER)` of texts, of pictures", "both splits by their names, `string` and `Image`")
 def test_a_folder_is_found_by_its_name(made: Callable[..., Path]) -> None:
     from datasets import load_dataset
 
-    folder = made("text")
-    found = load_dataset(str(folder))
-    assert {split: "".join(rows["txt"]).encode() for split, rows in found.items()} == {
-        split: trained_on(folder, split) for split in ("train", "validation")
-    }
+    contents = {"text": ("txt", str.encode), "image": ("ppm", lambda picture: np.asarray(picture).tobytes())}
+    for kind, (name, content) in contents.items():
+        folder = made(kind)
+        found = load_dataset(str(folder))
+        assert {split: b"".join(map(content, rows[name])) for split, rows in found.items()} == {
+            split: trained_on(folder, split) for split in ("train", "validation")
+        }
 
 
-@client("datasets", "the same of pictures", "`Image`, and the bytes of each pixel")
+@client("datasets", '`load_dataset("webdataset", data_files=…)` of pictures', "`Image`, and the bytes of each pixel")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_pictures(made: Callable[..., Path], streaming: bool) -> None:
     folder = made("image")
@@ -100,8 +102,8 @@ def test_pictures(made: Callable[..., Path], streaming: bool) -> None:
 
 @client(
     "datasets",
-    "the same of sounds, `--wav pcm` or mu-law, with `features=` of `Value('binary')`",
-    "WAV files whose mu-law is the bytes",
+    '`load_dataset("webdataset", data_files=…)` of sounds, PCM or mu-law, `features=` with `Value("binary")`',
+    "WAV files, whose mu-law is the bytes",
 )
 @pytest.mark.parametrize("properties", [{}, {"pcm_bits": 16}], ids=["mulaw", "pcm"])
 def test_sounds(made: Callable[..., Path], properties: dict[str, int]) -> None:
@@ -118,7 +120,11 @@ def test_sounds(made: Callable[..., Path], properties: dict[str, int]) -> None:
         assert mulaw_encode(np.concatenate(sounds)).tobytes() == np.where(content == 0x7F, 0xFF, content).tobytes()
 
 
-@client("datasets", "the same of sounds as `Audio`, without torchcodec", "its own ImportError")
+@client(
+    "datasets",
+    '`load_dataset("webdataset", data_files=…)` of sounds as `Audio`, without torchcodec',
+    "its own ImportError",
+)
 def test_sounds_as_audio_ask_for_torchcodec(made: Callable[..., Path]) -> None:
     found = load(made("audio", properties={"pcm_bits": 16}), "train", True)
     assert type(found.features["wav"]).__name__ == "Audio"
@@ -147,3 +153,24 @@ def test_a_whole_folder_takes_indexes_for_tars(made: Callable[..., Path]) -> Non
 
     with pytest.raises(Exception, match="truncated header"):
         load_dataset("webdataset", data_dir=str(made("text")))
+
+
+def test_readers_of_wav_files(made: Callable[..., Path]) -> None:
+    """The table of docs/data.md."""
+    from scipy.io import wavfile
+
+    for properties in ({}, {"pcm_bits": 16}):
+        folder = made("audio", properties=properties)
+        with tarfile.open(folder / "train-00000.tar") as archive:
+            sound = archive.extractfile(archive.next()).read()  # type: ignore[union-attr,arg-type]
+        numbers, rate = soundfile.read(io.BytesIO(sound), dtype="int16")
+        assert rate == 8000
+        if properties:
+            assert np.array_equal(wavfile.read(io.BytesIO(sound))[1], numbers)
+            with wave.open(io.BytesIO(sound)) as file:
+                assert file.readframes(400) == numbers.astype("<i2").tobytes()
+        else:
+            with pytest.raises(ValueError, match="MULAW"):
+                wavfile.read(io.BytesIO(sound))
+            with pytest.raises(wave.Error, match="unknown format: 7"), wave.open(io.BytesIO(sound)):
+                pass

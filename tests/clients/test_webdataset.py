@@ -41,11 +41,7 @@ def samples(folder: Path, *decoders: Any) -> list[dict[str, Any]]:
     return list(wds.WebDataset(urls(folder), shardshuffle=False).decode(*decoders))
 
 
-@client(
-    "webdataset",
-    "`WebDataset(…).decode()` of texts; in a `DataLoader` of two workers",
-    "the bytes of the split; each sample once",
-)
+@client("webdataset", "`WebDataset(…)` in a `DataLoader` of two workers", "each sample once")
 def test_texts(folder: Path) -> None:
     found = samples(folder)
     assert "".join(each["txt"] for each in found).encode() == b"".join(split_bytes(folder, "train"))
