@@ -53,7 +53,7 @@ class OpenInput:
         What is unpacked or decoded would begin anew for them.
         """
         last, place, held = self._tail
-        held = held[start - place :] if last == document and place <= start <= place + len(held) else b""
+        held = held[start - place : stop - place] if last == document and place <= start <= place + len(held) else b""
         content = held + document.read(self, modality, properties, start + len(held), stop - start - len(held))
         kept = min(len(content), _TAIL_BYTES)
         self._tail = document, stop - kept, content[len(content) - kept :]
