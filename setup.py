@@ -9,6 +9,8 @@ SERVE = ["aiohttp>=3.9,<4"]
 REMOTE = [*SERVE, "s3fs>=2024.6"]
 # FLAC, Ogg and MP3 files (1.1 of libsndfile reads MP3: soundfile 0.12 has it), and sounds of another rate.
 AUDIO = ["soundfile>=0.12.1,<1", "soxr>=0.3.7,<2"]
+# What `data build` reads beside plain files: zstd (gzip, bzip2 and xz come with Python), and Parquet by a column.
+FORMATS = ["zstandard>=0.22,<1", "pyarrow>=15,<27"]
 
 setup(
     name="longstride",
@@ -54,12 +56,14 @@ setup(
     extras_require={
         "remote": REMOTE,
         "audio": AUDIO,
+        "formats": FORMATS,
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
         "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "clients": [
             # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
             *SERVE,
+            *FORMATS,
             "transformers==5.23.0",
             "accelerate==1.15.0",
             "peft==0.21.2",
@@ -79,6 +83,7 @@ setup(
         "dev": [
             *REMOTE,
             *AUDIO,
+            *FORMATS,
             "setuptools>=77",  # tests build the wheel
             "pytest>=8,<10",
             "pytest-xdist>=3.5,<4",

@@ -1,21 +1,24 @@
 """What a build reads: documents, how files are found, and the file that stays open between two reads.
 
-A document is a row of bytes that can be read in pieces: a file of the input (``FileDocument``), or an excerpt of a
-published dataset (``datasets/excerpts.py``).
+A document is a row of bytes that can be read in pieces: a file of the input (``FileDocument``), a record of one
+(``RecordDocument``), or an excerpt of a published dataset (``datasets/excerpts.py``).
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, overload
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Content, Modality, Properties
+from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
+from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
 
 T = TypeVar("T")
+_TAIL_BYTES = 16  # more than any modality's ``cut_reach``
 
 
 class OpenInput:
@@ -25,6 +28,7 @@ class OpenInput:
         self._key: Hashable = None
         self._opened: Any = None
         self._stack = ExitStack()
+        self._tail: tuple[Any, int, bytes] = None, 0, b""  # of the document that was read last: where it was left
 
     def __enter__(self) -> "OpenInput":
         return self
@@ -42,6 +46,18 @@ class OpenInput:
             self._opened = open_it(self._stack)
             self._key = key
         return self._opened
+
+    def read_on(self, document: "Document", modality: Modality, properties: Properties, start: int, stop: int) -> bytes:
+        """Content bytes ``[start, stop)`` of a document. A few that were read last are not read again.
+
+        What is unpacked or decoded would begin anew for them.
+        """
+        last, place, held = self._tail
+        held = held[start - place : stop - place] if last == document and place <= start <= place + len(held) else b""
+        content = held + document.read(self, modality, properties, start + len(held), stop - start - len(held))
+        kept = min(len(content), _TAIL_BYTES)
+        self._tail = document, stop - kept, content[len(content) - kept :]
+        return content
 
     def close(self) -> None:
         """Closes what is open."""
@@ -81,6 +97,11 @@ class FileDocument:
         return Path(self.folder, os.fsdecode(self.relative))
 
     @property
+    def source(self) -> str:
+        """What a person calls it: its path under the input."""
+        return self.relative.decode("utf-8", "backslashreplace")
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """Path under the input, sizes and time of change."""
         return self.relative.hex(), self.occurrence, self.size, self.file_bytes, self.modified_ns
@@ -104,6 +125,74 @@ class FileDocument:
     def hashed(self, seed: int, use: str) -> int:
         """64 bits of SHA-256 over the seed, what the number is for, and the path under the input."""
         return int.from_bytes(hashlib.sha256(f"{seed}\0{use}\0".encode() + self.relative).digest()[:8], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDocument:
+    """A record of a file of the input: a line of JSON Lines, or a row of a Parquet file."""
+
+    file: FileDocument  # of size 0, as the file is no document
+    field: str  # that holds the content
+    number: int  # of the line or row, from 1 on
+    start: int  # see ``Records``
+    length: int
+    size: int
+
+    @property
+    def source(self) -> str:
+        """The file's path under the input, and the line or row."""
+        return f"{self.file.source}:{self.number}"
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """The file's, the record's number and its size."""
+        return *self.file.identity, self.number, self.size
+
+    def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
+        """A piece of the content. Raises DataError where the file has changed since it was found."""
+        found = self.file
+
+        def open_file(stack: ExitStack) -> tuple[Path, BinaryIO, RecordReader]:
+            path = found.path
+            with reading(path):
+                file = stack.enter_context(path.open("rb"))
+                check_unchanged(path, file, found.file_bytes, found.modified_ns)
+                return path, file, record_reader(path, file, self.field)
+
+        path, file, reader = open_input.get((found, self.field), open_file)
+        with reading(path):
+            content = reader.content(self.start, self.length)
+            check_unchanged(path, file, found.file_bytes, found.modified_ns)
+        if len(content) != self.size:
+            raise changed(path)
+        return content[offset : offset + size]
+
+
+@dataclass(frozen=True)
+class RecordDocuments(Sequence[RecordDocument]):
+    """Records of files, in order: made one at a time, as there may be millions."""
+
+    field: str
+    files: Sequence[tuple[FileDocument, Records]]
+
+    def __len__(self) -> int:
+        return sum(map(len, (records for _, records in self.files)))
+
+    def __iter__(self) -> Iterator[RecordDocument]:
+        for file, records in self.files:
+            columns = (records.numbers, records.starts, records.lengths, records.sizes)
+            for place in range(0, len(records), 2**12):
+                for row in zip(*(column[place : place + 2**12].tolist() for column in columns), strict=True):
+                    yield RecordDocument(file, self.field, *row)
+
+    @overload
+    def __getitem__(self, place: int) -> RecordDocument: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[RecordDocument]: ...
+
+    def __getitem__(self, place: "int | slice") -> "RecordDocument | list[RecordDocument]":
+        return list(self)[place]
 
 
 def mix(documents: list[FileDocument], seed: int) -> None:
@@ -134,10 +223,12 @@ def changed(path: Path | str) -> DataError:
 
 @dataclass(slots=True)
 class LeftOut:
-    """How many files a search left out."""
+    """How much a search left out."""
 
-    empty: int = 0
+    empty: int = 0  # files
     symlinks: int = 0
+    records: dict[str, int] | None = None  # that are null or empty; None: the documents are no records
+    endings: set[str] = field(default_factory=set)  # of names that were not asked for; for messages
 
 
 def find_documents(
@@ -149,12 +240,72 @@ def find_documents(
     are properties that the documents are converted to. Raises DataError for an input that is missing or unreadable,
     for a document that does not fit the others, and where none is found.
     """
-    if not inputs:
-        raise DataError("inputs: none given; name at least one folder or file")
     left_out = LeftOut()
     documents: list[FileDocument] = []
     properties: dict[str, int] | None = None
     occurrences: dict[bytes, int] = {}
+    for file in _files(inputs, suffixes, exclude, left_out):
+        if properties is None:
+            with reading(file.path), file.path.open("rb") as opened:
+                properties = modality.settle(file.path, opened, wanted)
+        size = modality.measure(file.path, properties)
+        if size == 0:
+            left_out.empty += 1
+            continue
+        occurrence = occurrences.get(file.relative, 0)
+        documents.append(replace(file, occurrence=occurrence, size=size))
+        occurrences[file.relative] = occurrence + 1
+    if not documents or properties is None:
+        raise _nothing_found(inputs, suffixes, left_out)
+    return documents, properties, left_out
+
+
+def find_record_files(
+    inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], field: str
+) -> tuple[list[tuple[FileDocument, Records]], LeftOut]:
+    """The files of the inputs whose records are documents, the records that hold anything, and what was left out.
+
+    Raises DataError as ``find_documents`` does, and for records without the field (see ``find_records``).
+    """
+    left_out = LeftOut(records={"null_records": 0, "empty_records": 0})
+    counts = left_out.records
+    assert counts is not None
+    found: list[tuple[FileDocument, Records]] = []
+    occurrences: dict[bytes, int] = {}
+    for file in _files(inputs, suffixes, exclude, left_out):
+        with reading(file.path), file.path.open("rb") as opened:
+            records = find_records(file.path, opened, field)
+        counts["null_records"] += records.null
+        counts["empty_records"] += records.empty
+        occurrence = occurrences.get(file.relative, 0)
+        found.append((replace(file, occurrence=occurrence), records))
+        occurrences[file.relative] = occurrence + 1
+    if not any(len(records) for _, records in found):
+        raise _nothing_found(inputs, suffixes, left_out)
+    return found, left_out
+
+
+def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], left_out: LeftOut) -> DataError:
+    counts = {"empty": left_out.empty, "symlinks": left_out.symlinks}
+    counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items() if count}
+    rule = "name other suffixes or folders"
+    if left_out.endings:
+        rule = "name those to take by --suffix"
+        if left_out.records is None and left_out.endings & set(RECORD_SUFFIXES):
+            rule = "name what holds the text of their records by --field, or those to take as they are by --suffix"
+        rule = f"there are {', '.join(sorted(left_out.endings)[:9])}: {rule}"
+    return DataError(
+        f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}; left out: "
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}); {rule}"
+    )
+
+
+def _files(
+    inputs: Sequence[Path], suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
+) -> Iterator[FileDocument]:
+    """Files with any bytes, not yet measured. Raises DataError for an input that is missing or unreadable."""
+    if not inputs:
+        raise DataError("inputs: none given; name at least one folder or file")
     for given in inputs:
         folder, names = _files_of(given, suffixes, exclude, left_out)
         for relative in names:
@@ -162,22 +313,10 @@ def find_documents(
             if not os.access(path, os.R_OK):
                 raise DataError(f"{path}: the file cannot be read; allow reading or exclude it")
             status = path.stat()
-            if status.st_size and properties is None:
-                with path.open("rb") as file:
-                    properties = modality.settle(path, file, wanted)
-            size = modality.measure(path, properties) if status.st_size and properties is not None else 0
-            if size == 0:
+            if status.st_size == 0:
                 left_out.empty += 1
                 continue
-            occurrence = occurrences.get(relative, 0)
-            documents.append(FileDocument(folder, relative, occurrence, size, status.st_size, status.st_mtime_ns))
-            occurrences[relative] = occurrence + 1
-    if not documents or properties is None:
-        raise DataError(
-            f"{', '.join(map(str, inputs))}: no file to take (suffixes: {' '.join(suffixes) or 'any'}; left out: "
-            f"{left_out.empty} empty, {left_out.symlinks} symlinks); name other suffixes or folders"
-        )
-    return documents, properties, left_out
+            yield FileDocument(folder, relative, 0, 0, status.st_size, status.st_mtime_ns)
 
 
 def _files_of(
@@ -204,7 +343,10 @@ def _files_of(
         left_out.symlinks += len(names) - len(folders)
         under = PurePath(folder).relative_to(given)
         for name in files:
-            if name.startswith(".") or name in passed_over or (suffixes and PurePath(name).suffix not in suffixes):
+            if name.startswith(".") or name in passed_over:
+                continue
+            if suffixes and not name.endswith(suffixes):
+                left_out.endings.add(PurePath(name).suffix or name)
                 continue
             path = Path(folder, name)
             if path.is_symlink():

@@ -27,8 +27,8 @@ ORDER = {
         "config", "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",
     ],
     "data_pipelines": [
-        "errors", "settings", "durable", "palette", "modalities", "stores", "shards", "documents", "datasets", "order",
-        "building",
+        "errors", "formats", "records", "settings", "durable", "palette", "modalities", "stores", "shards", "documents",
+        "datasets", "order", "building",
     ],
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",
@@ -54,6 +54,8 @@ ONLY_IN = {
     "PIL": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/audio.py"],
+    "zstandard": ["data_pipelines/formats.py"],
+    "pyarrow": ["data_pipelines/records.py"],
 }
 MOST_NAMES = 15  # of a face
 # Modules that a face hands out without importing them, as they are heavy.
@@ -200,7 +202,7 @@ def test_backends_do_not_import_each_other() -> None:
     ],
 )
 def test_a_room_imports_without_the_packages_it_does_not_need(room: str) -> None:
-    absent = ["deepspeed", "triton", "mpi4py", "PIL", "aiohttp", "s3fs", "soundfile", "soxr"]
+    absent = ["deepspeed", "triton", "mpi4py", "PIL", "aiohttp", "s3fs", "soundfile", "soxr", "zstandard", "pyarrow"]
     absent += ["torch"] if room == "data_pipelines.building" else []
     absent += [] if room.startswith("data_pipelines") else ["webdataset"]
     script = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport longstride.{room}"

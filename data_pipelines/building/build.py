@@ -28,6 +28,7 @@ from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Properties, modality_named
 from longstride.data_pipelines.palette import CHANNELS, Palette, make_palette
+from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataManifest, Progress, ShardRecord
 
 SHARD_BYTES = 16 * 2**20  # default content bytes of a shard
@@ -42,6 +43,7 @@ def build(
     *,
     modality: str = "text",
     properties: Properties | None = None,
+    field: str | None = None,
     suffixes: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     validation_fraction: float = 0.05,
@@ -52,6 +54,8 @@ def build(
     crew: Crew | None = None,
 ) -> DataManifest:
     """Writes the files under ``inputs`` as shards into the folder ``output``, which appears only when whole.
+
+    ``field`` makes every line of JSON Lines, or row of a Parquet file, a document: what its field of that name holds.
 
     From a folder, files with one of ``suffixes`` are taken (None: the modality's own; empty: all). Hidden files,
     ``__pycache__``, symlinks and files or folders named in ``exclude`` are left out. A file named in ``inputs`` is
@@ -67,15 +71,17 @@ def build(
 
     def coordinate() -> _Coordinator:
         chosen = modality_named(modality)
+        default = chosen.suffixes if field is None else RECORD_SUFFIXES
         settings = FileSettings(
             modality=chosen,
             wanted=dict(properties or {}),
-            suffixes=chosen.suffixes if suffixes is None else tuple(sorted(suffixes)),
+            suffixes=default if suffixes is None else tuple(sorted(suffixes)),
             exclude=tuple(sorted(exclude)),
             validation_fraction=validation_fraction,
             shard_bytes=shard_bytes,
             seed=seed,
             palette=palette,
+            field=field,
         )
         paths = [Path(path) for path in inputs]
         return _Coordinator(paths, Path(output), settings, lambda: settings.plan(paths))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
-from longstride.data_pipelines.building.shard_writer import Piece
+from longstride.data_pipelines.building.shard_writer import Piece, is_planned
 from longstride.data_pipelines.durable import durable_file, flush_folder
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.palette import Palette
@@ -126,15 +126,13 @@ class PresentOutput:
         check_output(output, plan.settings)
         manifest = _load_present(output)
         self.records = {record.name: record for record in manifest.shards()}
-        planned = {
-            name: (len(pieces), sum(piece.ends for piece in pieces), sum(piece.size for piece in pieces))
-            for name, pieces in plan.shards()
-        }
-        present = {
-            name: (record.samples, record.documents, record.content_bytes) for name, record in self.records.items()
-        }
+        count, is_alike = 0, True
+        for name, pieces in plan.shards():
+            count += 1
+            record = self.records.get(name)
+            is_alike &= record is not None and is_planned(record, pieces, plan.settings.modality)
         same_properties = dict(manifest.properties) == dict(plan.properties)
-        if planned != present or dict(manifest.made) != plan.made or not same_properties:
+        if not is_alike or count != len(self.records) or dict(manifest.made) != plan.made or not same_properties:
             raise self.holds_other_files(output)
 
     def finished(self, name: str, pieces: list[Piece]) -> None:
@@ -227,6 +225,7 @@ class UnfinishedBuild:
     def __init__(self, output: Path) -> None:
         """Raises DataError where another build into ``output`` is under way, or none can be."""
         self._output = output
+        self._plan: BuildPlan | None = None
         self.place = UnfinishedFolder(_unfinished_folder(output))
         self._lock = _lock(self.place.folder, output)
 
@@ -235,7 +234,7 @@ class UnfinishedBuild:
 
         Raises DataError where shards of another plan are finished.
         """
-        place = self.place
+        self._plan, place = plan, self.place
         plan_path = place.folder / "plan.json"
         with os_errors_as_data_errors(place.folder):
             if place.holds_finished:
@@ -271,15 +270,19 @@ class UnfinishedBuild:
             recorded_sizes = [record.file_bytes, record.index_file.size]
         except (OSError, TypeError, ValueError):
             return None
-        planned = (name, len(pieces), sum(piece.size for piece in pieces))
-        is_planned = (record.name, record.samples, record.content_bytes) == planned
-        return record if sizes == recorded_sizes and is_planned else None
+        assert self._plan is not None  # a build that goes on has begun
+        is_this_one = record.name == name and is_planned(record, pieces, self._plan.settings.modality)
+        return record if sizes == recorded_sizes and is_this_one else None
 
     def finish(self, manifest: DataManifest, palette: Palette | None) -> None:
         """Renames the whole data to the output and removes the rest. Raises DataError where that fails."""
         if palette is not None:
             with durable_file(self.place.data / Palette.FILE_NAME, self.place.partial) as file:
                 file.write(palette.to_ppm())
+        if manifest.pieces is not None:
+            assert self._plan is not None
+            with durable_file(self.place.data / manifest.pieces.name, self.place.partial) as file:
+                file.writelines(self._plan.piece_lines())
         with durable_file(self.place.data / DataManifest.FILE_NAME, self.place.partial) as file:
             file.write(manifest.to_json().encode())
         with os_errors_as_data_errors(self._output):

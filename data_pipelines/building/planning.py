@@ -1,26 +1,41 @@
 """What a build will write, known before a byte is written: splits, order of documents, and every shard's pieces.
 
 The split of a file is a hash of (seed, its path under the input), so that it stays there when other files are added.
-Another such hash is its place in the split, so that each shard is a mixture of all folders.
+Another such hash is its place in the split, so that each shard is a mixture of all folders. Where the records of files
+are documents, the split of a record is a hash of (seed, path, its number), and records stand in the order of their
+file, as compressed files are read forwards alone.
 """
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+
 from longstride.data_pipelines.building.shard_writer import SAMPLE_BYTES, Piece, pack
 from longstride.data_pipelines.datasets import Dataset
-from longstride.data_pipelines.documents import Document, FileDocument, LeftOut, find_documents, mix
+from longstride.data_pipelines.documents import (
+    Document,
+    FileDocument,
+    LeftOut,
+    RecordDocument,
+    RecordDocuments,
+    find_documents,
+    find_record_files,
+    mix,
+)
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.palette import Palette, check_count
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, SplitRecord
 from longstride.data_pipelines.stores import StoredFile
+
+_COMPRESSED = (".bz2", ".gz", ".xz", ".zst")  # what may stand behind another suffix
 
 
 class BuildSettings(ABC):
@@ -43,6 +58,10 @@ class BuildSettings(ABC):
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """As the manifest records it."""
+
+    @abstractmethod
+    def source_of(self, split: str, document: Document) -> str:
+        """What a person calls the source of a document."""
 
     @property
     def _palette_json(self) -> dict[str, Any]:
@@ -68,11 +87,22 @@ class FileSettings(BuildSettings):
     shard_bytes: int
     seed: int
     palette: int | Palette | None = None
+    field: str | None = None  # of records that are documents; None: files are
 
     def check(self) -> None:
+        if self.field is not None:
+            if self.modality.name != "text":
+                raise DataError(
+                    f"field={self.field}: names texts, and this is {self.modality.name}; take modality text"
+                )
+            if self.wanted.get("raw"):
+                raise DataError(f"field={self.field}: reads what a file holds, and raw takes its bytes; leave one out")
+            if not self.field:
+                raise DataError("field='': must be the name that the texts have, such as text")
+        known = (*self.modality.asks, *self.modality.may_ask)
         for name in self.wanted:
-            if name not in self.modality.asks:
-                good = ", ".join(self.modality.asks) or "none"
+            if name not in known:
+                good = ", ".join(known) or "none"
                 raise DataError(f"{name}: no property of {self.modality.name}; it asks for {good}")
         if not 0 <= self.validation_fraction < 1:
             raise DataError(
@@ -84,11 +114,13 @@ class FileSettings(BuildSettings):
                 good = PurePath(name).name.strip("*?.") or "vendor"
                 raise DataError(f"exclude={name}: must be a plain name, such as {good}")
         for suffix in self.suffixes:
-            end = suffix.rpartition(".")[2].strip("*/") or "txt"
+            packed = next((each for each in _COMPRESSED if suffix.endswith(each) and suffix != each), "")
+            end = suffix.removesuffix(packed).rpartition(".")[2].strip("*/") or "txt"
             if not suffix.startswith("."):
-                raise DataError(f"suffixes={suffix}: must begin with a dot, such as .{end}")
-            if suffix != f".{end}":
-                raise DataError(f"suffixes={suffix}: must be what a name ends in from its last dot, such as .{end}")
+                raise DataError(f"suffixes={suffix}: must begin with a dot, such as .{end}{packed}")
+            if suffix != f".{end}{packed}":
+                rule = "must be what a name ends in from its last dot (or the one before .gz, .bz2, .xz, .zst)"
+                raise DataError(f"suffixes={suffix}: {rule}, such as .{end}{packed}")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -99,10 +131,13 @@ class FileSettings(BuildSettings):
             "shard_bytes": self.shard_bytes,
             "sample_bytes": SAMPLE_BYTES,
             "seed": self.seed,
+            **({} if self.field is None else {"field": self.field}),
             **self._palette_json,
         }
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
+        if self.field is not None:
+            return self._plan_of_records(inputs, self.field)
         documents, properties, left_out = find_documents(
             inputs, self.suffixes, self.exclude, self.modality, self.wanted
         )
@@ -124,6 +159,40 @@ class FileSettings(BuildSettings):
         for members in splits.values():
             mix(members, self.seed)
         return BuildPlan(self, properties, {name: members for name, members in splits.items() if members}, left_out)
+
+    def source_of(self, split: str, document: Document) -> str:
+        """Its path under the input, and of a record its line or row."""
+        assert isinstance(document, FileDocument | RecordDocument)
+        return document.source
+
+    def _plan_of_records(self, inputs: Sequence[Path], field: str) -> "BuildPlan":
+        found, left_out = find_record_files(inputs, self.suffixes, self.exclude, field)
+        fraction = self.validation_fraction
+        place_of = {file: place for place, (file, _) in enumerate(found)}
+        order = [file for file, _ in found]
+        mix(order, self.seed)
+        found = [found[place_of[file]] for file in order]
+        words, chosen = [], []
+        for file, records in found:
+            key = np.array([file.hashed(self.seed, "split"), 0], dtype=np.uint64)
+            last = int(records.numbers[-1]) if len(records) else 0
+            words.append(np.random.Philox(key=key).random_raw(last)[records.numbers - 1])  # a word a number
+            chosen.append(words[-1] < np.uint64(int(fraction * 2**64)))
+        count, held_out = sum(map(len, words)), sum(int(each.sum()) for each in chosen)
+        if fraction and count == 1:
+            raise DataError(
+                f"validation_fraction={fraction}: the only record that holds anything cannot be in both splits; add "
+                "records or set it to 0"
+            )
+        if fraction and held_out in (0, count):  # too few for the fraction: take the one nearest to the border
+            full = [(each.max() if held_out else each.min(), number) for number, each in enumerate(words) if len(each)]
+            border, number = max(full) if held_out else min(full)
+            chosen[number][words[number] == border] = not held_out
+        splits = {}
+        for name, is_in in (("train", [~each for each in chosen]), ("validation", chosen)):
+            parts = [(file, records.of(each)) for (file, records), each in zip(found, is_in, strict=True)]
+            splits[name] = RecordDocuments(field, parts)
+        return BuildPlan(self, {}, {name: members for name, members in splits.items() if len(members)}, left_out)
 
 
 @dataclass(frozen=True)
@@ -148,6 +217,10 @@ class DatasetSettings(BuildSettings):
             "sample_bytes": SAMPLE_BYTES,
             **self._palette_json,
         }
+
+    def source_of(self, split: str, document: Document) -> str:
+        """The dataset and the split, as an archive and what it holds under any name give the same data folder."""
+        return f"{self.dataset.name}/{split}"
 
     def plan(self, inputs: Sequence[Path]) -> "BuildPlan":
         (given,) = inputs  # a dataset has one
@@ -181,6 +254,33 @@ class BuildPlan:
             for number, pieces in enumerate(pack(members, self.settings.shard_bytes, self.settings.modality)):
                 yield f"{split}-{number:05d}.tar", pieces
 
+    def piece_lines(self) -> Iterator[bytes]:
+        """The lines of ``pieces.jsonl``: of each text that is several samples, which sample is which piece of it.
+
+        Other modalities have no such file: their data folders stay what they were before there was one.
+        """
+        if not self.settings.modality.cut_reach:
+            return
+        for name, pieces in self.shards():
+            for number, piece in enumerate(pieces):
+                if piece.size < piece.document.size:
+                    line = {
+                        "key": ShardRecord.key_in(name, number),
+                        "source": self.settings.source_of(name.partition("-")[0], piece.document),
+                        "piece": piece.numbering[0],
+                        "of": piece.numbering[1],
+                    }
+                    yield json.dumps(line).encode() + b"\n"
+
+    @cached_property
+    def pieces_file(self) -> StoredFile | None:
+        """What ``piece_lines`` make; None where there are none."""
+        size, digest = 0, hashlib.sha256()
+        for line in self.piece_lines():
+            size += len(line)
+            digest.update(line)
+        return StoredFile(DataManifest.PIECES_NAME, size, digest.hexdigest()) if size else None
+
     @cached_property
     def identity(self) -> dict[str, str]:
         """Two SHA-256 (hexadecimal) that decide the shards: of the settings, and of the documents as they are now.
@@ -192,6 +292,7 @@ class BuildPlan:
             self.settings.modality.name,
             self.settings.to_json(),
             dict(self.properties),
+            *(["cut at characters"] if self.settings.modality.cut_reach else []),  # before, anywhere
         ]
         documents = hashlib.sha256()
         for split, members in self.splits.items():
@@ -218,7 +319,12 @@ class BuildPlan:
     def made(self) -> dict[str, Any]:
         """How the set was made, for the manifest: nothing of the machine or the moment."""
         left_out = {"empty_files": self.left_out.empty, "symlinks": self.left_out.symlinks}
-        return {"settings": self.settings.to_json(), "left_out": left_out}
+        pieces = {} if self.pieces_file is None else {"pieces": asdict(self.pieces_file)}
+        return {
+            "settings": self.settings.to_json(),
+            "left_out": {**left_out, **(self.left_out.records or {})},
+            **pieces,
+        }
 
 
 def palette_file(palette: Palette) -> StoredFile:

@@ -1,6 +1,8 @@
 """Documents to shards: which pieces go into which shard, and one shard with its index and checksums.
 
 What a shard will hold follows from the documents' sizes alone, so that any shard can be written without the others.
+Where a character would be cut, a piece begins up to three bytes earlier than planned, and the one before it ends there:
+whoever writes either of them sees it by the bytes around that place.
 """
 
 import hashlib
@@ -25,8 +27,13 @@ class Piece:
     """What becomes one sample: a document, or a part of a long one."""
 
     document: Document
-    offset: int  # content bytes of the document before the piece
-    size: int  # content bytes
+    offset: int  # content bytes of the document before the piece, as planned: see ``Modality.cut``
+    size: int  # content bytes, as planned
+
+    @property
+    def numbering(self) -> tuple[int, int]:
+        """Its number among the pieces of a document that may be divided, from 1 on; and how many they are."""
+        return self.offset // SAMPLE_BYTES + 1, -(-self.document.size // SAMPLE_BYTES)
 
     @property
     def ends(self) -> bool:
@@ -55,6 +62,15 @@ def pack(documents: Iterable[Document], shard_bytes: int, modality: Modality) ->
         yield pieces
 
 
+def is_planned(record: ShardRecord, pieces: Sequence[Piece], modality: Modality) -> bool:
+    """Whether a shard of these pieces may have this record, by its counts."""
+    moved = record.content_bytes - sum(piece.size for piece in pieces)
+    # Both ends of a shard may lie within a document: one may have been moved to before it, the other out of it.
+    earlier, later = modality.cut_reach * bool(pieces[0].offset), modality.cut_reach * (not pieces[-1].ends)
+    counts = record.samples, record.documents
+    return counts == (len(pieces), sum(piece.ends for piece in pieces)) and -later <= moved <= earlier
+
+
 def write_shard(
     file: BinaryIO | None,
     name: str,
@@ -71,10 +87,21 @@ def write_shard(
     """
     with closing(_ShardStream(file, name, modality, properties)) as shard:
         for piece in pieces:
-            content = piece.document.read(open_input, modality, properties, piece.offset, piece.size)
+            content = _content_of(piece, modality, properties, open_input)
             shard.add(content, piece.ends)
-            advance(piece.size)
+            advance(len(content))
         return shard.finish()
+
+
+def _content_of(piece: Piece, modality: Modality, properties: Properties, open_input: OpenInput) -> bytes:
+    """The bytes of a piece, cut where the modality has it."""
+    end = piece.offset + piece.size
+    start = max(0, piece.offset - modality.cut_reach)
+    stop = min(piece.document.size, end + bool(modality.cut_reach))
+    content = open_input.read_on(piece.document, modality, properties, start, stop)
+    first = modality.cut(content, piece.offset - start) if piece.offset else 0
+    last = len(content) if piece.ends else modality.cut(content, end - start)
+    return content[first:last]
 
 
 class _ShardStream:
@@ -95,13 +122,12 @@ class _ShardStream:
     def add(self, content: bytes, ends: bool) -> None:
         """Appends one sample. ``ends``: its document ends with it."""
         header = self._modality.header(len(content), self._properties)
-        payload = header + content
+        payload = header + self._modality.stored(content, self._properties)
         place = self._members_end + BLOCKSIZE + len(header)
         self._rows.append((self._members_end, place, len(content), 0, ends))
         self._members_end += BLOCKSIZE + -(-len(payload) // BLOCKSIZE) * BLOCKSIZE  # header, and payload in blocks
-        self._tar.write(
-            {"__key__": ShardRecord.key_in(self._name, len(self._rows) - 1), self._modality.extension: payload}
-        )
+        key = ShardRecord.key_in(self._name, len(self._rows) - 1)
+        self._tar.write({"__key__": key, self._modality.member_extension(content): payload})
 
     def write(self, content: bytes) -> int:
         """TarWriter writes its file through this, in blocks that do not end where members end."""

@@ -1,7 +1,8 @@
 """Sound: a file is a document, a sample of it a byte of 8-bit mu-law (ITU-T G.711) in one channel.
 
 Channels are mixed by their mean. A member is a WAV file of format 7, which players open: the bytes of the content are
-G.711's own, bits inverted as the standard has it, so that silence is 0xFF and 0x7F. For a WAV file of the set's rate
+G.711's own, bits inverted as the standard has it, so that silence is 0xFF and 0x7F. Where more readers are to open it,
+it is a WAV file of 16-bit PCM instead, whose numbers give the same bytes. For a WAV file of the set's rate
 all arithmetic is in integers: the same bytes on every machine. What is decoded (by libsndfile) or resampled (by
 libsoxr) is as these libraries have it. Neither is imported before it is used.
 """
@@ -27,16 +28,19 @@ from longstride.data_pipelines.modalities.modality import (
 )
 from longstride.data_pipelines.modalities.wav import (
     MULAW,
+    PCM,
     WavFormat,
     is_wav,
     mix,
     mulaw_decode,
     mulaw_encode,
+    mulaw_to_pcm,
     read_format,
 )
 
 BLOCK_FRAMES = 2**16  # converted at once
 _MAX_RATIO = 256  # of two rates: the filters of the resampler grow with it, and no two rates in use are as far apart
+_PCM_BITS = 16  # of members that are PCM: what mu-law stands for
 _QUALITY = "VHQ"  # of the resampler, with the passband and the noise of 28 bits: far below a step of mu-law
 
 Form = WavFormat | DecodedFormat
@@ -49,7 +53,11 @@ class Audio(Modality):
     extension = "wav"
     suffixes = both_cases(".flac", ".mp3", ".ogg", ".wav")
     asks = ("rate",)
-    build_option = Option("--rate", "HZ", "bring all sounds to it (default: all have one rate)")
+    may_ask = ("pcm_bits",)
+    build_options = (
+        Option("--rate", "HZ", "bring all sounds to it (default: all have one rate)"),
+        Option("--wav", "mulaw|pcm", "members are WAV files of 8-bit mu-law (default), or of 16-bit PCM"),
+    )
     packing = False
     prompt_help = "a sound to continue"
     keep_option = Option("--keep-seconds", "S", "of --prompt-audio (default: half a context)", float)
@@ -61,11 +69,19 @@ class Audio(Modality):
 
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
         """The rate that is asked for, else the first file's. Raises DataError for one that cannot be."""
+        members = {name: asked[name] for name in self.may_ask if name in asked}
+        if members.get("pcm_bits", _PCM_BITS) != _PCM_BITS:
+            raise DataError(f"pcm_bits={members['pcm_bits']}: must be {_PCM_BITS}, or left out for mu-law")
         if "rate" not in asked:
-            return {"rate": _form(path, file).rate}
+            return {"rate": _form(path, file).rate, **members}
         if not 1 <= asked["rate"] < 2**32:
             raise DataError(f"rate={asked['rate']}: must be from 1 to 2**32 - 1 Hz; such as 12000")
-        return {"rate": asked["rate"], "resampled": 1}
+        return {"rate": asked["rate"], "resampled": 1, **members}
+
+    def settle_member(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
+        form = _form(path, file)
+        is_pcm = isinstance(form, WavFormat) and form.tag == PCM
+        return {"rate": form.rate, **({"pcm_bits": _PCM_BITS} if is_pcm else {})}
 
     def measure(self, path: Path, properties: Properties) -> int:
         """The frames of a file at the set's rate, by its header."""
@@ -81,14 +97,36 @@ class Audio(Modality):
         return _StreamedContent(path, file, form, properties["rate"])
 
     def header(self, size: int, properties: Properties) -> bytes:
-        """Of a mono WAV file of format 7. The even byte that RIFF wants at an odd end is left out, as players allow."""
-        rate = properties["rate"]
-        form = struct.pack("<4sIHHIIHHH", b"fmt ", 18, MULAW, 1, rate, rate, 1, 8, 0)
-        chunks = b"WAVE" + form + struct.pack("<4sII4sI", b"fact", 4, size, b"data", size)
-        return struct.pack("<4sI", b"RIFF", len(chunks) + size) + chunks
+        """Of a mono WAV file of format 7 or 1. The byte that RIFF wants at an odd end is left out, as players allow."""
+        rate, width = properties["rate"], self.stored_bytes(properties)
+        if width == 1:
+            form = struct.pack("<4sIHHIIHHH", b"fmt ", 18, MULAW, 1, rate, rate, 1, 8, 0)
+            form += struct.pack("<4sII", b"fact", 4, size)
+        else:
+            form = struct.pack("<4sIHHIIHH", b"fmt ", 16, PCM, 1, rate, width * rate, width, 8 * width)
+        chunks = b"WAVE" + form + struct.pack("<4sI", b"data", width * size)
+        return struct.pack("<4sI", b"RIFF", len(chunks) + width * size) + chunks
 
-    def parse_build_option(self, value: str) -> dict[str, int]:
-        """A rate in Hz."""
+    def stored_bytes(self, properties: Properties) -> int:
+        """Two where members are PCM."""
+        return properties.get("pcm_bits", 8) // 8
+
+    def stored(self, content: bytes, properties: Properties) -> bytes:
+        if self.stored_bytes(properties) == 1:
+            return content
+        return mulaw_to_pcm(np.frombuffer(content, dtype=np.uint8)).astype("<i2").tobytes()
+
+    def restored(self, stored: np.ndarray, properties: Properties) -> np.ndarray:
+        if self.stored_bytes(properties) == 1:
+            return stored
+        return mulaw_encode(np.frombuffer(stored, dtype="<i2"))
+
+    def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
+        """A rate in Hz, or how members are written."""
+        if option.attribute == "wav":
+            if value not in ("mulaw", "pcm"):
+                raise DataError(f"--wav={value}: must be mulaw or pcm; pcm for readers that know no mu-law")
+            return {"pcm_bits": _PCM_BITS} if value == "pcm" else {}
         rate = whole_number(value)
         if rate is None:
             raise DataError(f"--rate={value}: must be in Hz; such as 12000")

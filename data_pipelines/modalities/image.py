@@ -39,7 +39,7 @@ class Image(Modality):
     extension = "ppm"
     suffixes = both_cases(".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
     asks = ("height", "width")
-    build_option = Option("--image-size", "HxW", "crop and resize pictures (default: all have one size)")
+    build_options = (Option("--image-size", "HxW", "crop and resize pictures (default: all have one size)"),)
     packing = False
     divisible = False
     has_palettes = True
@@ -104,7 +104,7 @@ class Image(Modality):
             )
         return self.header(len(content), properties) + content
 
-    def parse_build_option(self, value: str) -> dict[str, int]:
+    def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
         """32x16 -> height 32, width 16; one number is both."""
         from longstride.data_pipelines.modalities.picture import MAX_PIXELS
 

@@ -66,11 +66,14 @@ class Modality(ABC):
     # Documents and data folders.
     name: str
     extension: str  # of a sample's member in a shard: KEY.extension
+    odd_extension: str | None = None  # of one that other programs could not read by that name
     suffixes: tuple[str, ...]  # of the files that a build takes from a folder by default
     asks: tuple[str, ...] = ()  # properties that a build may be asked for
-    build_option: Option | None = None  # of `data build`, which asks for them
+    may_ask: tuple[str, ...] = ()  # likewise, and of no concern to a model
+    build_options: tuple[Option, ...] = ()  # of `data build`, which ask for them
     packing: bool = True  # whether documents are laid end to end by default; else each has contexts of its own
     divisible: bool = True  # whether a long document may become several samples
+    cut_reach: int = 0  # content bytes: how much earlier than planned a long document may be cut, see ``cut``
     has_palettes: bool = False  # whether content is red, green and blue, which a palette may stand for
 
     # A model's samples.
@@ -111,17 +114,47 @@ class Modality(ABC):
         """Content bytes of every document where all have equally many, else None."""
         return None
 
+    def settle_member(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
+        """The properties of a set whose members lie in our form already, by the first; raises as ``settle`` does."""
+        return self.settle(path, file, asked)
+
+    def check_head(self, where: str, head: bytes, properties: Properties) -> None:  # noqa: B027
+        """Raises DataError, naming ``where``, for a member that begins so and would be something else to a model."""
+
     def header(self, size: int, properties: Properties) -> bytes:
         """What stands before ``size`` content bytes in a member: of the same length for every size."""
         return b""
 
+    def stored_bytes(self, properties: Properties) -> int:
+        """Bytes of a member that stand for one byte of content."""
+        return 1
+
+    def stored(self, content: bytes, properties: Properties) -> bytes:
+        """n content bytes as a member has them, n · ``stored_bytes``; ``restored`` gives each of them back."""
+        return content
+
+    def restored(self, stored: np.ndarray, properties: Properties) -> np.ndarray:
+        """(n · ``stored_bytes``,) uint8 of a member -> its content, (n,) uint8."""
+        return stored
+
+    def cut(self, content: bytes, place: int) -> int:
+        """Where a document is cut that was to be cut before ``content[place]``: there, or up to ``cut_reach`` earlier.
+
+        It follows from the ``cut_reach`` bytes before the place and from the one behind it alone.
+        """
+        return place
+
+    def member_extension(self, content: bytes) -> str:
+        """The extension of a sample with this content: ``extension`` or ``odd_extension``."""
+        return self.extension
+
     def encode(self, tokens: np.ndarray, properties: Properties) -> bytes:
         """(n,) integers 0..255 -> a file that a person opens. Raises DataError for another shape or range."""
         content = token_bytes(tokens)
-        return self.header(len(content), properties) + content
+        return self.header(len(content), properties) + self.stored(content, properties)
 
-    def parse_build_option(self, value: str) -> dict[str, int]:
-        """The properties that ``build_option`` asks for by a value. Raises DataError for one that cannot be."""
+    def parse_build_option(self, option: Option, value: str) -> dict[str, int]:
+        """The properties that one of ``build_options`` asks for by a value. Raises DataError for one that cannot be."""
         raise NotImplementedError
 
     def model_properties(self, known: Mapping[str, Any], context: int) -> dict[str, int]:

@@ -1,17 +1,23 @@
-"""Text: the bytes of a file are the content, whatever their encoding."""
+"""Text: the bytes of a file are the content, whatever their encoding. What is compressed is unpacked as it is read."""
 
 from pathlib import Path
 from typing import BinaryIO
 
+from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
+from longstride.data_pipelines.records import parquet_fields
 
 
 class Text(Modality):
-    """Bytes as they are."""
+    """Bytes as they are. The property ``raw`` is 1 where files of any format are taken so, else there is none."""
 
     name = "text"
     extension = "txt"
+    odd_extension = "bin"
     suffixes = (".md", ".py", ".rst", ".txt")
+    may_ask = ("raw",)
+    cut_reach = 3  # the first byte of a character in UTF-8 is at most so far before the last
     sample_bytes = 256
     words = "text"
     description = "text, byte by byte"
@@ -19,10 +25,75 @@ class Text(Modality):
     hub_task = "text-generation"
 
     def settle(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
-        return {}  # texts have nothing in common
+        return {"raw": 1} if asked.get("raw") else {}  # else texts have nothing in common
+
+    def check_head(self, where: str, head: bytes, properties: Properties) -> None:
+        kind = None if properties.get("raw") else file_format(head)
+        if kind is not None:
+            rule = "name the member that holds the text by --extension"
+            if kind.unpack is not None:
+                rule = "unpack the tars, and make a data folder by `longstride data build`"
+            raise DataError(f"{where} is {kind.name}, and no text; {rule}, {_AS_IT_IS}")
 
     def measure(self, path: Path, properties: Properties) -> int:
-        return path.stat().st_size
+        """The file's bytes; what is compressed is gone through once, as its end does not say how much it holds."""
+        if properties.get("raw"):
+            return path.stat().st_size
+        with path.open("rb") as file:
+            kind = _compression(path, file)
+            if kind is None:
+                return path.stat().st_size
+            blocks = unpacked(path, file, kind)
+            size, head = 0, b""
+            for block in blocks:
+                if len(head) < HEAD_BYTES:
+                    head += block[:HEAD_BYTES]
+                size += len(block)
+        inside = file_format(head)
+        if inside is not None:
+            what = f"is {kind.name}, and what it holds is {inside.name}"
+            raise DataError(f"{path}: {what}; unpack it first, such as with `{kind.program} FILE`, {_AS_IT_IS}")
+        return size
 
     def open(self, path: Path, file: BinaryIO, properties: Properties) -> Content:
-        return FileContent(file)
+        kind = None if properties.get("raw") else _compression(path, file)
+        return FileContent(file) if kind is None else UnpackedContent(path, file, kind)
+
+    def cut(self, content: bytes, place: int) -> int:
+        """The beginning of the character in UTF-8 that goes on at ``place``."""
+        first = place
+        while first > max(0, place - self.cut_reach) and content[first] & 0xC0 == 0x80:  # a byte that goes on
+            first -= 1
+        lead = content[first]
+        size = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+        return first if first + size > place else place
+
+    def member_extension(self, content: bytes) -> str:
+        """Of a text that programs can read as UTF-8, or of other bytes."""
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            return self.odd_extension
+        return self.extension
+
+
+_AS_IT_IS = "or take its bytes as they are by --raw"
+
+
+def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
+    """By what an open file is compressed; None for a text. Raises DataError for a file of another format."""
+    file.seek(0)
+    kind = file_format(file.read(HEAD_BYTES))
+    file.seek(0)
+    if kind is None or kind.unpack is not None:
+        return kind
+    which, rule = "", "leave it out, such as by --exclude"
+    if kind.name == PARQUET:
+        fields = parquet_fields(path, file)  # None: they cannot be looked at
+        if fields:
+            which = f" with the columns of text {', '.join(fields)}"
+        if fields != []:
+            rule = f"name the one to take by --field, such as --field {fields[0] if fields else 'text'}"
+    elif kind.program:
+        rule = f"unpack it first, such as with `{kind.program} FILE`"
+    raise DataError(f"{path}: is {kind.name}{which}, and no text; {rule}, {_AS_IT_IS}")

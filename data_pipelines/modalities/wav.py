@@ -134,6 +134,15 @@ def mulaw_decode(content: np.ndarray) -> np.ndarray:
     return _decoding_table()[np.asarray(content, dtype=np.uint8)]
 
 
+def mulaw_to_pcm(content: np.ndarray) -> np.ndarray:
+    """(n,) uint8 of G.711 -> (n,) int16 of which ``mulaw_encode`` makes the same bytes again, all 256 of them.
+
+    They are ``mulaw_decode``'s, but for 0x7F, the zero below zero: no whole number is one, so it becomes -1.
+    """
+    content = np.asarray(content, dtype=np.uint8)
+    return mulaw_decode(content) - (content == 0x7F).astype(np.int16)
+
+
 @cache
 def _encoding_table() -> np.ndarray:
     """(65536,) uint8: the byte of each int16, by its bits."""

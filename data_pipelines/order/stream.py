@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import cut_contexts
@@ -33,13 +35,16 @@ class Batch:
     begins: Tensor | None = None  # (G / W, N) bool, True where a document begins; None: each context is one whole
 
 
-class ByteStream:
+class ByteStream(IterableDataset[Batch]):
     """An endless stream of one rank's batches; each ``iter()`` begins again at ``state``.
 
     ``location`` is a folder, a URL or an opened DataFolder. ``state`` (None: the beginning) may come from a run with
     other world size, workers, prefetch or span. A block of each lane is held in memory. With ``settings.span``, batches
     differ in their tokens alone: those outside of it are 0. Only what it meets is read and held, but under
     ``substitute``, where processes that share a context must all find its damage.
+
+    A loader of torch's takes it with ``batch_size=None`` and at most one worker of its own; torchdata's, which asks for
+    ``state_dict``, goes on where it stopped. More workers are asked for by ``settings.workers``.
 
     Raises DataError for a folder, split, batch, span or state that does not fit, and, while it is iterated, for any
     damage in what is read that ``settings.on_damage`` does not allow: before the damaged sample is delivered.
@@ -64,23 +69,41 @@ class ByteStream:
         # The data set's fingerprint, bound to what else decides the meaning of a step.
         data, cutting = self.contexts.split.manifest.fingerprint, self.contexts.identity
         self.fingerprint = hashlib.sha256(f"{data}/{split}/{cutting}/{settings.shuffle_bytes}".encode()).hexdigest()
-        self.state = self._state_at(0)
+        self.state = self._taken = self._state_at(0)
         if state is not None:
-            state.check_belongs(self.state)
-            steps = self.lanes.steps_in(state.epoch)
-            if state.step >= steps:
-                raise DataError(f"state.step={state.step}: epoch {state.epoch} has {steps} steps, counted from 0")
-            self.state = state
+            self._begin_at(state)
+
+    def _begin_at(self, state: StreamState) -> None:
+        """Raises DataError for a state that does not fit."""
+        state.check_belongs(self.state)
+        steps = self.lanes.steps_in(state.epoch)
+        if state.step >= steps:
+            raise DataError(f"state.step={state.step}: epoch {state.epoch} has {steps} steps, counted from 0")
+        self.state = self._taken = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the batch that was taken last, as ``torchdata.stateful_dataloader`` asks for it."""
+        return self._taken.to_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begins at what ``state_dict`` gave. Raises DataError for a state that does not fit."""
+        self._begin_at(StreamState.from_json(state))
 
     def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            rule = "each worker of the loader would read the same batches; at most 1, or settings.workers in its place"
+            raise DataError(f"num_workers={worker.num_workers}: {rule}")
+        self._taken = self.state
         first = self.lanes.batch_number(self.state.epoch, self.state.step)
         with closing(load_rows(self.contexts, self.lanes, self._own, self.settings, first)) as steps:
             for number, rows in enumerate(steps, start=first):
+                self._taken = self._state_at(number + 1)
                 yield Batch(
                     tokens=torch.from_numpy(self._in_place(rows.tokens)),
                     lengths=torch.from_numpy(rows.lengths),
                     sample_ids=torch.from_numpy(rows.sample_ids),
-                    state=self._state_at(number + 1),
+                    state=self._taken,
                     substitutions=rows.substitutions,
                     begins=None if rows.begins is None else torch.from_numpy(rows.begins),
                 )

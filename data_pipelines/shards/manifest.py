@@ -5,6 +5,7 @@
     train-00000.index.npy   where each sample lies, its length and CRC-32: 25 bytes a sample
     validation-00000.tar    ...
     palette.ppm             where pictures are read by a palette: its colours
+    pieces.jsonl            where texts are several samples: a line a piece, by its key, with its source
 
     {"format": "longstride-shards", "format_version": 2, "modality": "text", "properties": {},
      "made": how it was built, "splits": {"train": {"documents": 12, "shards": [a line a shard, ...]}, ...},
@@ -14,7 +15,12 @@ A sample is a document of the input, or a part of a long one. Its key names spli
 another shard is never mistaken for it. A member is a file that other programs open as it is (.txt, .ppm, .wav): its
 *payload* is the *content*, the bytes of contexts, behind the header that such a file needs.
 
+A text that is no UTF-8 has the extension .bin. What ``pieces.jsonl`` is stands under "made": nothing reads it here.
+
 A folder with a palette has format_version 4, and ``"palette"`` with the file's name, size and SHA-256.
+
+Where a byte of content stands as several in a member (``Modality.stored_bytes``), format_version is 5, whoever wrote
+the tars: older versions would look for members of another length.
 
 A folder that ``longstride data index`` wrote holds the manifest and the indexes of tars that others made. Its
 format_version is 3, and ``"tars"`` says where the tars lie: a path relative to the manifest, an absolute one, or a URL.
@@ -37,7 +43,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.settings import REBUILD
 from longstride.data_pipelines.stores import Store, StoredFile, reading_file
@@ -146,10 +152,12 @@ class DataManifest:
     """The content of a data folder's ``manifest.json``."""
 
     FILE_NAME: ClassVar[str] = "manifest.json"
+    PIECES_NAME: ClassVar[str] = "pieces.jsonl"
     FORMAT: ClassVar[str] = "longstride-shards"
     FORMAT_VERSION: ClassVar[int] = 2  # of a folder that holds its shards
     INDEXED_VERSION: ClassVar[int] = 3  # of an index of other people's tars
     PALETTE_VERSION: ClassVar[int] = 4  # of a folder that holds its shards and a palette
+    WIDE_VERSION: ClassVar[int] = 5  # of members that hold more bytes than their content has
 
     modality: str
     properties: Mapping[str, int]  # of every document, as the modality means them: height, width, rate ...
@@ -177,10 +185,10 @@ class DataManifest:
         if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
             raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
         version = whole.get("format_version")
-        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION, cls.PALETTE_VERSION):
+        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION, cls.PALETTE_VERSION, cls.WIDE_VERSION):
             raise DataError(
                 f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} to "
-                f"{cls.PALETTE_VERSION}; update Longstride or rebuild"
+                f"{cls.WIDE_VERSION}; update Longstride or rebuild"
             )
         try:
             splits = {
@@ -188,9 +196,13 @@ class DataManifest:
                 for name, split in whole["splits"].items()
             }
             tars = whole["tars"] if version == cls.INDEXED_VERSION else None
+            if version == cls.WIDE_VERSION:
+                tars = whole.get("tars")
             palette = StoredFile(**whole["palette"]) if version == cls.PALETTE_VERSION else None
             manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars, palette)
             fingerprint = manifest.fingerprint
+            if manifest.pieces is not None and manifest.pieces.name != cls.PIECES_NAME:
+                raise ValueError(f"pieces: {manifest.pieces.name!r}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
         if fingerprint != whole.get("fingerprint"):
@@ -205,6 +217,12 @@ class DataManifest:
                 raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
         return manifest
 
+    @property
+    def pieces(self) -> StoredFile | None:
+        """The file that says which samples are pieces of one text; None where every sample is a whole one."""
+        pieces = self.made.get("pieces")
+        return None if pieces is None else StoredFile(**pieces)
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) over everything else but ``tars``: the manifest's head and then each shard's line."""
@@ -214,6 +232,11 @@ class DataManifest:
             for shard in self.splits[name].shards:
                 digest.update(b"\n" + _canonical(shard.to_json()))
         return digest.hexdigest()
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of a member that stand for one byte of content."""
+        return modality_named(self.modality).stored_bytes(self.properties)
 
     def shards(self) -> Iterator[ShardRecord]:
         """The shards of all splits."""
@@ -236,9 +259,11 @@ class DataManifest:
 
     def _head(self) -> dict[str, Any]:
         version = self.FORMAT_VERSION if self.tars is None else self.INDEXED_VERSION
+        version = version if self.palette is None else self.PALETTE_VERSION
+        is_wide = self.modality in MODALITIES and self.stored_bytes > 1  # one that is unknown is told of by ``parse``
         return {
             "format": self.FORMAT,
-            "format_version": version if self.palette is None else self.PALETTE_VERSION,
+            "format_version": self.WIDE_VERSION if is_wide else version,
             "modality": self.modality,
             "properties": dict(self.properties),
             **({} if self.palette is None else {"palette": asdict(self.palette)}),
@@ -253,9 +278,9 @@ def is_tar_name(name: str) -> bool:
     return name.endswith(".tar") and PurePosixPath(name).name != ".tar" and not {"", ".", ".."} & set(parts)
 
 
-def member_ends(index: np.ndarray) -> np.ndarray:
+def member_ends(index: np.ndarray, stored_bytes: int) -> np.ndarray:
     """(samples,) INDEX_DTYPE -> (samples,) int64: the offset behind each member's padding."""
-    payload_ends = (index["content"] + index["length"]).astype(np.int64)
+    payload_ends = index["content"].astype(np.int64) + stored_bytes * index["length"].astype(np.int64)
     return -(-payload_ends // BLOCK_BYTES) * BLOCK_BYTES
 
 

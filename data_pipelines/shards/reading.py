@@ -42,6 +42,7 @@ class OpenShard:
     record: ShardRecord
     path: Path
     index: np.ndarray  # (samples,) manifest.INDEX_DTYPE
+    stored_bytes: int  # of a member that stand for one byte of content
     tables: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)  # see contexts.DocumentContexts
 
     @property
@@ -52,7 +53,7 @@ class OpenShard:
     @cached_property
     def ends(self) -> np.ndarray:
         """(samples,) int64: the offset behind each member."""
-        return member_ends(self.index)
+        return member_ends(self.index, self.stored_bytes)
 
     @cached_property
     def edges(self) -> np.ndarray:
@@ -169,11 +170,12 @@ class Split:
 
     def _opened(self, record: ShardRecord) -> OpenShard:
         tars = self._folder.tars
-        opened = OpenShard(record, tars.local(record.file), record.load_index(self._folder.store))
+        index = record.load_index(self._folder.store)
+        opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
         if self.manifest.tars is not None:  # what lies behind the last sample is none of ours
             return opened
         if not self._ends_in_zeros(opened) and tars.discard(record.file):
-            opened = OpenShard(record, tars.local(record.file), opened.index)
+            opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
         if not self._ends_in_zeros(opened):
             path = tars.path_for_messages(record.name)
             raise DataError(f"{path}: is damaged behind its last sample; {REPAIR}")
@@ -241,21 +243,27 @@ class Split:
         """What a shard is called in a message."""
         return self._folder.tars.path_for_messages(self.shards[number].name)
 
+    def member_names(self, shard: ShardRecord, sample: int) -> list[str]:
+        """The names that a sample's member may have in a shard that we wrote."""
+        extensions = filter(None, (self.modality.extension, self.modality.odd_extension))
+        return [f"{shard.key(sample)}.{extension}" for extension in extensions]
+
     def sample_name(self, number: int, sample: int) -> str:
         """The name of the member of shard ``number`` that holds a sample."""
-        if self.manifest.tars is None:
-            return f"{self.shards[number].key(sample)}.{self.modality.extension}"
+        names = [] if self.manifest.tars is not None else self.member_names(self.shards[number], sample)
+        if len(names) == 1:
+            return names[0]
         shard = self.open(number)
         begins = sample
-        while begins and not shard.index["ends"][begins - 1]:
+        while begins and not names and not shard.index["ends"][begins - 1]:
             begins -= 1
         with suppress(OSError, tarfile.TarError), shard.path.open("rb") as file:  # its headers may be damaged
             file.seek(int(shard.index["member"][begins]))
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 member = archive.next()
-                if member is not None:
+                if member is not None and (not names or member.name in names):
                     return member.name
-        return f"number {sample}"
+        return names[0] if names else f"number {sample}"
 
 
 class SampleReader:
@@ -289,7 +297,7 @@ class SampleReader:
         last = int(np.searchsorted(edges, end, side="left"))
         bounds = edges[first : last + 1].tolist()
         head, tail = range(first, first), range(first, last)
-        if separator is None and len(out) >= SCATTERED_BYTES * (last - first):
+        if separator is None and shard.stored_bytes == 1 and len(out) >= SCATTERED_BYTES * (last - first):
             # Long samples that lie in the range as a whole; what is left is before and behind them.
             whole = range(first + (bounds[0] < start), last - (bounds[-1] > end))
             done = self._scatter(number, whole, [bound - start for bound in bounds[whole.start - first :]], out)
@@ -319,7 +327,7 @@ class SampleReader:
         return first - samples.start
 
     def _contents(self, number: int, samples: range) -> Iterator[tuple[int, np.ndarray]]:
-        """(sample, its content): views that hold until the next but one read."""
+        """(sample, its content), which holds until the next but one read."""
         kept, first = self._kept, samples.start
         self._kept = None  # its buffer may be read into from now on
         if kept is not None and samples and kept[:2] == (number, first):
@@ -348,7 +356,8 @@ class SampleReader:
         for sample, (member, content, length, crc32, _), end in zip(samples, rows, ends, strict=True):
             if zlib.crc32(view[member - base : end - base]) != crc32:
                 raise DataError(f"{split.path(number)}: {_what_is_wrong(split, number, sample, view[member - base :])}")
-            contents.append(array[content - base : content - base + length])
+            stored = array[content - base : content - base + length * shard.stored_bytes]
+            contents.append(split.modality.restored(stored, split.manifest.properties))
         return contents
 
     def _read(self, number: int, start: int, size: int) -> np.ndarray:
@@ -427,7 +436,7 @@ def _what_is_wrong(split: Split, number: int, sample: int, member: memoryview) -
         return f"ends before sample {key}; {REPAIR}"
     if header[257:262] != b"ustar":
         return f"sample {key} has a damaged header; {REPAIR}"
-    if name != split.sample_name(number, sample).encode():
+    if name.decode(errors="replace") not in split.member_names(split.shards[number], sample):
         return f"holds sample {name.decode(errors='replace')!r} in place of {key}; {REPAIR}"
     return f"sample {key} is damaged (CRC-32); {REPAIR}"
 

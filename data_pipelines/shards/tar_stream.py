@@ -48,10 +48,9 @@ class TarStream:
             except DataError:
                 raise
             except (tarfile.TarError, ValueError, OverflowError) as error:
-                hint = "is it compressed? unpack it first, or " if not start else ""
                 reason = " ".join(str(error).split())
                 raise DataError(
-                    f"{self._name}: no header of a tar behind {last}, at byte {start} ({reason}); {hint}{_REPAIR}"
+                    f"{self._name}: no header of a tar behind {last}, at byte {start} ({reason}); {_REPAIR}"
                 ) from error
             last = f"member {shown(member.name)}"
             yield member

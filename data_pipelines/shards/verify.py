@@ -12,7 +12,13 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
-from longstride.data_pipelines.shards.manifest import DataManifest, ShardRecord, load_palette, member_ends
+from longstride.data_pipelines.shards.manifest import (
+    DataManifest,
+    ShardRecord,
+    load_palette,
+    member_ends,
+    read_checked,
+)
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.stores import open_store, reading_file
 
@@ -50,7 +56,8 @@ def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
         return [str(error)]
     with tempfile.TemporaryDirectory(prefix="longstride-verify-") as cache:
         # What is remote is fetched anew, whatever the training's cache holds, and forgotten shard after shard.
-        room = 2 * max((shard.file.size + shard.index_file.size for shard in manifest.shards()), default=1)
+        sizes = [shard.file.size + shard.index_file.size for shard in manifest.shards()]
+        room = 2 * max([*sizes, 1 if manifest.pieces is None else manifest.pieces.size])
         with closing(DataFolder(location, RemoteSettings(cache=cache, cache_bytes=room), manifest)) as folder:
             return _verify_folder(folder, progress)
 
@@ -61,6 +68,11 @@ def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
     if folder.manifest.palette is not None:
         try:
             load_palette(folder.store, folder.manifest.palette)
+        except DataError as error:
+            findings.append(str(error))
+    if folder.manifest.pieces is not None:
+        try:
+            read_checked(folder.store, folder.manifest.pieces, "the list of pieces")
         except DataError as error:
             findings.append(str(error))
     for name in folder.manifest.splits:
@@ -106,16 +118,18 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
 def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, index: np.ndarray) -> list[str]:
     """Of a shard that we wrote: a member a sample, and nothing else."""
     findings = []
+    width = split.manifest.stored_bytes
     with tarfile.open(path, "r:") as archive, path.open("rb") as file:
         members = {member.name: member for member in archive}
-        for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index).tolist(), strict=True)):
+        for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
             start, content, length, crc32, _ = row
-            key = f"{shard.key(number)}.{split.modality.extension}"
+            names = split.member_names(shard, number)
+            key = next((name for name in names if name in members), names[0])
             member = members.pop(key, None)
             file.seek(start)
             if member is None or not member.isreg():
                 findings.append(f"{name}: sample {key} is missing; {REBUILD}")
-            elif (member.offset, member.offset_data + member.size) != (start, content + length):
+            elif (member.offset, member.offset_data + member.size) != (start, content + width * length):
                 findings.append(f"{name}: sample {key} is not where the index says; {REBUILD}")
             elif zlib.crc32(file.read(end - start)) != crc32:
                 findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
@@ -125,9 +139,10 @@ def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, ind
 def _verify_rows(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
     """Of a tar that others wrote: what the index names. The rest is under the SHA-256 alone."""
     findings = []
+    ends = member_ends(index, split.manifest.stored_bytes)
     with path.open("rb") as file:
         for sample, (start, end, crc32) in enumerate(
-            zip(index["member"].tolist(), member_ends(index).tolist(), index["crc32"].tolist(), strict=True)
+            zip(index["member"].tolist(), ends.tolist(), index["crc32"].tolist(), strict=True)
         ):
             file.seek(start)
             if zlib.crc32(file.read(end - start)) != crc32:

@@ -40,8 +40,8 @@ class Store(Protocol):
     def sizes(self) -> Mapping[str, int] | None:
         """Bytes of every file by name. None where listing them would cost more than one call."""
 
-    def find(self, suffix: str) -> Mapping[str, int | None]:
-        """Every file below the folder whose name ends so, and its bytes where the listing tells; no hidden ones.
+    def find(self, *endings: str) -> Mapping[str, int | None]:
+        """Every file below the folder whose name ends in one of these, but for hidden ones; and its bytes, if known.
 
         Raises DataError where the folder cannot be listed.
         """
@@ -107,7 +107,7 @@ class LocalStore(Store):
         except OSError as error:
             raise DataError(f"{self._folder}: cannot be listed ({error.strerror}); check the path") from error
 
-    def find(self, suffix: str) -> Mapping[str, int | None]:
+    def find(self, *endings: str) -> Mapping[str, int | None]:
         """Links to folders are not followed."""
         sizes: dict[str, int | None] = {}
 
@@ -118,7 +118,7 @@ class LocalStore(Store):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(files):
                 path = Path(folder, name)
-                if name.endswith(suffix) and not name.startswith(".") and path.is_file():
+                if name.endswith(endings) and not name.startswith(".") and path.is_file():
                     sizes[path.relative_to(self._folder).as_posix()] = path.stat().st_size
         return sizes
 

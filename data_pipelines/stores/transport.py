@@ -133,13 +133,13 @@ class Transport:
                 return b"".join(self._http_body(file_url, 0, None))
             return self._filesystem.cat_file(file_url)
 
-    def find(self, suffix: str) -> dict[str, int | None]:
-        """Paths of the files below the folder that end so, and their bytes where the listing tells. One attempt."""
+    def find(self, *endings: str) -> dict[str, int | None]:
+        """Paths of the files below the folder that end in one of these, and their bytes, if known. One attempt."""
         url = self.url.of("").rstrip("/")
         with _final_answers(self.url):
             listed = self._filesystem.find(url, detail=True)
         root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
-        names = {path.removeprefix(root): details for path, details in listed.items() if path.endswith(suffix)}
+        names = {path.removeprefix(root): details for path, details in listed.items() if path.endswith(endings)}
         return {name: names[name].get("size") for name in sorted(names) if "/." not in f"/{name}"}  # no hidden ones
 
     def size(self, name: str) -> int | None:

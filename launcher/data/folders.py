@@ -28,10 +28,11 @@ _SETTINGS = {  # of `build` and `index`, and their options
     "suffixes": "--suffix",
     "dataset": "--dataset",
     "palette": "--palette",
+    "field": "--field",
     "extension": "--extension",  # of `index`
     "split": "--split",
 }
-_OPTIONS = {name: kind.build_option for name, kind in MODALITIES.items() if kind.build_option}  # of one modality alone
+_OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]  # of one alone
 # Of files alone: a dataset has its own. Parsed as None where they are not given: an option in vain is refused.
 _DEFAULTS: dict[str, Any] = {"modality": "text", "suffix": None, "exclude": [], "validation_fraction": 0.05, "seed": 0}
 
@@ -41,14 +42,16 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="*", metavar="PATH", help="files and folders")
     parser.add_argument("--output", required=True, metavar="DIR", help="data folder to make")
     parser.add_argument("--modality", choices=sorted(MODALITIES), help="of the files (default: text)")
-    for option in _OPTIONS.values():
+    for _, option in _OPTIONS:
         parser.add_argument(option.name, metavar=option.metavar, help=option.help)
     palette = parser.add_mutually_exclusive_group()
     palette.add_argument("--palette", type=int, metavar="K", help="a token a pixel: one of K colours of the pictures")
     palette.add_argument("--palette-from", metavar="DIR|URL", help="the same by the palette of another data folder")
+    parser.add_argument("--field", metavar="NAME", help="of JSON Lines or Parquet: a line or row is a document")
+    parser.add_argument("--raw", action="store_true", default=None, help="take files of any format byte by byte")
     parser.add_argument("--suffix", action="append", help="of files to take, such as .py (repeatable)")
     parser.add_argument("--exclude", action="append", metavar="NAME", help="file or folder (repeatable)")
-    parser.add_argument("--validation-fraction", type=float, help="of the files (default: 0.05)")
+    parser.add_argument("--validation-fraction", type=float, help="of the files or records (default: 0.05)")
     parser.add_argument("--shard-bytes", type=int, default=None)
     parser.add_argument("--seed", type=int, help="of the split by file, and of the order of documents (default: 0)")
     parser.add_argument("--dataset", metavar="NAME", help=f"a published one instead: {', '.join(sorted(DATASETS))}")
@@ -111,6 +114,7 @@ def _build(arguments: argparse.Namespace, crew: Crew) -> DataManifest:
             Path(arguments.output),
             modality=arguments.modality,
             properties=asked_properties(arguments),
+            field=arguments.field,
             suffixes=arguments.suffix,
             exclude=arguments.exclude,
             validation_fraction=arguments.validation_fraction,
@@ -139,10 +143,11 @@ def _check_kind(arguments: argparse.Namespace) -> None:
     if arguments.inputs:
         rule = "goes without --dataset; name the dataset's archive or folder by --input"
         raise DataError(f"PATH={arguments.inputs[0]}: {rule}")
-    for name in (*_DEFAULTS, *(option.attribute for option in _OPTIONS.values())):
+    for name in (*_DEFAULTS, "field", "raw", *(option.attribute for _, option in _OPTIONS)):
         value = getattr(arguments, name)
         if value is not None:
-            option = f"--{name.replace('_', '-')}={value[0] if isinstance(value, list) else value}"
+            shown = "" if value is True else f"={value[0] if isinstance(value, list) else value}"
+            option = f"--{name.replace('_', '-')}{shown}"
             raise DataError(f"{option}: goes without --dataset, which has its own; leave it out")
 
 
@@ -193,6 +198,8 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-fraction", type=float, help="of the tars, where none is named validation* (default: 0.05)"
     )
     parser.add_argument("--complete", action="store_true", help="refuse a sample that lacks the member")
+    parser.add_argument("--raw", action="store_true", help="take members of text as they are, compressed ones too")
+    parser.add_argument("--unpack", action="store_true", help="copy the tars into DIR, compressed ones as plain ones")
 
 
 def run_index(arguments: argparse.Namespace) -> int:
@@ -212,6 +219,8 @@ def run_index(arguments: argparse.Namespace) -> int:
                 splits=arguments.split or (),
                 validation_fraction=arguments.validation_fraction,
                 complete=arguments.complete,
+                unpack=arguments.unpack,
+                properties=_raw(arguments),
                 progress=show,
             )
     except DataError as error:
@@ -226,16 +235,23 @@ def asked_properties(arguments: argparse.Namespace) -> dict[str, int]:
     Raises:
         DataError: an option of another modality, or a value that cannot be read.
     """
-    properties: dict[str, int] = {}
-    for modality, option in _OPTIONS.items():
+    properties = _raw(arguments)
+    for modality, option in _OPTIONS:
         value = getattr(arguments, option.attribute)
         if value is None:
             continue
         if modality != arguments.modality:
             rule = f"goes with --modality {modality}, and this is {arguments.modality}"
             raise DataError(f"{option.name}={value}: {rule}")
-        properties = MODALITIES[modality].parse_build_option(value)
+        properties |= MODALITIES[modality].parse_build_option(option, value)
     return properties
+
+
+def _raw(arguments: argparse.Namespace) -> dict[str, int]:
+    """What --raw asks of all documents; DataError where they are no texts."""
+    if arguments.raw and arguments.modality != "text":
+        raise DataError(f"--raw: goes with --modality text, and this is {arguments.modality}")
+    return {"raw": 1} if arguments.raw else {}
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:

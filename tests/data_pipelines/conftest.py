@@ -32,21 +32,21 @@ class Corpus:
             return [archive.extractfile(member).read() for member in archive]
 
 
-def write_sources(folder: Path, num_files: int, seed: int = 0) -> None:
-    """Files of 1 to about 1,500 bytes in nested folders, a fifth of them tiny."""
+def write_sources(folder: Path, num_files: int, seed: int = 0, highest: int = 255) -> None:
+    """Files of 1 to about 1,500 bytes in nested folders, a fifth of them tiny; bytes up to 127 are a text."""
     generator = random.Random(seed)
     for number in range(num_files):
         path = folder / f"part{number % 3}" / f"file{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         size = generator.randrange(1, 20) if number % 5 == 0 else generator.randrange(20, 1500)
-        path.write_bytes(generator.randbytes(size))
+        path.write_bytes(bytes(byte & highest for byte in generator.randbytes(size)))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Corpus:
     """About 40 kB of training bytes in some 17 uneven shards."""
     base = tmp_path_factory.mktemp("corpus")
-    write_sources(base / "source", num_files=70)
+    write_sources(base / "source", num_files=70, highest=127)
     manifest = build([base / "source"], base / "data", validation_fraction=0.1, shard_bytes=2500)
     return Corpus(base / "source", base / "data", manifest)
 

@@ -135,7 +135,7 @@ def die_everywhere(tmp_path: Path, source: Path, arguments: dict[str, Any]) -> i
 
 
 def test_build_that_ends_at_any_moment_leaves_all_or_nothing(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(6))
+    source = write_files(tmp_path / "source", {**numbered_files(5), "long.py": "ß日".encode() * 14_000})  # two samples
     assert die_everywhere(tmp_path, source, {"validation_fraction": 0, "shard_bytes": 400}) > 30
 
 

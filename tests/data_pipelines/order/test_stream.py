@@ -322,3 +322,24 @@ def test_stream_keeps_no_file_open(corpus):
     for _ in range(5):
         next(stream)
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_of_torch_gives_the_batches_of_the_stream(corpus, num_workers):
+    stream = open_stream(corpus.folder, context=64, global_batch=6, shuffle_bytes=500)
+    expected = take(stream, 5)
+    assert StreamState.from_json(stream.state_dict()) == expected[-1].state
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=num_workers)
+    found = list(itertools.islice(iter(loader), 5))
+    for ours, theirs in zip(expected, found, strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens) and ours.state == theirs.state
+    stream.load_state_dict(expected[2].state.to_json())
+    assert torch.equal(next(iter(stream)).tokens, expected[3].tokens)
+
+
+def test_a_loader_whose_workers_would_repeat_batches_is_refused(corpus):
+    stream = open_stream(corpus.folder, context=64, global_batch=6)
+    with pytest.raises(
+        DataError, match=r"num_workers=2: each worker of the loader would read the same batches; at most"
+    ):
+        next(iter(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2)))

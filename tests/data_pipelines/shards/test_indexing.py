@@ -239,9 +239,17 @@ def test_sounds_that_lie_as_we_write_them_are_read(tmp_path):
     index_tars([str(tmp_path / "data")], tmp_path / "index", modality="audio", **ALL)
     assert verify(tmp_path / "index") == []
     assert b"".join(split_bytes(tmp_path / "index", "train")) == b"".join(split_bytes(tmp_path / "data", "train"))
-    with pytest.raises(DataError, match=r"is not a \.wav file that can be read as it lies"):
-        write_tar(tmp_path / "pcm" / "train.tar", [("0.wav", (tmp_path / "source" / "0.wav").read_bytes())])
-        index_tars([str(tmp_path / "pcm")], tmp_path / "other", modality="audio", **ALL)
+    # 16-bit PCM as most programs write it, pieces of 32,768 frames, gives the same bytes.
+    sounds = [(f"{number}.wav", (tmp_path / "source" / f"{number}.wav").read_bytes()) for number in range(3)]
+    write_tar(tmp_path / "pcm" / "train.tar", sounds)
+    assert sorted(indexed(tmp_path / "pcm", tmp_path / "other", modality="audio")) == sorted(
+        documents(tmp_path / "data")
+    )
+    assert DataFolder(tmp_path / "other").manifest.properties == {"rate": 1000, "pcm_bits": 16}
+    for name, sound in (("odd", sounds[1][1][:-1]), ("wide", sounds[1][1].replace(b"\1\0\1\0", b"\1\0\2\0", 1))):
+        write_tar(tmp_path / name / "train.tar", [sounds[0], ("1.wav", sound)])
+        line = refusal([tmp_path / name], tmp_path / f"{name}-index", modality="audio")
+        assert "member 1.wav is not a .wav file that can be read as it lies" in line
 
 
 # The same order as a built folder.
@@ -505,6 +513,7 @@ def test_tars_in_nested_folders_of_any_protocol_are_cached(tmp_path):
         (["http://me:secret@host/shards/a.tar"], "has a user or a query"),
         (["http://host/shards/a.tar?key=secret"], "has a user or a query"),
         (["http://host/a.tar", "s3://b/a.tar"], "lie in more than one kind of place"),
+        (["pipe:curl -s http://host/a.tar"], "a pipe runs a command, and is not run here; name the URL"),
         (["ftpx://host/a.tar"], "no protocol that fsspec knows"),
         (["memory://nowhere"], "lists no file \\*.tar; name the files themselves"),
     ],
@@ -537,8 +546,12 @@ def test_options_that_cannot_be_are_refused(tars, tmp_path, options, rule):
 
 def test_places_without_tars_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "file.tar.gz").write_bytes(b"x")
-    for place, rule in (("empty", "no tar there"), ("nowhere", "no such file or folder"), ("file.tar.gz", "plain tar")):
+    (tmp_path / "file.zip").write_bytes(b"x")
+    for place, rule in (
+        ("empty", "no tar there"),
+        ("nowhere", "no such file or folder"),
+        ("file.zip", "name of a tar"),
+    ):
         assert rule in refusal([tmp_path / place], tmp_path / "index")
 
 
@@ -563,7 +576,7 @@ def test_an_output_that_is_taken_is_refused_and_stays(tars, tmp_path):
         (lambda content: content[: len(content) // 2 + 100], "cut short|no header"),
         (lambda content: content + content, "goes on behind member 3/0011.txt with no header"),
         (lambda content: content[:124] + b"xxxx" + content[128:], "no header of a tar behind its beginning, at byte 0"),
-        (lambda content: b"\x1f\x8b" + content[2:], "is it compressed"),
+        (lambda content: b"\x1f\x8b\x08" + content[3:], "is compressed by gzip, and cannot be read from the middle"),
         (lambda content: b"", "stops behind its beginning"),
     ],
 )

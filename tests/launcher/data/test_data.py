@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 from pathlib import Path
 
@@ -39,6 +40,12 @@ SET = ["--output", "data", "--dataset", "text8"]
         (["texts", "texts/1.txt", "--output", "data"], "texts/1.txt: lies inside texts, and no file is taken twice; "),
         ([*LATER, "--exclude", "d0/"], "--exclude=d0/: must be a plain name, such as d0"),
         ([*LATER, "--suffix", "*.txt"], "--suffix=*.txt: must begin with a dot, such as .txt"),
+        ([*LATER, "--suffix", ".a.txt.gz"], "--suffix=.a.txt.gz: must be what a name ends in from its last dot"),
+        ([*LATER, "--field", "text"], "texts: no file to take (suffixes: .jsonl .jsonl.bz2 .jsonl.gz .jsonl.xz .jsonl"),
+        (["texts/1.txt", "--output", "data", "--field", "text"], "texts/1.txt:1: is a number, and no object; --field "),
+        ([*LATER, "--field", "text", "--raw"], "--field=text: reads what a file holds, and raw takes its bytes; leave"),
+        ([*LATER, "--field", "text", "--modality", "audio"], "--field=text: names texts, and this is audio; take mod"),
+        ([*LATER, "--raw", "--modality", "image"], "--raw: goes with --modality text, and this is image"),
         ([*LATER, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1, such as 16777216"),
         ([*LATER, "--validation-fraction", "2"], "--validation-fraction=2.0: must be at least 0 and less than 1, such"),
         (["--output", "data"], "PATH: none given; name files or folders, such as texts, or a --dataset"),
@@ -53,6 +60,8 @@ SET = ["--output", "data", "--dataset", "text8"]
         ([*SET, "--modality", "text"], "--modality=text: goes without --dataset, which has its own; leave it out"),
         ([*SET, "--validation-fraction", "0.0"], "--validation-fraction=0.0: goes without --dataset"),
         ([*SET, "--suffix", ".bin"], "--suffix=.bin: goes without --dataset"),
+        ([*SET, "--field", "text"], "--field=text: goes without --dataset"),
+        ([*SET, "--raw"], "--raw: goes without --dataset, which has its own; leave it out"),
         ([*SET, "--rate", "8000"], "--rate=8000: goes without --dataset"),
         ([*SET, "--seed", "0"], "--seed=0: goes without --dataset"),
         ([*SET, "--shard-bytes", "0"], "--shard-bytes=0: must be at least 1"),
@@ -95,6 +104,17 @@ def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == f"data: {', '.join(splits)}\n"
     assert cli.main(["data", "verify", "data"]) == 0
     assert cli.main(["data", "show", "data", "--split", "test"]) == 0
+
+
+def test_build_of_records_and_of_raw_files(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f'{{"text": "{number}"}}' for number in range(10, 40)] + ['{"text": null}']
+    (texts / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    words = ["data", "build", "rows.jsonl.gz", "--validation-fraction", "0", "--output"]
+    assert cli.main([*words, "data", "--field", "text"]) == 0
+    assert cli.main([*words, "raw", "--raw"]) == 0
+    records, raw = capsys.readouterr().err.splitlines()
+    assert records == "data: train 60 bytes of 30 documents; left out 1 null records"
+    assert raw == f"raw: train {(texts / 'rows.jsonl.gz').stat().st_size} bytes of 1 documents"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -1,0 +1,186 @@
+"""What a file is by its first bytes, and what compressed files hold.
+
+A byte of any file can be trained on, so nothing downstream notices that a text was an archive: files are looked at here
+before they are taken for text. The standard library reads gzip, bzip2 and xz; zstandard is imported where a file needs
+it.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from longstride.data_pipelines.errors import DataError
+
+PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
+HEAD_BYTES = 512  # of a file, which tell its format: a tar says what it is at byte 257
+_BLOCK_BYTES = 2**18  # unpacked at once
+_ZSTD_INPUT_BYTES = 2**11  # at once: they may hold 64 MiB, which zstandard gives in one
+_ZSTD_WINDOW_BYTES = 2**31  # at most, as `zstd --long=31` writes
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """A kind of file that is no text."""
+
+    name: str  # as messages call it, with its article: "a PDF file"
+    pattern: re.Pattern[bytes]  # at its beginning
+    unpack: Callable[[BinaryIO], Iterator[bytes]] | None = None  # blocks of what it holds, where it is compressed
+    program: str = ""  # that unpacks it, with its options
+
+
+def file_format(head: bytes) -> FileFormat | None:
+    """What a file is by its first ``HEAD_BYTES`` bytes, or all of a shorter one. None: a text, for all that they say.
+
+    Only marks that no text has are known: control characters, or bytes that are no UTF-8, belong to nearly all of them.
+    """
+    return next((kind for kind in _FORMATS if kind.pattern.match(head)), None) if _ANY.match(head) else None
+
+
+def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
+    """Blocks of what a compressed file holds, from where it is open on; several parts laid end to end are one.
+
+    ``path`` is for messages. Raises DataError for a file that is damaged or cut short, and for a library that is
+    missing.
+    """
+    assert kind.unpack is not None
+    try:
+        yield from kind.unpack(file)
+    except DataError:
+        raise
+    except ImportError as error:
+        module = error.name or "a module"
+        missing = f"pip install {module}" if module == "zstandard" else f"take a Python that has {module}"
+        raise DataError(
+            f"{path}: is {kind.name}, and {module}, which reads it, cannot be imported ({error}); {missing}, or unpack "
+            f"the file first, such as with `{kind.program} FILE`"
+        ) from error
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # one without a number is gzip's or bz2's
+            raise
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path}: is {kind.name}, and damaged or cut short ({words}); fetch it again") from error
+
+
+class UnpackedContent:
+    """The content of a compressed file: read from its beginning on, and never held whole. Going back begins anew."""
+
+    def __init__(self, path: Path | str, file: BinaryIO, kind: FileFormat) -> None:
+        """``file`` stays open as long as this is read; ``path`` is for messages."""
+        self._path, self._file, self._kind = path, file, kind
+        self._blocks: Iterator[bytes] = iter(())
+        self._position, self._block = 0, memoryview(b"")  # of the next byte, and what is unpacked from there on
+        self._begin()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Content bytes ``[offset, offset + size)``; fewer where there are fewer. Raises DataError as ``unpacked``."""
+        if offset < self._position:
+            self._begin()
+        end, pieces = offset + size, []
+        while self._position < end:
+            if not self._block:
+                self._block = memoryview(next(self._blocks, b""))
+                if not self._block:
+                    break
+            taken = min(end - self._position, len(self._block))
+            pieces.append(self._block[max(offset - self._position, 0) : taken])
+            self._position += taken
+            self._block = self._block[taken:]
+        return b"".join(pieces)
+
+    def _begin(self) -> None:
+        self._file.seek(0)
+        self._position, self._block = 0, memoryview(b"")
+        self._blocks = unpacked(self._path, self._file, self._kind)
+
+
+def _gzip(file: BinaryIO) -> Iterator[bytes]:
+    yield from _blocks(gzip.GzipFile(fileobj=file))
+
+
+def _bzip2(file: BinaryIO) -> Iterator[bytes]:
+    import bz2
+
+    yield from _blocks(bz2.BZ2File(file))
+
+
+def _xz(file: BinaryIO) -> Iterator[bytes]:
+    import lzma
+
+    try:
+        yield from _blocks(lzma.LZMAFile(file))  # noqa: SIM115 - it holds nothing but the file
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from error
+
+
+def _blocks(stream: Any) -> Iterator[bytes]:
+    while block := stream.read(_BLOCK_BYTES):
+        yield block
+
+
+def _zstd(file: BinaryIO) -> Iterator[bytes]:
+    """zstandard's own stream would end a file that is cut short without a word."""
+    import zstandard
+
+    frame = None
+    while given := file.read(_ZSTD_INPUT_BYTES):
+        while given:
+            if frame is None:
+                frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
+            try:
+                block = frame.decompress(given)
+            except zstandard.ZstdError as error:
+                raise ValueError(str(error)) from error
+            if block:
+                yield block
+            given = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends within a frame")
+
+
+def _mark(pattern: bytes) -> re.Pattern[bytes]:
+    return re.compile(pattern, re.DOTALL)
+
+
+_FORMATS = (
+    FileFormat("compressed by gzip", _mark(rb"\x1f\x8b\x08"), _gzip, "gunzip"),
+    FileFormat("compressed by zstd", _mark(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), _zstd, "zstd -d"),
+    FileFormat("compressed by bzip2", _mark(rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"), _bzip2, "bunzip2"),
+    FileFormat("compressed by xz", _mark(rb"\xfd7zXZ\0"), _xz, "unxz"),
+    FileFormat("compressed by lz4", _mark(rb"\x04\x22\x4d\x18"), program="unlz4"),
+    FileFormat("compressed by lzip", _mark(rb"LZIP\x01"), program="lzip -d"),
+    FileFormat("compressed by compress", _mark(rb"\x1f\x9d"), program="uncompress"),
+    FileFormat("a zip archive", _mark(rb"PK(\x03\x04|\x05\x06|\x07\x08)"), program="unzip"),
+    FileFormat("a 7z archive", _mark(rb"7z\xbc\xaf\x27\x1c"), program="7z x"),
+    FileFormat("a RAR archive", _mark(rb"Rar!\x1a\x07"), program="unrar x"),
+    FileFormat("a tar archive", _mark(rb".{257}ustar(\x0000|  \0)"), program="tar xf"),
+    FileFormat(PARQUET, _mark(rb"PAR1[\0-\x08\x0e-\x1f]")),
+    FileFormat("an Arrow file", _mark(rb"ARROW1\0")),
+    FileFormat("an Avro file", _mark(rb"Obj\x01")),
+    FileFormat("an HDF5 file", _mark(rb"\x89HDF\r\n\x1a\n")),
+    FileFormat("an SQLite database", _mark(rb"SQLite format 3\0")),
+    FileFormat("a numpy array", _mark(rb"\x93NUMPY")),
+    FileFormat("a pickle", _mark(rb"\x80[\x02-\x05][\x95c\x8a}\]]")),
+    FileFormat("a PDF file", _mark(rb"%PDF-\d\.\d")),
+    FileFormat("an old Office file", _mark(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")),
+    FileFormat("a PNG picture", _mark(rb"\x89PNG\r\n\x1a\n")),
+    FileFormat("a JPEG picture", _mark(rb"\xff\xd8\xff")),
+    FileFormat("a GIF picture", _mark(rb"GIF8[79]a.{4}[\x80-\xff\0-\x08]")),
+    FileFormat("a WebP picture", _mark(rb"RIFF.{4}WEBPVP8")),
+    FileFormat("a WAV sound", _mark(rb"RIFF.{4}WAVE")),
+    FileFormat("a FLAC sound", _mark(rb"fLaC[\0\x80]")),
+    FileFormat("an Ogg file", _mark(rb"OggS\0")),
+    FileFormat("an MP3 sound", _mark(rb"ID3[\x02-\x04]\0")),
+    FileFormat("an MP4 file", _mark(rb"\0{2}..ftyp")),
+    FileFormat("a Matroska file", _mark(rb"\x1a\x45\xdf\xa3")),
+    FileFormat("a program (ELF)", _mark(rb"\x7fELF")),
+    FileFormat("a program (PE)", _mark(rb"MZ.\0.\0")),
+    FileFormat("a program (Mach-O)", _mark(rb"[\xce\xcf]\xfa\xed\xfe|\xca\xfe\xba\xbe")),
+    FileFormat("WebAssembly", _mark(rb"\0asm\x01\0")),
+    FileFormat("a GGUF model", _mark(rb"GGUF[\x01-\x09]\0")),
+)
+_ANY = _mark(b"|".join(kind.pattern.pattern for kind in _FORMATS))  # one look at most files, of which there are many

@@ -1,0 +1,116 @@
+"""Texts between `data build`, `datasets` and WebDataset: each reads what the other one writes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstride.data_pipelines.building import build
+from longstride.data_pipelines.shards import sample_documents
+from tests.harness.clients import client
+from tests.harness.data.builds import payloads_of, write_files
+
+SHORT = "Grüße aus 日本"
+LONG = "".join(random.Random(0).choices("aß日😀 \n", k=90_000))  # three samples, in two shards
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A data folder of texts in UTF-8, one of which is several samples over several shards."""
+    write_files(
+        tmp_path / "texts", {"long.txt": LONG.encode()} | {f"{n}.txt": f"{SHORT} {n}".encode() for n in range(9)}
+    )
+    build([tmp_path / "texts"], tmp_path / "data", validation_fraction=0, shard_bytes=150_000)
+    return tmp_path / "data"
+
+
+def loaded(folder: Path, **asked: Any) -> list[dict[str, Any]]:
+    """The samples of a data folder, as `datasets` reads them."""
+    import datasets
+
+    files = {"train": f"{folder}/train-*.tar"}
+    found = datasets.load_dataset("webdataset", data_files=files, cache_dir=str(folder.parent / "cache"), **asked)
+    return list(found["train"])
+
+
+def check_texts(folder: Path, samples: list[dict[str, Any]]) -> None:
+    """Every text is there whole; what is several samples is put together by ``pieces.jsonl``."""
+    by_key = {sample["__key__"]: sample["txt"] for sample in samples}
+    assert all(isinstance(text, str) for text in by_key.values())
+    pieces = [json.loads(line) for line in (folder / "pieces.jsonl").read_text().splitlines()]
+    assert {(piece["source"], piece["of"]) for piece in pieces} == {("long.txt", len(pieces))} and len(pieces) == 3
+    assert "".join(by_key.pop(piece["key"]) for piece in sorted(pieces, key=lambda piece: piece["piece"])) == LONG
+    assert sorted(by_key.values()) == [f"{SHORT} {n}" for n in range(9)]
+
+
+@client(
+    "datasets",
+    '`load_dataset("webdataset", data_files=…)` of a data folder of texts, streamed and not',
+    "strings; by `pieces.jsonl` the texts of several samples, byte for byte",
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_reads_our_texts(data: Path, streaming: bool) -> None:
+    check_texts(data, loaded(data, streaming=streaming))
+
+
+@client("webdataset", "`WebDataset(…).decode()` of a data folder of texts", "strings, the same way")
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdataset_decodes_our_texts(data: Path) -> None:
+    import webdataset
+
+    tars = sorted(map(str, data.glob("*.tar")))
+    assert len(tars) > 1
+    check_texts(data, list(webdataset.WebDataset(tars, shardshuffle=False).decode()))
+    gc.collect()  # it leaves files to the collector, which would warn of them in another test
+
+
+@client(
+    "datasets",
+    "the same where a text is no UTF-8",
+    "with `features=`: its samples are bytes under `bin`, the others strings",
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_reads_other_bytes_beside_texts(tmp_path: Path, streaming: bool) -> None:
+    import datasets
+
+    texts = {f"{n}.txt": (f"{SHORT} {n}".encode() if n % 4 else b"\xfcber %d" % n) for n in range(40)}
+    write_files(tmp_path / "texts", texts)
+    build([tmp_path / "texts"], tmp_path / "data", validation_fraction=0)
+    kinds = {"txt": "string", "bin": "binary", "__key__": "string", "__url__": "string"}
+    features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
+    samples = loaded(tmp_path / "data", streaming=streaming, features=features)
+    found = [sample["bin"] if sample["txt"] is None else sample["txt"].encode() for sample in samples]
+    assert sorted(found) == sorted(texts.values()) and sum(sample["txt"] is None for sample in samples) == 10
+    in_order = {sample.key: sample.content.tobytes() for sample in sample_documents(tmp_path / "data", "train", 40)}
+    assert dict(zip((sample["__key__"] for sample in samples), found, strict=True)) == in_order
+
+
+@client(
+    "datasets",
+    "`to_json`, gzip too, and `to_parquet`, then `data build --field text`",
+    "the texts, byte for byte; null and empty ones are left out and counted",
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+def test_a_build_reads_what_datasets_writes(tmp_path: Path, name: str) -> None:
+    import datasets
+
+    texts = [None, "", "a\0b\r\n", SHORT, LONG, *(f"{SHORT} {n}" for n in range(3000))]
+    rows = datasets.Dataset.from_dict(
+        {"id": range(len(texts)), "text": texts, "meta": [{"body": text} for text in texts]}
+    )
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        rows.to_parquet(path, batch_size=700)
+    else:
+        rows.to_json(path, force_ascii=name.endswith(".gz"), compression="gzip" if name.endswith(".gz") else None)
+    for field in ("text", "meta.body"):
+        manifest = build([path], tmp_path / field, field=field, validation_fraction=0, shard_bytes=2**18)
+        assert b"".join(payloads_of(tmp_path / field, "train")) == "".join(filter(None, texts)).encode()
+        counts = manifest.made["left_out"]
+        assert (counts["null_records"], counts["empty_records"]) == (1, 1)
+        assert manifest.splits["train"].documents == len(texts) - 2
