@@ -55,7 +55,9 @@ def _exported(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) ->
     What is not finite reaches more rows there than those that read it.
     """
     wide = accumulator_dtype(q.dtype)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) if x.shape[1] < q.shape[1] else x for x in (k, v))
+    if k.shape[1] < q.shape[1]:
+        served = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])
+        k, v = (x.index_select(1, served) for x in (k, v))
     blind = ~allowed.any(-1, keepdim=True)
     scores = (q.to(wide) @ k.to(wide).mT) * scale
     scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)

@@ -101,6 +101,8 @@ class Experts(nn.Module):
     def forward(self, h: Tensor) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C); in training with the auxiliary loss."""
         gates, chosen, auxiliary = self.route(h)
+        if torch.compiler.is_exporting():
+            return self._by_all_experts(h, gates, chosen)
         if h.shape[1] == 1 and chosen.numel() <= self.count and not torch.is_grad_enabled():
             return self._few_rows(h, gates, chosen)
         parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
@@ -157,6 +159,20 @@ class Experts(nn.Module):
         earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
         before, within = (each.gather(-1, chosen[..., None]) for each in (earlier, arrivals))
         return (before + within <= room).view(-1, self.config.top)
+
+    def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        """The same in a traced program, whose shapes must not depend on the choice: each expert computes all rows."""
+        biases = [
+            [None] * self.count if b is None else b.view(self.count, -1) for b in (self.expand_bias, self.contract_bias)
+        ]
+        rows = h.flatten(0, 1)
+        out = torch.zeros_like(rows)
+        for expert, (expand, contract) in enumerate(zip(*biases, strict=True)):
+            given = F.linear(
+                self.activation(F.linear(rows, self.expand[expert], expand)), self.contract[expert], contract
+            )
+            out = out + given * (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
+        return out.view(h.shape)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """One position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""

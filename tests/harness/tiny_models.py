@@ -88,10 +88,10 @@ def tiny_export(
     return folder
 
 
-def random_export(folder: Path) -> Path:
+def random_export(folder: Path, **changes: Any) -> Path:
     """An export of a model of text whose every parameter is random: its bytes are anything."""
     torch.manual_seed(0)
-    config = plain_config()
+    config = plain_config(**changes)
     weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
