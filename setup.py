@@ -56,6 +56,7 @@ setup(
         "audio": AUDIO,
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
+        "onnx": ["onnx>=1.19,<2", "onnxscript>=0.5,<1", "onnxruntime>=1.22,<2"],  # `longstride export --format onnx`
         "clients": [
             # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
             *SERVE,
