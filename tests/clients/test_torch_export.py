@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
-from longstride.launcher.models.exported import load_model
 from tests.harness.clients import client
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS
 from tests.harness.runs import configuration, spawn
-from tests.harness.tiny_models import random_export
+from tests.harness.tiny_models import assert_next_logits, random_export
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are their own affair
 LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 63))  # batch and tokens
@@ -39,17 +39,6 @@ def program_of(model: Path, format: str) -> Path:
     return path
 
 
-def assert_logits(model: Path, found: Any) -> None:
-    """To a 2^-17 of the largest, as single precision rounds in so few layers; ``found``: of tokens (B, n)."""
-    network = load_model(model)
-    for batch, length in LENGTHS:
-        tokens = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(length))
-        with torch.no_grad():
-            wanted = network(F.pad(tokens, (0, 1)))[:, 1:]
-        given = found(tokens)
-        assert given.shape == wanted.shape and (given - wanted).abs().max() <= 2**-17 * wanted.abs().max()
-
-
 @client(
     "torch",
     "`longstride export --format pt2`, loaded by `torch.export.load` where Longstride is not installed",
@@ -67,13 +56,17 @@ def test_program_runs_without_longstride(recipe: Path, tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert_logits(recipe, lambda tokens: torch.load(tmp_path / f"{tokens.shape[1]}.pt"))
+    assert_next_logits(recipe, lambda tokens: torch.load(tmp_path / f"{tokens.shape[1]}.pt"), *LENGTHS)
 
 
 def session_of(path: Path) -> Any:
     import onnxruntime
 
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def logits_of(session: Any, tokens: Tensor) -> Tensor:
+    return torch.from_numpy(session.run(None, {"input_ids": tokens.numpy()})[0])
 
 
 @client(
@@ -90,7 +83,7 @@ def test_onnx_has_the_models_logits(recipe: Path) -> None:
     faces = [(each.name, each.shape[:2], each.type) for each in (*session.get_inputs(), *session.get_outputs())]
     sizes = ["batch", "length"]
     assert faces == [("input_ids", sizes, "tensor(int64)"), ("logits", sizes, "tensor(float)")]
-    assert_logits(recipe, lambda tokens: torch.from_numpy(session.run(None, {"input_ids": tokens.numpy()})[0]))
+    assert_next_logits(recipe, partial(logits_of, session), *LENGTHS)
     for name in (Path(__file__).parents[2], recipe.parent):
         assert str(name).encode() not in path.read_bytes()
 
@@ -108,7 +101,7 @@ def test_onnx_of_other_systems(name: str, tmp_path: Path, capsys: pytest.Capture
 def test_beyond_the_context_onnx_gives_no_numbers(folder: Path) -> None:
     """Of positions by tables, which would begin again; other positions have no rows there, and the runtime refuses."""
     session = session_of(program_of(folder, "onnx"))
-    logits = torch.from_numpy(session.run(None, {"input_ids": torch.zeros(1, 66, dtype=torch.int64).numpy()})[0])
+    logits = logits_of(session, torch.zeros(1, 66, dtype=torch.int64))
     assert logits.isnan().all(2)[0].tolist() == [False] * 63 + [True] * 3
 
 

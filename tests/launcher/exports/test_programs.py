@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.exports import programs
 from longstride.launcher.exports.programs import traced_program
-from longstride.launcher.models.exported import load_model
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, model_json
 from tests.harness.runs import ROOT, files_under
-from tests.harness.tiny_models import random_export
+from tests.harness.tiny_models import assert_next_logits, random_export
 
+LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 39))  # batches, and tokens of contexts of 40
 RECIPE = {**LATER, "ngrams": {"orders": [2, 3], "rows": 61}, "reversible": True, "layers": 2} | {
     "feed_forward": [{"type": "experts", "count": 3, "activation": "squared_relu"}, {"type": "dense"}],
     "attention": [{**ATTENTIONS["heads"], "key_value_heads": 2}, ATTENTIONS["bigbird"]],
@@ -38,22 +37,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return line.removeprefix("longstride: error: ")
 
 
-def assert_program_has_its_logits(folder: Path, format: str = "pt2") -> None:
-    """At the ends of all lengths, in several batches; to what fp32 rounds in so few layers."""
-    program, network = traced_program(folder, format).module(), load_model(folder)
-    for batch, length in ((1, 1), (2, 2), (3, 7), (1, 17), (2, 39)):
-        tokens = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(length))
-        with torch.no_grad():
-            wanted = network(F.pad(tokens, (0, 1)))[:, 1:]
-            found = program(tokens)
-        assert (found - wanted).abs().max() <= 2**-17 * wanted.abs().max()
-
-
 def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
     folder = export(tmp_path / "model", RECIPE)
-    assert_program_has_its_logits(folder)
+    program = traced_program(folder).module()
+    assert_next_logits(folder, program, *LENGTHS)
     with pytest.raises(AssertionError, match="39"):  # torch's own, of the bounds of sizes
-        traced_program(folder).module()(torch.zeros(1, 40, dtype=torch.int64))
+        program(torch.zeros(1, 40, dtype=torch.int64))
 
 
 @pytest.mark.campaign
@@ -61,13 +50,13 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
 def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
     folder = export(tmp_path / "model", EVERY[name])
     try:
-        traced_program(folder)
+        program = traced_program(folder).module()
     except ConfigError as error:
         text = json.dumps(EVERY[name])
         assert "has other shapes at other lengths; these have not: patterns, lsh, routing" in str(error)
         assert any(f'"type": "{kind}"' in text for kind in ("adaptive_span", "entmax", "moba", "synthesizer"))
     else:
-        assert_program_has_its_logits(folder)
+        assert_next_logits(folder, program, *LENGTHS)
 
 
 def test_verb_writes_a_program_that_names_no_file_of_this_machine(
