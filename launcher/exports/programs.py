@@ -8,6 +8,7 @@ Letters: B batch, n tokens at hand, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import warnings
@@ -120,8 +121,10 @@ def export_program(model: Path, output: Path, format: str, check: bool = True) -
 
 def _write_onnx(traced: ExportedProgram, path: Path) -> None:
     """By torch's own translation, without what would name files of this machine."""
-    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)  # on absent torchvision
-    with warnings.catch_warnings():
+    quiet = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what a translator tells its authors
+    with warnings.catch_warnings(), contextlib.ExitStack() as after:
+        after.callback(logging.disable, quiet)
         warnings.simplefilter("ignore")
         translated = torch.onnx.export(
             traced, dynamo=True, opset_version=OPSET, input_names=["input_ids"], output_names=["logits"], verbose=False

@@ -22,7 +22,7 @@ from tests.harness.tiny_models import assert_next_logits, random_export
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs are their own affair
 LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 63))  # batch and tokens
-RECIPE = {**LATER, "ngrams": {"orders": [2, 3], "rows": 61}, "feed_forward": {"activation": "squared_relu"}}
+RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "feed_forward": {"activation": "squared_relu"}}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.harness.runs import ROOT, files_under
 from tests.harness.tiny_models import assert_next_logits, random_export
 
 LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 39))  # batches, and tokens of contexts of 40
-RECIPE = {**LATER, "ngrams": {"orders": [2, 3], "rows": 61}, "reversible": True, "layers": 2} | {
+RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "reversible": True, "layers": 2} | {
     "feed_forward": [{"type": "experts", "count": 3, "activation": "squared_relu"}, {"type": "dense"}],
     "attention": [{**ATTENTIONS["heads"], "key_value_heads": 2}, ATTENTIONS["bigbird"]],
 }
