@@ -162,16 +162,14 @@ class Experts(nn.Module):
 
     def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """The same in a traced program, whose shapes must not depend on the choice: each expert computes all rows."""
-        biases = [
-            [None] * self.count if b is None else b.view(self.count, -1) for b in (self.expand_bias, self.contract_bias)
-        ]
         rows = h.flatten(0, 1)
         out = torch.zeros_like(rows)
-        for expert, (expand, contract) in enumerate(zip(*biases, strict=True)):
-            given = F.linear(
-                self.activation(F.linear(rows, self.expand[expert], expand)), self.contract[expert], contract
-            )
-            out = out + given * (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
+        for expert in range(self.count):
+            biases = (None if b is None else b.view(self.count, -1) for b in (self.expand_bias, self.contract_bias))
+            expand, contract = (None if bias is None else bias[expert] for bias in biases)
+            inner = self.activation(F.linear(rows, self.expand[expert], expand))
+            weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
+            out = out + F.linear(inner, self.contract[expert], contract) * weight
         return out.view(h.shape)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
