@@ -60,7 +60,7 @@ class Embedding(nn.Module):
         positions = torch.arange(own.start, own.stop, device=tokens.device)
         places = None if places is None else places[:, own]
         if self.division.size == 1:
-            start = self.start.expand(len(tokens), 1, -1)
+            start = self.start.expand(tokens.shape[0], 1, -1)
             h = torch.cat([start, self.tokens(before[:, self.reach :]) if embedded is None else embedded], dim=1)
         else:  # the start has a gradient on every process
             last = before[:, self.reach - 1 :]

@@ -62,7 +62,12 @@ class Ngrams(nn.Module):
         """The row of each order at each position, (B, n, O) int64; the arguments as for ``forward``."""
         powers, columns, odd, offsets = self._numbers_on(before.device)
         # Newest first, so that the key of order n is the sum of the first n.
-        tokens = (before + 1).unfold(1, len(powers), 1).flip(-1)
+        tokens, longest = before + 1, len(powers)
+        if torch.compiler.is_exporting():  # of any length: windows that overlap are told apart by it
+            count = tokens.shape[1] - longest + 1
+            tokens = torch.stack([tokens.narrow(1, longest - 1 - back, count) for back in range(longest)], -1)
+        else:
+            tokens = tokens.unfold(1, longest, 1).flip(-1)
         if places is not None:
             tokens = tokens.where(torch.arange(len(powers), device=before.device) < places[..., None], 0)
         keys = (tokens * powers).cumsum(-1)[..., columns]

@@ -62,7 +62,7 @@ class TiledRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-        out, scales = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide_of(x))
+        out, scales = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=wide_of(x))
         weights = weight.to(wide_of(x))
         for place, (rows,) in tiles(x, 0, scratch=1):
             scale = inverse_rms(rows.copy_(x[place]), out=scales[place], eps=eps)

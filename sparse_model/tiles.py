@@ -29,12 +29,15 @@ def tiles(x: Tensor, axis: int, scratch: int) -> Iterator[tuple[slice, list[Tens
         axis: along which.
         scratch: how many tiles of memory, in ``wide_of(x)``. It holds anything.
     """
-    count = max(1, x.shape[axis])
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        count = max(1, TILE * count // max(1, x.numel()))
     shape = list(x.shape)
-    shape[axis] = min(count, x.shape[axis])
+    whole = x.device.type != "cpu" or torch.compiler.is_compiling()  # whose sizes may be symbols, which no range takes
+    count = shape[axis] if whole else max(1, TILE * max(1, shape[axis]) // max(1, x.numel()))
+    if not whole:
+        shape[axis] = min(count, shape[axis])
     memory = [torch.empty(shape, dtype=wide_of(x), device=x.device) for _ in range(scratch)]
+    if whole:
+        yield slice(0, count), memory
+        return
     for start in range(0, x.shape[axis], count):
         place = slice(start, min(start + count, x.shape[axis]))
-        yield place, [each.narrow(axis, 0, place.stop - start) for each in memory]
+        yield place, [each.narrow(axis, 0, place.stop - place.start) for each in memory]

@@ -21,6 +21,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, Dv) and logsumexp (B, H, N) by torch's own differentiable operations, in fp32 or fp64 inside."""
+    if torch.compiler.is_exporting() and len(set(patterns)) == 1:
+        patterns = patterns[:1]  # one mask for all heads
     return _attend(q, k, v, pattern_mask(patterns, q.shape[2], q.device), scale)
 
 
@@ -31,6 +33,8 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Under a mask (H, N, N) or (B, H, N, N)."""
+    if torch.compiler.is_exporting():
+        return _exported(q, k, v, allowed, scale)
     wide = accumulator_dtype(q.dtype)
     blind = ~allowed.any(-1, keepdim=True)  # queries without keys: computed from zeros, then masked
     shared = (k.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2])  # rows that read the same head of k
@@ -43,6 +47,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> t
         lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
         out = _RowSums.apply(weights.view(*shared, k.shape[2]), v.to(wide), by_key_head)
         return out.view(*q.shape[:3], v.shape[3]).to(q.dtype), lse
+
+
+def _exported(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same as a program for other runtimes has it: plain products of any number of positions, and no autograd.
+
+    What is not finite reaches more rows there than those that read it.
+    """
+    wide = accumulator_dtype(q.dtype)
+    if k.shape[1] < q.shape[1]:
+        served = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])
+        k, v = (x.index_select(1, served) for x in (k, v))
+    blind = ~allowed.any(-1, keepdim=True)
+    scores = (q.to(wide) @ k.to(wide).mT) * scale
+    scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(blind.squeeze(-1), float("-inf"))
+    return (weights @ v.to(wide)).to(q.dtype), lse
 
 
 class _PairProducts(torch.autograd.Function):
@@ -115,4 +136,5 @@ def _without_autocast(device_type: str) -> AbstractContextManager:
 def pattern_mask(patterns: tuple[Pattern, ...], context: int, device: torch.device) -> Tensor:
     """The masks of all heads, (H, N, N) bool: [h, i, j] is True where query i of head h attends to key j."""
     position = torch.arange(context, device=device)
-    return torch.stack([pattern.mask(position[:, None], position[None, :]) for pattern in patterns])
+    masks = {pattern: pattern.mask(position[:, None], position[None, :]) for pattern in dict.fromkeys(patterns)}
+    return torch.stack([masks[pattern] for pattern in patterns])

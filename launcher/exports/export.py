@@ -8,12 +8,10 @@ model's loss on the checkpoint's probe is compared with the trainer's, with one 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
@@ -34,7 +31,10 @@ from longstride.launcher.checkpoints import (
 from longstride.launcher.config import add_trust_argument
 from longstride.launcher.data import add_step_argument
 from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_card, refresh_stub
+from longstride.launcher.exports.licenses import license_fields
+from longstride.launcher.exports.programs import FORMATS, export_program
 from longstride.launcher.exports.weight_files import parse_size, write_weights
+from longstride.launcher.exports.whole_folder import check_free, made_whole
 from longstride.launcher.models import (
     AVERAGE,
     DTYPES,
@@ -63,11 +63,13 @@ class Options:
     check: bool = True
     device: str = "cpu"  # of the check
     trusted: bool = False
+    license: str | None = None  # for the card, as ``license_fields`` takes it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; with --refresh, an exported folder")
+    what = "run folder; with --format or --refresh, an exported folder"
+    parser.add_argument("run", type=Path, metavar="RUN", help=what)
     add_step_argument(parser, "checkpoint to export")
     add_weights_argument(parser)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (default: fp32, exact)")
@@ -76,7 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-check", action="store_true", help="leave out the loss on the checkpoint's probe")
     parser.add_argument("--device", default="cpu", help="that computes the check (default: cpu)")
     add_trust_argument(parser)
+    license_help = "for the card: an identifier of Hugging Face's hub such as apache-2.0, or other:NAME"
+    parser.add_argument("--license", metavar="ID", help=license_help)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to make")
+    program = "instead, the forward pass of an exported folder for other runtimes: ONNX, or a program of torch.export"
+    parser.add_argument("--format", choices=FORMATS, help=program)
     refresh = "write an old export's file for transformers anew, and change nothing else"
     parser.add_argument("--refresh", action="store_true", help=refresh)
 
@@ -90,7 +96,16 @@ def run(arguments: argparse.Namespace) -> int:
         check=not arguments.no_check,
         device=arguments.device,
         trusted=arguments.trust_checkpoint,
+        license=arguments.license,
     )
+    if arguments.format is not None:
+        if replace(options, check=True) != Options() or arguments.step is not None or arguments.refresh:
+            rule = "takes the folder of an export, --output and --no-check, and no other option"
+            raise ConfigError(f"--format={arguments.format}: {rule}")
+        if arguments.output is None:
+            raise ConfigError("--output: must name the folder to make")
+        print(export_program(arguments.run, arguments.output, arguments.format, options.check), file=sys.stderr)
+        return 0
     if arguments.refresh:
         if options != Options() or arguments.step is not None or arguments.output is not None:
             raise ConfigError("--refresh: takes the folder of an export, and no other option")
@@ -129,8 +144,8 @@ def export(
             cannot hold, a model that computes something else than the trainer's, or an output that exists.
     """
     options = options or Options()
-    if output.exists() or output.is_symlink():
-        raise ConfigError(f"--output={output}: exists already; nothing is overwritten")
+    check_free(output)
+    licensed = {} if options.license is None else license_fields(options.license)
     device = usable_device(options.device)
     checkpoint = open_checkpoint(run_folder, step, trusted=options.trusted)
     chosen(checkpoint)
@@ -139,27 +154,14 @@ def export(
     kind, shapes = state.kind_of(options.kind), _shapes(checkpoint, state)
     needed = DTYPES[options.dtype].itemsize * sum(math.prod(shape) for shape in shapes.values())
     check_space(output, needed, f"--output={output}", "the weights take")
-    folder = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(folder, ignore_errors=True)
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    folder.mkdir(parents=True)
-    try:
-        _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options)
+    with made_whole(output) as folder:
+        _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
         checked = "probe: not checked, as --no-check asks"
         if options.check:
             exported = Exported(folder)
             if exported.fingerprint() != exported.content["fingerprint"]:
                 raise ConfigError(f"{folder}: reads otherwise than it was written: the disk is damaged")
             checked = check_losses(exported, checkpoint, state.tensor, options.kind, device)
-        flush_folder(folder)
-        folder.rename(output)
-        flush_folder(output.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # something else has come to lie there
-            for parent in missing:
-                parent.rmdir()
-        raise
     return checkpoint, checked
 
 
@@ -181,6 +183,7 @@ def _write(
     tensor: Callable[[str], Tensor],
     shapes: dict[str, torch.Size],
     options: Options,
+    licensed: dict[str, str],
 ) -> None:
     """Weights, config.json, the files for transformers and the card, each on the disk once it is written."""
     config, manifest = checkpoint.config, checkpoint.manifest
@@ -196,7 +199,7 @@ def _write(
         **hub_fields(),
         "fingerprint": fingerprint.hexdigest(),
         "origin": {
-            "run": str(run_folder.resolve()),
+            "run": run_folder.resolve().name,  # no more of a machine belongs into an export
             "step": manifest.step,
             "weights": options.kind,
             "world_size": manifest.world_size,
@@ -209,7 +212,7 @@ def _write(
     write_json(folder / file_names.CONFIG, content)
     for name, text in hub_files(config.model, data.palette is not None).items():
         write_text(folder / name, text)
-    card = model_card(run_folder, checkpoint, data, options.kind, options.dtype, fingerprint.hexdigest())
+    card = model_card(run_folder, checkpoint, data, options.kind, options.dtype, fingerprint.hexdigest(), licensed)
     write_text(folder / file_names.MODEL_CARD, card)
 
 

@@ -60,7 +60,15 @@ def refresh_stub(folder: Path) -> str:
     return f"{path}: written anew; nothing else is changed"
 
 
-def model_card(run: Path, checkpoint: Checkpoint, data_kind: ModelData, kind: str, dtype: str, fingerprint: str) -> str:
+def model_card(
+    run: Path,
+    checkpoint: Checkpoint,
+    data_kind: ModelData,
+    kind: str,
+    dtype: str,
+    fingerprint: str,
+    licensed: dict[str, str],
+) -> str:
     """The text of README.md: what is known of the run that a checkpoint is of.
 
     Args:
@@ -69,6 +77,7 @@ def model_card(run: Path, checkpoint: Checkpoint, data_kind: ModelData, kind: st
         kind: of the weights, ``TRAINED`` or ``AVERAGE``.
         dtype: of the weights, one of ``DTYPES``.
         fingerprint: of the exported model.
+        licensed: fields of its license, if there is one.
     """
     config, manifest = checkpoint.config, checkpoint.manifest
     model, modality, palette = config.model, data_kind.modality, data_kind.palette
@@ -95,11 +104,15 @@ def model_card(run: Path, checkpoint: Checkpoint, data_kind: ModelData, kind: st
             what = "the step's batch" if split == "train" else f"{line.get('tokens', 0):,} {tokens} of {split}"
             rows[f"{title} bits per {tokens[:-1]}"] = f"{bits:.4f} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
-    task = [f"pipeline_tag: {modality.hub_task}"] if modality.hub_task else []
+    front = {"library_name": "longstride", **licensed}
+    if modality.hub_task:
+        front["pipeline_tag"] = modality.hub_task
     tags = ["longstride", "sparse-transformer", "byte-level" if palette is None else "palette", modality.name]
     notes = config.notes.strip()
     lines = [
-        *("---", "library_name: longstride", *task, "tags:", *(f"- {tag}" for tag in tags), "---"),
+        "---",
+        *(f"{key}: {json.dumps(value) if key == 'license_name' else value}" for key, value in front.items()),
+        *("tags:", *(f"- {tag}" for tag in tags), "---"),
         "",
         f"# {run.resolve().name}",
         "",

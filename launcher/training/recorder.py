@@ -1,4 +1,4 @@
-"""What a training run reports: metrics.jsonl, the progress bar, and the monitors of the `deepspeed` section."""
+"""What a training run reports: metrics.jsonl and the progress bar; its lines go to DeepSpeed's monitors too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
 from longstride.launcher.output import file_names, metrics_file
+from longstride.launcher.training.monitors import Monitors
 
 _PLAIN_SECONDS = 10.0  # between progress lines where there is no terminal
 _MOST_WAITING = 100_000  # lines of some 500 bytes
@@ -34,32 +35,18 @@ class Recorder:
     """Writes on rank 0 only; on the other ranks every call does nothing. A full disk is reported and ends nothing."""
 
     def __init__(self, run: Path, engine: DeepSpeedEngine, is_first: bool, steps: int) -> None:
-        self._run, self._engine = run, engine
-        self._is_first = is_first
-        self._monitors_fail = False
+        self._run, self._is_first = run, is_first
         if is_first:
             self._lines = LineFile(run / file_names.METRICS, self.say)
             self._progress = Progress(steps, engine.global_steps, sys.stderr)
+            self._monitors = Monitors(engine, self.say)
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends one line and hands its numbers to DeepSpeed's monitors."""
         if not self._is_first:
             return
         self._lines.append(json.dumps(line), f"step {line['step']}")
-        self._monitor(line)
-
-    def _monitor(self, line: dict[str, Any]) -> None:
-        if not self._engine.monitor.enabled:
-            return
-        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
-        try:
-            self._engine.monitor.write_events(
-                [(f"{line['split']}/{key}", float(value), line["step"]) for key, value in numbers.items()]
-            )
-        except OSError as error:
-            if not self._monitors_fail:
-                self.say(f"step {line['step']}: a monitor of DeepSpeed's could not write: {error}; the run goes on")
-            self._monitors_fail = True
+        self._monitors.write(line)
 
     def advance(self, step: int, text: str) -> None:
         """Moves the bar to a step."""
@@ -85,13 +72,15 @@ class Recorder:
         copy = metrics_file.cut_metrics(self._run, step, "rewind", f"{json.dumps(line)}\n")
         self._lines.close()
         self._lines = LineFile(self._run / file_names.METRICS, self.say)
-        self._monitor(line)
+        self._monitors.write(line)
+        self._monitors.rewind(step)
         return copy
 
     def close(self) -> None:
         """Closes the file and leaves the bar as it is."""
         if self._is_first:
             self._lines.close()
+            self._monitors.close()
             with contextlib.suppress(OSError):
                 self._progress.close()
 

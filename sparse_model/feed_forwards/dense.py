@@ -94,7 +94,7 @@ class FeedForward(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """(B, N, C) to (B, N, C)."""
         plain = isinstance(self.expand, nn.Linear) and isinstance(self.contract, nn.Linear)  # and no adapters of others
-        if h.shape[:-1].numel() <= LONG_ROWS or not plain:
+        if torch.compiler.is_exporting() or h.shape[:-1].numel() <= LONG_ROWS or not plain:
             return self.contract(self.activation(self.expand(h)))
         parameters = (self.expand.weight, self.expand.bias, self.contract.weight, self.contract.bias)
         return FeedForwardInChunks.apply(h.flatten(0, -2), *parameters, self.kind, CHUNK_ROWS).view(h.shape)

@@ -102,6 +102,8 @@ class Experts(nn.Module):
     def forward(self, h: Tensor) -> Tensor | Mixed:
         """(B, N, C) to (B, N, C); in training with the auxiliary loss."""
         gates, chosen, auxiliary = self.route(h)
+        if torch.compiler.is_exporting():
+            return self._by_all_experts(h, gates, chosen)
         if h.shape[1] == 1 and chosen.numel() <= self.count and not torch.is_grad_enabled():
             return self._few_rows(h, gates, chosen)
         parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
@@ -158,6 +160,18 @@ class Experts(nn.Module):
         earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
         before, within = (each.gather(-1, chosen[..., None]) for each in (earlier, arrivals))
         return (before + within <= room).view(-1, self.config.top)
+
+    def _by_all_experts(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        """The same in a traced program, whose shapes must not depend on the choice: each expert computes all rows."""
+        rows = h.flatten(0, 1)
+        out = torch.zeros_like(rows)
+        for expert in range(self.count):
+            biases = (None if b is None else b.view(self.count, -1) for b in (self.expand_bias, self.contract_bias))
+            expand, contract = (None if bias is None else bias[expert] for bias in biases)
+            inner = self.activation(F.linear(rows, self.expand[expert], expand))
+            weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
+            out = out + F.linear(inner, self.contract[expert], contract) * weight
+        return out.view(h.shape)
 
     def _few_rows(self, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """One position of a few contexts, (B, 1, C) to (B, 1, C), without sorting them."""

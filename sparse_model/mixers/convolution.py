@@ -119,8 +119,12 @@ class ShiftedSum(torch.autograd.Function):
         for place, (rows, total) in tiles(x, 0, scratch=2):
             rows.copy_(x[place])
             torch.addcmul(rows, rows, weights[0], out=total)
-            for j in range(1, min(len(weights), x.shape[1])):
-                total[:, j:].addcmul_(_within(rows[:, :-j], places, place, j), weights[j])
+            if torch.compiler.is_exporting():  # of any length: no shape that some lengths do not have
+                for j in range(1, weight.shape[0]):
+                    total.addcmul_(F.pad(rows, (0, 0, j, 0))[:, : x.shape[1]], weights[j])
+            else:
+                for j in range(1, min(len(weights), x.shape[1])):
+                    total[:, j:].addcmul_(_within(rows[:, :-j], places, place, j), weights[j])
             out[place] = total
         return out
 

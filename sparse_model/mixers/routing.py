@@ -310,6 +310,8 @@ class Routing(ClusteredAttention):
 
     def _cut(self, x: Tensor) -> Sequence[Tensor]:
         """Rows (B, R, n, D) by runs of positions, so that their products with all centroids are never too many."""
+        if torch.compiler.is_exporting():  # whose batch and length are of any size
+            return [x.to(wide_of(x))]
         rows = max(1, MOST_PRODUCTS // (len(x) * self.routed * self.config.clusters))
         return [some.to(wide_of(x)) for some in x.split(rows, 2)]
 

@@ -15,7 +15,7 @@ import torch
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 from tests.harness.clients import client
-from tests.harness.configs import SYSTEMS, small
+from tests.harness.configs import SYSTEMS, model_json, small
 from tests.harness.tiny_models import add_hub_files, random_export
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
@@ -126,7 +126,7 @@ def test_new_weights_are_those_of_a_new_network(changes: dict[str, Any], tmp_pat
 def test_buffers_stay_in_fp32_in_a_model_of_16_bits(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = random_export(tmp_path / "model", small(**CHANGES["buffers"]))
+    folder = random_export(tmp_path / "model", **model_json(**CHANGES["buffers"]))
     add_hub_files(folder)
     buffers = dict(load_model(folder).named_buffers())
     assert buffers

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional as F
 
 from longstride.data_pipelines.modalities.wav import mulaw_encode
+from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 RATE = 8000  # Hz, of the sounds
@@ -88,10 +91,10 @@ def tiny_export(
     return folder
 
 
-def random_export(folder: Path, config: ModelConfig | None = None) -> Path:
-    """An export, of a plain model if none is named, whose every parameter is random: its bytes are anything."""
+def random_export(folder: Path, **changes: Any) -> Path:
+    """An export of a model of text whose every parameter is random: its bytes are anything."""
     torch.manual_seed(0)
-    config = config or plain_config()
+    config = plain_config(**changes)
     weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
@@ -107,3 +110,21 @@ def add_hub_files(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content | hub_fields() | {"dtype": "float32"}))
     for name, text in hub_files(ModelConfig.model_validate(content["model"])).items():
         (folder / name).write_text(text)
+
+
+def assert_next_logits(folder: Path, program: Callable[[torch.Tensor], torch.Tensor], *sizes: tuple[int, int]) -> None:
+    """That a program of tokens (B, n) gives an export's logits of what follows, as exactly as the export itself.
+
+    Of batches of these sizes, (B, n): against the export in fp64, four times the largest error of its own fp32.
+    """
+    exact, network = load_model(folder, dtype=torch.float64), load_model(folder)
+    errors, bars = [], []
+    for batch, length in sizes:
+        tokens = torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            wanted, own = (each(F.pad(tokens, (0, 1)))[:, 1:] for each in (exact, network))
+            found = program(tokens)
+        assert found.shape == wanted.shape and found.dtype == torch.float32
+        errors.append(float((found - wanted).abs().max()))
+        bars.append(4 * float((own - wanted).abs().max()))
+    assert max(errors) <= max(bars)

@@ -23,13 +23,14 @@ from longstride.launcher.checkpoints.manifest import read_checkpoint_config, rea
 from longstride.launcher.checkpoints.saved_state import SavedState
 from longstride.launcher.engine.states import TABLES as TABLES_NAME
 from longstride.launcher.exports import export as export_module
+from longstride.launcher.exports import whole_folder
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.exports.weight_files import parse_size
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.models import exported as exported_module
 from longstride.launcher.models.exported import Exported, load_model, streamed_model
 from longstride.launcher.models.tensors import DTYPES
-from tests.harness.runs import configuration, files_under, metrics, spawn
+from tests.harness.runs import ROOT, configuration, files_under, metrics, spawn
 from tests.launcher.training.test_training import RUNS, TABLES
 
 Trained = Callable[..., Path]
@@ -164,6 +165,46 @@ def test_card_has_the_runs_figures(run: Path, tmp_path: Path) -> None:
     assert str(run.parent) not in card  # a card is for others
 
 
+def test_nothing_of_an_export_names_the_machine(run: Path, tmp_path: Path) -> None:
+    export(run, None, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["origin"]["run"] == run.name
+    for path in (tmp_path / "out").iterdir():
+        content = path.read_bytes()
+        for name in (run.parent, tmp_path, ROOT):
+            assert str(name).encode() not in content, f"{path.name} has {name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("apache-2.0", ["license: apache-2.0"]),
+        ("other:My own: 1.0", ["license: other", 'license_name: "My own: 1.0"']),
+    ],
+)
+def test_card_has_the_license_that_was_asked_for(words: str, fields: list[str], run: Path, tmp_path: Path) -> None:
+    options = ["--license", words, "--no-check", "--output", str(tmp_path / "out")]
+    assert cli.main(["export", str(run), *options]) == 0
+    front = (tmp_path / "out/README.md").read_text().split("---\n", 2)[1].splitlines()
+    assert front[: len(fields) + 2] == ["library_name: longstride", *fields, "pipeline_tag: text-generation"]
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("Apache 2.0", "apache-2.0"),
+        ("CC-BY-4", "cc-by-4.0"),
+        ("other:", "other:NAME"),
+        ("other", "other:NAME"),
+        ("ours", "other:ours"),
+    ],
+)
+def test_license_that_the_hub_does_not_know_is_told(
+    words: str, nearest: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = f"must be an identifier of Hugging Face's hub, or other:NAME; nearest {nearest}"
+    assert refused(run, "--license", words, capsys=capsys) == f"--license={words}: {rule}"
+
+
 def changed(run: Path, **changes: Any) -> Checkpoint:
     """A run's newest checkpoint, whose manifest says something else."""
     checkpoint = open_checkpoint(run, None)
@@ -239,7 +280,7 @@ def test_export_that_fails_leaves_nothing(
         assert list((tmp_path / ".out.partial").iterdir())
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
 
-    monkeypatch.setattr(export_module, where, fail)
+    monkeypatch.setattr(whole_folder if where == "flush_folder" else export_module, where, fail)
     with pytest.raises(OSError, match="No space"):
         export(run, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,165 @@
+"""`longstride export MODEL --format pt2|onnx`: the forward pass of an exported model for other runtimes.
+
+The program holds weights and dense attention under masks, as the reference backend computes it: its memory and time
+grow with the square of the length. It runs without Longstride, and takes any batch and every length of the context.
+
+Letters: B batch, n tokens at hand, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.nn import functional as F
+
+from longstride.kernels import ConfigError
+from longstride.launcher.exports.whole_folder import check_free, made_whole
+from longstride.launcher.models import Exported, load_model
+from longstride.sparse_model import SparseTransformer
+
+FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx"}
+OPSET = 20  # of ONNX: the first with all that torch translates to
+# Mixers, beside attention over patterns, whose shapes follow from a length that is a symbol. The sorted lists of the
+# clusters are searched, for which ONNX has no operator.
+_TRACED = {"pt2": ("lsh", "routing"), "onnx": ()}
+_LENGTHS = (1, 2, 33, 256)  # of the contexts that a program is checked on
+_MOST_APART = 1e-4  # of the largest logit
+
+
+class NextTokens(nn.Module):
+    """The network with logits at the places where transformers has them: at place i those of the token after i."""
+
+    def __init__(self, network: SparseTransformer) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(B, n) int64, n from 1, to (B, n, V) fp32; NaN where nothing can follow, as the context is full."""
+        network = self.network
+        h = network.embedding(F.pad(input_ids, (0, 1)))
+        rows = network.through(h, [None] * len(network.blocks), 0)
+        logits: Tensor = network.logits(network.norm(rows))[:, 1:].float()
+        following = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+        # Runtimes without bounds of sizes would compute on, with positions that begin again.
+        return logits.masked_fill((following >= network.config.context)[:, None], torch.nan)
+
+
+def traced_program(folder: Path, format: str = "pt2") -> ExportedProgram:
+    """The forward pass of an exported model by `torch.export`: ``NextTokens``, in fp32 on the CPU.
+
+    Its input is ``input_ids`` (B, n) int64 for any B from 1 and any n from 1 to context - 1, its output (B, n, V) fp32.
+
+    Args:
+        folder: written by `longstride export`.
+        format: what it is for, pt2 or onnx.
+
+    Raises:
+        ConfigError: it is no export, or a model with parts that cannot be traced at every length.
+    """
+    config = Exported(folder).config
+    mixers = {str(getattr(block.mixer, "type", "patterns")) for block in config.blocks() if block.mixer is not None}
+    if wrong := sorted(mixers - {"patterns", *_TRACED[format]}):
+        also = "".join(f", {name}" for name in _TRACED[format])
+        rule = f"attention of type {wrong[0]} has other shapes at other lengths; these have not: patterns{also}"
+        raise ConfigError(f"--format={format}: {rule}")
+    network = load_model(folder, dtype=torch.float32).requires_grad_(False)
+    parts: list[Any] = [part for part in network.modules() if hasattr(part, "backend")]
+    for part in parts:
+        part.backend = "reference"
+    program = NextTokens(network)
+    example = torch.zeros(3, min(7, config.context - 1), dtype=torch.int64)
+    program(example)  # tables that are made at first use must not be made of symbols
+    sizes = {0: Dim("batch", min=1), 1: Dim("length", min=1, max=config.context - 1)}
+    with torch.no_grad():
+        traced = torch.export.export(program, (example,), dynamic_shapes={"input_ids": sizes})
+    for module in traced.graph_module.modules():
+        for node in getattr(module, "graph", torch.fx.Graph()).nodes:
+            node.meta.pop("stack_trace", None)  # names of files on this machine
+    return traced
+
+
+def export_program(model: Path, output: Path, format: str, check: bool = True) -> str:
+    """Writes the program of an exported model into a new folder; returns a line about it and its check.
+
+    Args:
+        model: written by `longstride export`.
+        output: the folder to make; it gets `model.pt2`, or `model.onnx` (weights above 2 GB beside it).
+        format: pt2 or onnx.
+        check: whether its logits are held against the model's own, where its runtime is installed.
+
+    Raises:
+        ConfigError: the model cannot be traced, a package is missing, the output exists, or logits differ by more than
+            rounding.
+    """
+    check_free(output)
+    if format == "onnx":
+        for package in ("onnx", "onnxscript"):
+            if importlib.util.find_spec(package) is None:
+                rule = f"needs the package {package}, which is not installed"
+                raise ConfigError(f'--format=onnx: {rule}; pip install "longstride[onnx]"')
+    traced = traced_program(model, format)
+    with made_whole(output) as folder:
+        path = folder / FORMATS[format]
+        _write_onnx(traced, path) if format == "onnx" else torch.export.save(traced, path)
+        checked = "not checked, as --no-check asks"
+        if check and format == "onnx" and importlib.util.find_spec("onnxruntime") is None:
+            checked = "not checked, as onnxruntime is not installed"
+        elif check:
+            checked = _checked(model, _opened(path, format))
+        size = sum(each.stat().st_size for each in folder.iterdir())
+    return f"{output / path.name}: {size:,} bytes; {checked}"
+
+
+def _write_onnx(traced: ExportedProgram, path: Path) -> None:
+    """By torch's own translation, without what would name files of this machine."""
+    quiet = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what a translator tells its authors
+    with warnings.catch_warnings(), contextlib.ExitStack() as after:
+        after.callback(logging.disable, quiet)
+        warnings.simplefilter("ignore")
+        translated = torch.onnx.export(
+            traced, dynamo=True, opset_version=OPSET, input_names=["input_ids"], output_names=["logits"], verbose=False
+        )
+    assert translated is not None
+    for node in translated.model.graph.all_nodes():
+        node.metadata_props.clear()
+    for value in (*translated.model.graph.inputs, *translated.model.graph.outputs):
+        assert value.shape is not None
+        value.shape[0], value.shape[1] = "batch", "length"
+    translated.save(path)
+
+
+def _opened(path: Path, format: str) -> Callable[[Tensor], Tensor]:
+    """A written program, as others run it."""
+    if format == "pt2":
+        module: Any = torch.export.load(path).module()
+        return lambda tokens: module(tokens)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda tokens: torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0])
+
+
+def _checked(model: Path, program: Callable[[Tensor], Tensor]) -> str:
+    """Holds a program against the model by the backend that samples; returns a line about it."""
+    network = load_model(model, dtype=torch.float32)
+    generator, apart, longest = torch.Generator().manual_seed(0), 0.0, 0
+    for batch, length in enumerate(sorted({min(n, network.config.context - 1) for n in _LENGTHS}), 1):
+        tokens = torch.randint(network.config.vocabulary, (batch, length), generator=generator)
+        with torch.no_grad():
+            wanted = network(F.pad(tokens, (0, 1)))[:, 1:]
+            found = program(tokens)
+        apart, longest = max(apart, float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1))), length
+    if not apart <= _MOST_APART:  # a nan is wrong
+        rule = f"{apart:.1e} of the largest apart where {_MOST_APART:.0e} is rounding: nothing is exported"
+        raise ConfigError(f"{model}: the program's logits and the model's are {rule}; --no-check leaves this out")
+    return f"logits up to {longest} tokens are the model's, {apart:.1e} of the largest apart"

@@ -1,0 +1,157 @@
+"""TensorBoard and W&B beside a run: what they show is what metrics.jsonl has, every number of every line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longstride.data_pipelines.building.build import build
+from tests.harness.clients import client
+from tests.harness.runs import configuration, spawn
+
+BATCH = 8  # contexts of a step
+History = dict[tuple[str, int], float]  # by name, and by the number of contexts until then
+MONITORS = {
+    "tensorboard": {"enabled": True, "output_path": "{folder}", "job_name": "board"},
+    "wandb": {"enabled": True, "project": "strides", "group": "one"},
+    "csv_monitor": {"enabled": True, "output_path": "{folder}", "job_name": "csv"},
+}
+
+
+def start(folder: Path, *arguments: str, spoil: str | None = None) -> None:
+    """Two processes that share each context, under ZeRO 2; ``spoil``: the loss that a guard finds."""
+    chosen = [
+        f"deepspeed.{name}={json.dumps(keys)}".replace("{folder}", str(folder)) for name, keys in MONITORS.items()
+    ]
+    names = ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")
+    extra = dict.fromkeys(names, str(folder)) | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    extra |= {"SPOIL": spoil} if spoil else {}
+    options = ("deepspeed=zero2_fp32", "train.sequence_parallel=2", "train.guards.non_finite=rewind", *chosen)
+    ended = spawn(["--config", str(folder / "run.json"), *options, *arguments], 2, extra)
+    assert ended.codes == [0, 0], ended.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was rewound from step 6 to 4, ended at 8, was moved back to 4 by hand, and ended again."""
+    folder = tmp_path_factory.mktemp("monitored")
+    (folder / "source").mkdir()
+    for number in range(4):
+        (folder / f"source/{number}.txt").write_text(f"a stride of {number} bytes " * 150)
+    build([folder / "source"], folder / "data", validation_fraction=0.3)
+    (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "run")))
+    start(folder, spoil="loss,1,6,6,1")
+    shutil.copy(folder / "run/metrics.jsonl", folder / "first.jsonl")
+    start(folder, "--resume", "4")
+    return folder
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def history_of(given: list[dict[str, Any]]) -> History:
+    """Every number of every line, where it has to stand."""
+    return {
+        (f"{line['split']}/{key}", BATCH * line["step"]): value
+        for line in given
+        for key, value in line.items()
+        if isinstance(value, int | float)
+    }
+
+
+def own(history: History) -> History:
+    """Without what DeepSpeed writes by itself."""
+    return {place: value for place, value in history.items() if not place[0].startswith("Train/")}
+
+
+def board(folder: Path) -> Iterator[tuple[str, int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    for name in found.Tags()["scalars"]:
+        yield from ((name, event.step, event.value) for event in found.Scalars(name))
+
+
+def offline_run(folder: Path) -> History:
+    """The history in an offline run's file, from which `wandb sync` sends it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("*.wandb")
+    history: History = {}
+    for data in logged(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for name, value in row.items():
+            if not name.startswith("_"):
+                assert (name, row["_step"]) not in history, "a row is written once"
+                history[name, row["_step"]] = value
+    return history
+
+
+def logged(data: bytes) -> Iterator[bytes]:
+    """The entries of a log as LevelDB writes it, behind 7 bytes: parts with a head each, in blocks of 32 KiB."""
+    block, head, place, parts = 32768, 7, 7, b""
+    while place < len(data):
+        if block - place % block < head:
+            place += block - place % block
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        parts += data[place + head : place + head + length]
+        place += head + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@client(
+    "tensorboard",
+    "DeepSpeed's monitor under ZeRO 2, two processes to a context; rewound and resumed on the way",
+    "every number of every line of metrics.jsonl, in fp32, at the contexts trained on; nothing twice",
+)
+def test_tensorboard_shows_what_metrics_jsonl_has(run: Path) -> None:
+    points = list(board(run / "board"))
+    found = {(name, step): value for name, step, value in points}
+    assert len(found) == len(points)
+    expected = history_of(lines(run / "run/metrics.jsonl"))
+    assert own(found) == {place: np.float32(value) for place, value in expected.items()}
+    assert {step for name, step in found if name == "Train/Samples/lr"} == set(range(BATCH, 9 * BATCH, BATCH))
+
+
+@client(
+    "wandb",
+    "DeepSpeed's monitor, offline, the same run",
+    "the same to the last bit; a rewind and a resume each begin a run, whose first row is the step after",
+)
+def test_wandb_has_what_metrics_jsonl_has(run: Path) -> None:
+    found = [offline_run(folder) for folder in sorted((run / "wandb").glob("offline-run-*"))]
+    before, first, last = (
+        lines(run / name) for name in ("run/metrics.before-rewind-1.jsonl", "first.jsonl", "run/metrics.jsonl")
+    )
+    assert before[-1]["guard"] == "rewind: the loss is nan"
+    behind = [[line for line in given if line["step"] > 4] for given in (first, last)]
+    expected = [history_of(before), *map(history_of, behind)]
+    assert sorted(map(sorted, map(own, found))) == sorted(map(sorted, expected))
+    for history in found:
+        assert own(history) in expected
+        assert {step for name, step in history if name == "Train/Samples/lr"} == {
+            step for name, step in history if name.startswith("train/")
+        }
+
+
+@pytest.mark.clients
+def test_csv_files_go_on_in_the_order_of_writing(run: Path) -> None:
+    rows = defaultdict(list)
+    for path in (run / "csv").glob("train_*.csv"):
+        rows[path.name] = [line.split(",") for line in path.read_text().splitlines()]
+    steps = [int(step) // BATCH for step, _ in rows["train_loss_nats.csv"] if step != "step"]
+    assert steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 5, 6, 7, 8]

@@ -1,0 +1,113 @@
+"""Programs of torch.export: the logits of the model at every length, and what cannot be traced."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.kernels import ConfigError
+from longstride.launcher import cli
+from longstride.launcher.exports import programs
+from longstride.launcher.exports.programs import traced_program
+from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, model_json
+from tests.harness.runs import ROOT, files_under
+from tests.harness.tiny_models import assert_next_logits, random_export
+
+LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 39))  # batches, and tokens of contexts of 40
+RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "reversible": True, "layers": 2} | {
+    "feed_forward": [{"type": "experts", "count": 3, "activation": "squared_relu"}, {"type": "dense"}],
+    "attention": [{**ATTENTIONS["heads"], "key_value_heads": 2}, ATTENTIONS["bigbird"]],
+}
+EVERY = SYSTEMS | {f"attention {name}": {"attention": each} for name, each in ATTENTIONS.items()}
+
+
+def export(folder: Path, changes: dict[str, Any]) -> Path:
+    return random_export(folder, **model_json(**changes))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    assert cli.main(["export", *map(str, words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("longstride: error: ")
+
+
+def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
+    folder = export(tmp_path / "model", RECIPE)
+    program = traced_program(folder).module()
+    assert_next_logits(folder, program, *LENGTHS)
+    with pytest.raises(AssertionError, match="39"):  # torch's own, of the bounds of sizes
+        program(torch.zeros(1, 40, dtype=torch.int64))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", EVERY)
+def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
+    folder = export(tmp_path / "model", EVERY[name])
+    try:
+        program = traced_program(folder).module()
+    except ConfigError as error:
+        text = json.dumps(EVERY[name])
+        assert "has other shapes at other lengths; these have not: patterns, lsh, routing" in str(error)
+        assert any(f'"type": "{kind}"' in text for kind in ("adaptive_span", "entmax", "moba", "synthesizer"))
+    else:
+        assert_next_logits(folder, program, *LENGTHS)
+
+
+def test_verb_writes_a_program_that_names_no_file_of_this_machine(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "made/pt2"
+    assert cli.main(["export", str(exported), "--format", "pt2", "--output", str(output)]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(f"{output}/model.pt2: ") and "logits up to 63 tokens are the model's, " in told
+    assert [path.name for path in output.parent.rglob("*")] == ["pt2", "model.pt2"]
+    with zipfile.ZipFile(output / "model.pt2") as archive:
+        everything = b"".join(archive.read(name) for name in archive.namelist())
+    for path in (ROOT, tmp_path, Path(torch.__file__).parents[1]):
+        assert str(path).encode() not in everything
+
+
+def test_what_cannot_be_is_told_in_one_line(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = export(tmp_path / "chosen", {"attention": {"type": "moba", "block": 8, "top": 2}})
+    routed = export(tmp_path / "routed", {"attention": {"type": "routing", "clusters": 4, "window": 8}})
+    before, new = files_under(tmp_path), ["--output", str(tmp_path / "new")]
+    only = "takes the folder of an export, --output and --no-check, and no other option"
+    shapes = "has other shapes at other lengths; these have not: patterns"
+    for words, told in (
+        ([exported, "--format", "onnx"], "--output: must name the folder to make"),
+        ([exported, "--format", "pt2", *new, "--dtype", "bf16"], f"--format=pt2: {only}"),
+        ([exported, "--format", "pt2", *new, "--step", "3"], f"--format=pt2: {only}"),
+        ([exported, "--format", "pt2", "--refresh"], f"--format=pt2: {only}"),
+        (
+            [exported, "--format", "pt2", "--output", exported],
+            f"--output={exported}: exists already; nothing is overwritten",
+        ),
+        ([chosen, "--format", "pt2", *new], f"--format=pt2: attention of type moba {shapes}, lsh, routing"),
+        ([tmp_path, "--format", "pt2", *new], f"{tmp_path}: has no config.json; name a folder written by"),
+    ):
+        assert refusal(capsys, *words).startswith(told)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if "onnx" in name else find(name))
+    told = f"--format=onnx: attention of type routing {shapes}"
+    assert refusal(capsys, routed, "--format", "onnx", *new) == told
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    told = '--format=onnx: needs the package onnxscript, which is not installed; pip install "longstride[onnx]"'
+    assert refusal(capsys, exported, "--format", "onnx", *new) in (told, told.replace("onnxscript", "onnx"))
+    assert files_under(tmp_path) == before
+
+
+def test_program_that_computes_otherwise_is_refused(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_opened", lambda *_: lambda tokens: torch.zeros(*tokens.shape, 256))
+    told = refusal(capsys, exported, "--format", "pt2", "--output", tmp_path / "deep/new")
+    assert told.startswith(f"{exported}: the program's logits and the model's are 1.0e+00 of the largest apart where ")
+    assert not (tmp_path / "deep").exists()
