@@ -56,6 +56,7 @@ setup(
         "audio": AUDIO,
         "serve": SERVE,
         "transformers": ["transformers>=5.23,<6"],
+        "lm_eval": ["lm_eval>=0.4.13,<0.5"],
         "clients": [
             # What `make clients` runs against, each in one version: docs/clients.md says what came of it.
             *SERVE,
@@ -73,6 +74,7 @@ setup(
             "onnx==1.23.2",
             "onnxruntime==1.32.0",
             "onnxscript==0.7.2",
+            "parameterized==0.9.0",  # transformers' own tests of models use it
         ],
         "dev": [
             *REMOTE,

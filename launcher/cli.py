@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from longstride.launcher.output import AgreedError, exit_codes, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
@@ -27,6 +27,7 @@ class Verb(NamedTuple):
     module: str
     arguments: str = "add_arguments"
     run: str = "run"
+    passes_words: bool = False  # ``run`` takes all but --help as it is: the options are another program's
 
 
 VERBS = (
@@ -40,6 +41,12 @@ VERBS = (
     Verb("evaluate", "bits per byte over a split", "evaluation.evaluate"),
     Verb("export", "a checkpoint as safetensors", "exports.export"),
     Verb("sample", "write with an exported model, or score a file", "generation"),
+    Verb(
+        "lm-eval",
+        "run lm_eval, with exports as `--model longstride`",
+        "generation.lm_eval_command",
+        passes_words=True,
+    ),
     Verb("compress", "shrink a file without loss", "compression", "add_compress_arguments", "run_compress"),
     Verb("decompress", "get it back", "compression", "add_decompress_arguments", "run_decompress"),
     Verb("serve", "an exported model behind HTTP, with a page to try it", "serving"),
@@ -93,10 +100,12 @@ def _run(words: list[str]) -> int:
         with stopped_at_once() if verb.words == "train" else nullcontext():
             mute_accelerator_warning()
             module = importlib.import_module(f"longstride.launcher.{verb.module}")
+            rest = words[len(verb.words.split()) :]
             summary = f"{verb.summary[0].upper()}{verb.summary[1:]}."
             parser = Parser(prog=f"longstride {verb.words}", description=summary)
             getattr(module, verb.arguments)(parser)
-            options = parser.parse_intermixed_args(words[len(verb.words.split()) :])
+            as_they_are = verb.passes_words and rest not in (["--help"], ["-h"])
+            options: Any = rest if as_they_are else parser.parse_intermixed_args(rest)
             try:
                 return getattr(module, verb.run)(options)
             except (OSError, ValueError) as error:

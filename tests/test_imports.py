@@ -50,6 +50,7 @@ ONLY_IN = {
     "safetensors": ["launcher"],
     "tqdm": ["launcher"],
     "transformers": ["launcher/hub"],
+    "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/lm_eval_command.py"],
     "PIL": ["data_pipelines/modalities/picture.py"],
     "soundfile": ["data_pipelines/modalities/decoder.py"],
     "soxr": ["data_pipelines/modalities/audio.py"],

@@ -35,8 +35,8 @@ def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
     if model.embedding.modality == "text" and model.vocabulary == _BYTE_VALUES and not palette:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
-            "auto_map": {"AutoTokenizer": [f"{hub_stub.MODULE}.LongstrideTokenizer", None]},
-            "model_max_length": model.context,
+            "auto_map": hub_stub.TOKENIZER_AUTO_MAP,
+            "model_max_length": model.context - 1,  # without the start, as many as another byte can follow
         }
         files["tokenizer_config.json"] = json.dumps(content, indent=2) + "\n"
     return files

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,24 @@ from longstride.kernels import ConfigError
 from longstride.launcher.output import metrics_file
 from longstride.sparse_model import SparseTransformer
 
-_MOST_POSITIONS = 1 << 16  # computed at once by default
+MOST_POSITIONS = 1 << 16  # computed at once by default
+
+
+class Piece(NamedTuple):
+    """Tokens of one context."""
+
+    owner: int  # which text they are of
+    tokens: np.ndarray  # (n,), n to N
+    scored: int  # the first that is scored; those before it are only seen
+    width: int  # how many positions they are computed in, n or more
+
+    @classmethod
+    def cut(cls, stream: np.ndarray, context: int, min_context: int = 0, owner: int = 0) -> Iterator[Piece]:
+        """A text's, (n,) tokens of any type, as an evaluation cuts packed documents: one at least."""
+        hop, width = context - min_context, min(context, len(stream))
+        yield cls(owner, stream[:context], 0, width)
+        for start in range(hop, len(stream) - min_context, hop):
+            yield cls(owner, stream[start : start + context], min_context, width)
 
 
 def likelihood(
@@ -53,15 +71,14 @@ def likelihood(
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch={batch_size}: must be at least 1")
     start = time.perf_counter()
-    device = model.embedding.start.device
-
-    def nats() -> Iterator[float]:
-        for tokens, scored in _batches(stream, context, min_context, batch_size):
-            with torch.no_grad():
-                batch = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
-            yield from batch[scored].tolist()
-
-    mean = math.fsum(nats()) / len(content)  # exact but for two roundings, as an evaluation's
+    pieces = Piece.cut(stream, context, min_context)
+    if batch_size is None:  # a small file is not padded beyond its size
+        count = 1 + max(0, -(-(len(stream) - context) // (context - min_context)))
+        batch_size = max(1, min(count, MOST_POSITIONS // context))
+    else:  # all batches have one shape, an evaluation's
+        pieces = (piece._replace(width=context) for piece in pieces)
+    nats = (nat for _, scores in piece_nats(model, pieces, batch_size) for nat in scores.tolist())
+    mean = math.fsum(nats) / len(content)  # exact but for two roundings, as an evaluation's
     if not math.isfinite(mean):
         raise FloatingPointError("logits that are no numbers")
     return {
@@ -80,19 +97,22 @@ def check_bytes(content: bytes, model: SparseTransformer) -> None:
         raise ConfigError(f"holds byte {max(content)}, and the model knows 0 to {vocabulary - 1}")
 
 
-def _batches(
-    stream: np.ndarray, context: int, min_context: int, batch_size: int | None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens (B, N) of the stream's type, 0 beyond its end, and which of them are scored, (B, N) bool."""
-    hop = context - min_context
-    count = 1 + max(0, -(-(len(stream) - context) // hop))
-    # All batches have one shape, and a small file is not padded beyond its size.
-    rows = batch_size or max(1, min(count, _MOST_POSITIONS // context))
-    width = min(context, len(stream)) if batch_size is None else context
-    for first in range(0, count, rows):
-        tokens, scored = np.zeros((rows, width), dtype=stream.dtype), np.zeros((rows, width), dtype=bool)
-        for row, number in enumerate(range(first, min(first + rows, count))):
-            piece = stream[number * hop : number * hop + context]
-            tokens[row, : len(piece)] = piece
-            scored[row, min_context if number else 0 : len(piece)] = True
-        yield tokens, scored
+def piece_nats(model: SparseTransformer, pieces: Iterable[Piece], rows: int) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Each piece with the nats of its scored tokens, in fp32; so many pieces are computed at once."""
+    device = model.embedding.start.device
+    for taken, tokens in batches(pieces, rows):
+        with torch.no_grad():
+            nats = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
+        for piece, row in zip(taken, nats, strict=False):
+            yield piece, row[piece.scored : len(piece.tokens)]
+
+
+def batches(pieces: Iterable[Piece], rows: int) -> Iterator[tuple[list[Piece], np.ndarray]]:
+    """Pieces in their sequence with their tokens, (B, N) as wide as the widest: zeros behind them, and in rows that
+    the last batch has too many."""
+    following = iter(pieces)
+    while taken := list(islice(following, rows)):
+        tokens = np.zeros((rows, max(piece.width for piece in taken)), dtype=taken[0].tokens.dtype)
+        for row, piece in zip(tokens, taken, strict=False):
+            row[: len(piece.tokens)] = piece.tokens
+        yield taken, tokens

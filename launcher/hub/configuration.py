@@ -65,8 +65,5 @@ class LongstrideConfig(PreTrainedConfig):
         """
         self.auto_map = dict(hub_stub.AUTO_MAP)
         self._auto_class = None
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        kept = Path(save_directory) / hub_stub.FILE
-        if not kept.is_file() or kept.read_text() != hub_stub.TEXT:
-            kept.write_text(hub_stub.TEXT)
+        hub_stub.write(Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub, **kwargs)

@@ -19,6 +19,7 @@ from longstride.launcher.exports.for_hubs import refresh_stub
 from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.clients import client
+from tests.harness.configs import SYSTEMS, small
 from tests.harness.runs import ROOT
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
@@ -169,26 +170,95 @@ def test_what_it_cannot_do_is_told(hub: Any) -> None:
         hub(known, use_cache=True, output_hidden_states=True)
 
 
-def test_saved_again_it_is_an_export(hub: Any, folder: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+@client(
+    "transformers",
+    "`output_hidden_states`, `inputs_embeds`, `logits_to_keep`, default `position_ids`",
+    "as transformers has them: of the start of each block, and of its last, normalised",
+)
+def test_states_and_embeddings_are_those_of_the_network(hub: Any, model: SparseTransformer) -> None:
+    known, entered = tokens(2, 30), []
+    for part in (*model.blocks, model.norm):
+        part.register_forward_hook(lambda part, given, rows: entered.append((given[0], rows)))
+    expected = rows(model, known)
+    padded = torch.cat([torch.full((2, 5), PADDING), known], 1)
+    mask = padded != PADDING
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    every = [*(given for given, _ in entered[:-1]), entered[-1][1]]
+    hub.eval()
+    with torch.no_grad():
+        for each in (hub(known, output_hidden_states=True), hub(padded, mask, positions, output_hidden_states=True)):
+            assert torch.equal(each.logits[:, -30:], expected)
+            assert len(each.hidden_states) == hub.config.num_hidden_layers + 1
+            for found, state in zip(each.hidden_states, every, strict=True):
+                assert torch.equal(found[:, -30:], state[:, 1:])
+        embedded = hub.get_input_embeddings()(padded.clamp(max=255))
+        assert torch.equal(hub(inputs_embeds=embedded, attention_mask=mask).logits[:, -30:], expected)
+        assert torch.equal(hub(inputs_embeds=embedded[:, 5:]).logits, expected)
+        # Of fewer rows, products round otherwise.
+        places, shown = torch.tensor([3, 20]), torch.zeros(2, 30, dtype=torch.bool)
+        shown[0, 3] = shown[1, 20] = True
+        for keep, kept in (
+            (2, expected[:, -2:]), (places, expected[:, places]), (places[None].expand(2, 2), expected[:, places]),
+            (shown, expected[shown]),
+        ):  # fmt: skip
+            torch.testing.assert_close(hub(known, logits_to_keep=keep).logits, kept)
+        loss, logits = hub(known, labels=known, return_dict=False)
+        assert torch.equal(logits, expected) and loss.dim() == 0
+    gradient = hub(known, output_hidden_states=True)
+    gradient.hidden_states[0].retain_grad()
+    gradient.logits.sum().backward()
+    assert gradient.hidden_states[0].grad.abs().max() > 0
 
-    hub.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
-    for model in (again, load_model(tmp_path / "again")):
-        found = model.state_dict()
-        assert found.keys() == hub.state_dict().keys()
-        assert all(torch.equal(tensor, found[name]) for name, tensor in hub.state_dict().items())
+
+@pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
+def test_every_system_is_computed_as_by_itself(changes: dict[str, Any]) -> None:
+    """Logits, states of all blocks, and gradients recomputed, of a batch padded on either side."""
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
+
+    config = small(**changes)
+    torch.manual_seed(0)
+    hub = LongstrideForCausalLM(LongstrideConfig(model=config.model_dump(mode="json"))).double().eval()
+    torch.nn.init.normal_(hub.logits.weight)
+    end = config.vocabulary + 2
+    known = torch.randint(config.vocabulary, (3, config.context - 1))
+    padded = [known, torch.cat([known[:, :9], torch.full((3, 4), end)], 1)]
+    padded += [padded[1].roll(4, 1)]
+    for batch in padded:
+        tokens_of = [row[row < config.vocabulary][None] for row in batch]
+        with torch.no_grad():
+            found = hub(batch, output_hidden_states=True)
+            states = [hub(row, output_hidden_states=True).hidden_states for row in tokens_of]
+            for number, row in enumerate(tokens_of):
+                shown = found.logits[number][batch[number] < config.vocabulary]
+                assert_rounded(shown, rows(hub.network, row)[0])
+                for state, alone in zip(found.hidden_states, states[number], strict=True):
+                    assert_rounded(state[number][batch[number] < config.vocabulary], alone[0])
+    hub.train()
+    for parameter in hub.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    hub(known, labels=known).loss.backward()
+    expected = [parameter.grad.clone() for parameter in hub.parameters()]
+    hub.zero_grad()
+    hub.activation_checkpointing_enable()
+    for parameter in hub.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    hub(known, labels=known, output_hidden_states=True).loss.backward()
+    for parameter, gradient in zip(hub.parameters(), expected, strict=True):
+        assert (parameter.grad - gradient).abs().max() <= 1e-9 * (1 + gradient.abs().max())
 
 
-def test_tokens_are_bytes(folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    text = "  hä,\n<s> ▁ €\t𝄞 don't  "
-    assert tokenizer(text).input_ids == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-    assert tokenizer.decode([0x68, 0xC3]) == "h\ufffd"
-    assert len(tokenizer) == 256
+@pytest.mark.parametrize("how", ["autocast", "half", "bfloat16"])
+def test_sixteen_bits_are_near(hub: Any, model: SparseTransformer, how: str) -> None:
+    known = tokens(2, 40)
+    expected = rows(model, known)
+    with torch.no_grad():
+        if how == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                found = hub(known).logits
+        else:
+            found = getattr(hub, how)()(known).logits
+    assert found.dtype == torch.float32
+    assert (found - expected).square().mean() ** 0.5 <= 0.02 * expected.square().mean() ** 0.5
 
 
 @pytest.fixture

@@ -88,10 +88,10 @@ def tiny_export(
     return folder
 
 
-def random_export(folder: Path) -> Path:
-    """An export of a model of text whose every parameter is random: its bytes are anything."""
+def random_export(folder: Path, config: ModelConfig | None = None) -> Path:
+    """An export, of a plain model if none is named, whose every parameter is random: its bytes are anything."""
     torch.manual_seed(0)
-    config = plain_config()
+    config = config or plain_config()
     weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")

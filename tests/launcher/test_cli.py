@@ -236,3 +236,14 @@ def test_longstride_train_refuses_before_it_starts_anything(
     assert capsys.readouterr().err == "longstride: error: --max-restarts=-1: must be at least 0\n"
     assert cli.main(["train", "--config", str(config_file), "data.path=nowhere"]) == 2
     assert capsys.readouterr().err.startswith("longstride: error: nowhere: no such folder")
+
+
+def test_lm_eval_that_is_not_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lm_eval", "lm_eval.models"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["lm-eval", "--model", "longstride", "--tasks", "wikitext"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("longstride: error: lm-eval: needs lm_eval (") and error.count("\n") == 1
+    assert error.endswith('; pip install "longstride[lm_eval]"\n')

@@ -1,0 +1,76 @@
+"""transformers' own common tests of models, on ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.harness.clients import client
+from tests.harness.runs import ROOT
+
+APPLICABLE, NOT_APPLICABLE = 38, 119
+
+
+@pytest.fixture
+def common(tmp_path: Path) -> Path:
+    """A folder with the package ``transformers_tests``, of the sources that pip fetches once an environment."""
+    package = f"transformers-{version('transformers')}"
+    kept = Path(sys.prefix) / "share" / f"{package}-tests"
+    if not kept.is_dir():
+        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
+        fetch += ["--no-binary", "transformers", "--dest", str(tmp_path), package.replace("-", "==")]
+        subprocess.run(fetch, check=True)
+        made = tmp_path / "made/transformers_tests"
+        for stub, name in {
+            "exporters/test_export": "ExportTesterMixin",
+            "generation/test_utils": "GenerationTesterMixin",
+        }.items():
+            # Which the source package leaves out.
+            (made / stub).parent.mkdir(parents=True)
+            (made / f"{stub}.py").write_text(f'class {name}:\n    """None."""\n')
+        with tarfile.open(tmp_path / f"{package}.tar.gz") as archive:
+            for name in ("test_modeling_common.py", "test_training_mixin.py"):
+                found = archive.extractfile(f"{package}/tests/{name}")
+                assert found is not None
+                (made / name).write_bytes(found.read())
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copytree(made.parent, f"{kept}.partial", dirs_exist_ok=True)
+        Path(f"{kept}.partial").rename(kept)
+    return kept
+
+
+@client(
+    "transformers",
+    "its own common tests of models",
+    f"{APPLICABLE} pass, {NOT_APPLICABLE} do not apply: tests/harness/common_models.py says why",
+)
+def test_common_tests_of_models_pass(common: Path, tmp_path: Path) -> None:
+    """In a process of its own, by another configuration: these tests have marks and warnings of their own."""
+    report = tmp_path / "report.xml"
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"),
+            *("-q", "--tb=short", "-W", "ignore", f"--junitxml={report}", str(ROOT / "tests/harness/common_models.py")),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{common}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    reasons = (ROOT / "tests/harness/common_models.py").read_text()
+    passed = 0
+    skipped = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        skip = case.find("skipped")
+        passed += skip is None
+        skipped += [] if skip is None else [(case.get("name"), skip.get("message"))]
+    assert not [each for each in skipped if each[1] not in reasons]
+    assert (passed, len(skipped)) == (APPLICABLE, NOT_APPLICABLE)

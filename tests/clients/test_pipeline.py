@@ -1,0 +1,94 @@
+"""transformers' text generation with an export's tokenizer: pipelines, stop strings, streamers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.launcher.models import load_model
+from longstride.sparse_model import generate
+from tests.harness.clients import client
+from tests.harness.tiny_models import add_hub_files, tiny_export
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+PROMPTS = ["sparse tr", "", "byte", "dense stride byte tränen "]
+OPTIONS = {"do_sample": False, "max_new_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of a model with a context of 192 that writes words, "tränen" among them."""
+    folder = tiny_export(tmp_path_factory.mktemp("words") / "model", "text", steps=200)
+    add_hub_files(folder)
+    return folder
+
+
+@pytest.fixture
+def pipe(words: Path) -> Any:
+    from transformers import pipeline
+
+    return pipeline("text-generation", str(words), trust_remote_code=True)
+
+
+def ours(folder: Path, prompt: str) -> str:
+    """`longstride sample --temperature 0 --bytes 30`, behind the prompt."""
+    known = torch.tensor([list(prompt.encode())], dtype=torch.int64)
+    sampled = generate(load_model(folder), known, 30, temperature=0)
+    return bytes(int(token) for token in sampled).decode("utf-8", "replace")
+
+
+@client("transformers", "`pipeline`, one prompt or a batch, padded, empty ones too", "`longstride sample`'s bytes")
+def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> None:
+    expected = [prompt + ours(words, prompt) for prompt in PROMPTS]
+    alone = [pipe(prompt, **OPTIONS)[0]["generated_text"] for prompt in PROMPTS]
+    assert alone == expected
+    pipe.tokenizer.add_bos_token = True  # transformers cannot pad what has no token at all
+    batched = [found["generated_text"] for (found,) in pipe(PROMPTS, batch_size=3, **OPTIONS)]
+    assert batched == expected
+    (new,) = pipe(PROMPTS[0], return_full_text=False, **OPTIONS)
+    assert new["generated_text"] == expected[0].removeprefix(PROMPTS[0])
+
+
+@client("transformers", "`stop_strings` of any characters", "generation ends behind the string's last byte")
+@pytest.mark.parametrize("stop", ["ä", "n", "en s", "än"])
+def test_stop_strings_are_bytes(words: Path, pipe: Any, stop: str) -> None:
+    whole = ours(words, "sparse tr")
+    assert stop in whole
+    (found,) = pipe("sparse tr", stop_sequence=stop, return_full_text=False, **OPTIONS)
+    assert found["generated_text"] == whole.partition(stop)[0] + stop
+
+
+def test_rows_that_have_stopped_are_padded(words: Path, pipe: Any) -> None:
+    batch, tokenizer = PROMPTS[::2], pipe.tokenizer
+    inputs = tokenizer(batch, padding=True, return_tensors="pt")
+    rows = pipe.model.generate(**inputs, stop_strings=["ä", "。"], tokenizer=tokenizer, **OPTIONS)
+    expected = [
+        prompt + (whole.partition("ä")[0] + "ä" if "ä" in (whole := ours(words, prompt)) else whole) for prompt in batch
+    ]
+    assert tokenizer.decode(rows, skip_special_tokens=True) == expected
+    assert rows[0, -1] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("stop", ["é", "。", "🙂", "x🙂", ">", "\n"])
+def test_stop_strings_are_found_at_the_end_alone(pipe: Any, stop: str) -> None:
+    """By transformers' own criterion, which makes a table of the tokenizer's tokens."""
+    from transformers import StopStringCriteria
+
+    criterion, last = StopStringCriteria(pipe.tokenizer, [stop]), stop.encode()
+    rows = [b"any x" + last, b"x" + last[:-1], last + b" ", last[:-1] + bytes([last[-1] ^ 1]), b"\xff\xc3" + last]
+    batch = pipe.tokenizer.pad({"input_ids": [list(row) for row in rows]}, return_tensors="pt").input_ids
+    expected = [row.endswith(last) for row in rows]
+    assert criterion(batch, None).tolist() == expected
+
+
+def test_streamed_text_is_the_whole(words: Path, pipe: Any) -> None:
+    from transformers import TextIteratorStreamer
+
+    streamer = TextIteratorStreamer(pipe.tokenizer, skip_prompt=True)
+    inputs = pipe.tokenizer("sparse tr", return_tensors="pt")
+    pipe.model.generate(**inputs, streamer=streamer, **OPTIONS)
+    pieces = list(streamer)
+    assert "".join(pieces) == ours(words, "sparse tr") and len(pieces) > 5

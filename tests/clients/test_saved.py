@@ -1,0 +1,167 @@
+"""What ``save_pretrained`` of transformers writes, and what stands where weights were not loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstride.launcher.models import Exported, load_model
+from longstride.sparse_model import SparseTransformer
+from tests.harness.clients import client
+from tests.harness.configs import SYSTEMS, small
+from tests.harness.tiny_models import add_hub_files, random_export
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
+
+
+def told_of_a_run(folder: Path) -> str:
+    """Gives an export a fingerprint and an origin; returns the first."""
+    path, fingerprint = folder / "config.json", Exported(folder).fingerprint()
+    told = {"fingerprint": fingerprint, "origin": {"run": "mine", "step": 3}, "data": {"modality": "text"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    return fingerprint
+
+
+@pytest.fixture(params=["by its stub", "registered"])
+def hub(request: pytest.FixtureRequest, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    told_of_a_run(folder)
+    if request.param == "registered":
+        return LongstrideForCausalLM.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+@client(
+    "transformers",
+    "`save_pretrained` after training",
+    "an export: the fingerprint of its weights, without the old run and step; split by `max_shard_size` too",
+)
+@pytest.mark.parametrize("split", ["50GB", "20KB"])
+def test_what_is_saved_is_an_export(hub: Any, folder: Path, tmp_path: Path, split: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    loaded = dict(vars(hub.config))
+    hub.save_pretrained(tmp_path / "same")
+    same = json.loads((tmp_path / "same/config.json").read_text())
+    assert [same[name] for name in ("fingerprint", "origin")] == [loaded[name] for name in ("fingerprint", "origin")]
+    with torch.no_grad():
+        hub.embedding.start.add_(1)
+    hub.save_pretrained(tmp_path / "again", max_shard_size=split)
+    exported = Exported(tmp_path / "again")
+    assert exported.content["fingerprint"] == exported.fingerprint() != loaded["fingerprint"]
+    assert "origin" not in exported.content and exported.content["data"] == {"modality": "text"}
+    assert (tmp_path / "again" / "modeling_longstride.py").read_text() == (
+        folder / "modeling_longstride.py"
+    ).read_text()
+    assert not [path.name for path in (tmp_path / "again").glob("*.py") if path.name != "modeling_longstride.py"]
+    for model in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True),
+        load_model(tmp_path / "again"),
+    ):
+        found = model.state_dict()
+        assert found.keys() == hub.state_dict().keys()
+        assert all(torch.equal(tensor, found[name]) for name, tensor in hub.state_dict().items())
+
+
+@client("transformers", "what it saved, without Longstride installed", "refused: this model needs Longstride")
+def test_a_missing_longstride_is_told_as_by_an_export(hub: Any, tmp_path: Path) -> None:
+    hub.save_pretrained(tmp_path / "again")
+    script = (
+        "import sys\nsys.modules['longstride'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'again')!r}, trust_remote_code=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], env=dict(os.environ), capture_output=True, text=True)
+    assert ended.returncode and "ImportError: this model needs Longstride" in ended.stderr
+    assert "pip install" not in ended.stderr
+
+
+def configured(**changes: Any) -> Any:
+    from longstride.launcher.hub import LongstrideConfig
+
+    return LongstrideConfig(model=small(**changes).model_dump(mode="json"))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "buffers": {"attention": {"type": "routing", "clusters": 4, "window": 5}},
+    "experts": next(changes for changes in SYSTEMS.values() if "experts" in str(changes)),
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_new_weights_are_those_of_a_new_network(changes: dict[str, Any], tmp_path: Path) -> None:
+    """All of them where none is loaded, and those of a network alone that a file leaves out."""
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    config = configured(**changes)
+    torch.manual_seed(1)
+    expected = SparseTransformer(small(**changes)).state_dict()
+    torch.manual_seed(1)
+    made = LongstrideForCausalLM(config)
+    assert made.state_dict().keys() == expected.keys()
+    assert all(torch.equal(made.state_dict()[name], tensor) for name, tensor in expected.items())
+    assert not made._first_values
+    left_out = [name for name in expected if "blocks.0" in name]
+    with torch.no_grad():
+        for tensor in [*made.parameters(), *made.buffers()]:
+            tensor.copy_(torch.randn_like(tensor))
+    known = {name: tensor for name, tensor in made.state_dict().items() if name not in left_out}
+    torch.manual_seed(1)
+    found = LongstrideForCausalLM.from_pretrained(None, config=config, state_dict=known).state_dict()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name] if name in left_out else known[name]), name
+
+
+def test_buffers_stay_in_fp32_in_a_model_of_16_bits(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = random_export(tmp_path / "model", small(**CHANGES["buffers"]))
+    add_hub_files(folder)
+    buffers = dict(load_model(folder).named_buffers())
+    assert buffers
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    cast = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).bfloat16()
+    for model in (loaded, cast):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert all(torch.equal(model.get_buffer(name), tensor) for name, tensor in buffers.items())
+    cast.save_pretrained(tmp_path / "again")
+    assert load_model(tmp_path / "again").embedding.start.dtype == torch.bfloat16
+    known = torch.arange(20)[None]
+    expected = load_model(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(loaded(known[:, :-1]).logits, expected(known)[:, 1:].float())
+
+
+@client("transformers", "`resize_token_embeddings(len(tokenizer))`", "nothing changes: special tokens need no weights")
+def test_embeddings_are_wide_enough_for_the_tokenizer(hub: Any) -> None:
+    for number in (None, 256, 259):
+        assert hub.resize_token_embeddings(number) is hub.get_input_embeddings()
+    for number, rounded in ((300, None), (255, None), (256, 100)):
+        with pytest.raises(
+            ValueError, match=r"^new_num_tokens=\d+: this model has 256 tokens, and no weights for the 3"
+        ):
+            hub.resize_token_embeddings(number, pad_to_multiple_of=rounded)
+    embedding = torch.nn.Embedding.from_pretrained(hub.get_input_embeddings().weight.flip(0))
+    output = torch.nn.Linear(32, 256, bias=False)
+    known = torch.arange(30)[None]
+    with torch.no_grad():
+        hub.set_input_embeddings(embedding)
+        mirrored = hub(255 - known).logits
+        hub.set_output_embeddings(output)
+        assert torch.equal(
+            hub(255 - known, output_hidden_states=True).hidden_states[-1] @ output.weight.T, hub(255 - known).logits
+        )
+        from longstride.launcher.hub import LongstrideForCausalLM
+
+        assert torch.equal(mirrored, LongstrideForCausalLM.from_pretrained(hub.name_or_path)(known).logits)

@@ -1,0 +1,236 @@
+"""An export under transformers' Trainer: what it trains, evaluates, saves and resumes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longstride.launcher.models import Exported, load_model
+from tests.harness.clients import client
+from tests.harness.configs import SYSTEMS, small
+from tests.harness.runs import ROOT, free_port
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]  # its own warnings are its own affair
+
+PADDING = 258
+ROUNDING = 2.0**-23  # of fp32
+
+
+def texts() -> list[dict[str, Tensor]]:
+    """Sixteen of unequal lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 60, (16,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(256, (length,), generator=generator)} for length in lengths]
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch as transformers' collators make it."""
+    tokens = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], True, PADDING)
+    return {
+        "input_ids": tokens,
+        "attention_mask": (tokens != PADDING).long(),
+        "labels": tokens.where(tokens < 256, -100),
+    }
+
+
+def trainer(folder: Path, output: Path, batch: int = 4, accumulated: int = 1, **options: Any) -> Any:
+    """Of an export, over ``texts``: three steps of plain gradient descent, unless options say otherwise."""
+    from transformers import Trainer, TrainingArguments
+
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    settings: dict[str, Any] = {
+        "max_steps": 3, "learning_rate": 0.01, "lr_scheduler_type": "constant", "optim": "sgd", "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0,
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **options,
+    }  # fmt: skip
+    model = LongstrideForCausalLM.from_pretrained(folder)
+    arguments = TrainingArguments(output_dir=str(output), **settings)
+    return Trainer(model=model, args=arguments, train_dataset=texts(), eval_dataset=texts()[:4], data_collator=padded)
+
+
+def losses(trained: Any) -> list[float]:
+    return [line["loss"] for line in trained.state.log_history if "loss" in line]
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest between parameters, as a share of the largest."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
+
+
+@client(
+    "transformers",
+    "Trainer, 4 batches of 1 accumulated, texts of unequal lengths",
+    "losses and weights of one batch of 4, to rounding",
+)
+def test_accumulated_gradients_are_those_of_one_batch(folder: Path, tmp_path: Path) -> None:
+    whole, parts = trainer(folder, tmp_path, 4, 1), trainer(folder, tmp_path, 1, 4)
+    for each in (whole, parts):
+        each.train()
+    assert losses(parts) == pytest.approx(losses(whole), rel=8 * ROUNDING)
+    # Sums in another order, through three steps.
+    assert 0 < difference(parts.model, whole.model) <= 64 * ROUNDING
+    assert difference(whole.model, load_model(folder)) > 1e-4
+
+
+@client(
+    "transformers",
+    "Trainer's `evaluate`",
+    "eval_loss is that of `longstride evaluate` without the first byte of a text",
+)
+def test_evaluation_is_ours(folder: Path, tmp_path: Path) -> None:
+    found = trainer(folder, tmp_path, per_device_eval_batch_size=4).evaluate()["eval_loss"]
+    model, nats = load_model(folder), []
+    with torch.no_grad():
+        for row in texts()[:4]:
+            nats.append(model(row["input_ids"][None], return_nats=True)[0, 1:])
+    assert found == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
+
+
+@client("transformers", "Trainer, resumed from its checkpoint", "the weights of one that went on, bit for bit")
+def test_a_resumed_training_is_one_that_went_on(folder: Path, tmp_path: Path) -> None:
+    options = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
+    straight = trainer(folder, tmp_path / "run", **options)
+    straight.train()
+    resumed = trainer(folder, tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert difference(resumed.model, straight.model) == 0
+    saved = Exported(tmp_path / "run/checkpoint-2")
+    assert saved.fingerprint() == saved.content["fingerprint"]
+
+
+@client(
+    "transformers", "Trainer's `label_smoothing_factor`", "torch's label smoothing of our logits, full contexts too"
+)
+def test_smoothed_labels_stand_behind_their_logits(folder: Path, tmp_path: Path) -> None:
+    rows = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
+    smoothed = trainer(folder, tmp_path, label_smoothing_factor=0.1)
+    batch = {"input_ids": rows, "labels": rows.clone()}
+    loss = smoothed.compute_loss(smoothed.model.train(), dict(batch), num_items_in_batch=torch.tensor(2 * 63))
+    loss.backward()
+    with torch.no_grad():
+        logits = load_model(folder)(rows)[:, 1:]
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), label_smoothing=0.1)
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=8 * ROUNDING)
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in smoothed.model.parameters())
+
+
+@client("transformers", "Trainer with `bf16`", "the losses of fp32 within 1%, and weights in fp32")
+def test_autocast_trains(folder: Path, tmp_path: Path) -> None:
+    exact, cast = trainer(folder, tmp_path), trainer(folder, tmp_path, bf16=True)
+    for each in (exact, cast):
+        each.train()
+    assert losses(cast) == pytest.approx(losses(exact), rel=0.01)
+    assert losses(cast) != losses(exact)
+    assert {parameter.dtype for parameter in cast.model.parameters()} == {torch.float32}
+
+
+def saved_bytes(model: Any, rows: Tensor) -> int:
+    """What the forward pass of a loss keeps for the backward pass, of activations."""
+    weights, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(rows, labels=rows).loss
+    loss.backward()
+    return sum(kept.values())
+
+
+@client(
+    "transformers",
+    "`gradient_checkpointing_enable`, 8 layers",
+    "equal gradients bit for bit, and less than a third of the kept activations",
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_gradients_are_equal(reentrant: bool) -> None:
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
+
+    torch.manual_seed(0)
+    model = LongstrideForCausalLM(LongstrideConfig(model=small(layers=8, dropout=0.1).model_dump(mode="json")))
+    torch.nn.init.normal_(model.logits.weight)
+    rows, found, kept = torch.randint(256, (2, model.config.max_position_embeddings)), [], []
+    for every in (0, 1, 4):
+        if every:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=every)
+        model.train().zero_grad()
+        torch.manual_seed(1)
+        kept.append(saved_bytes(model, rows))
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert kept[1] < kept[0] / 3 and kept[1] < kept[2] < kept[0]
+
+
+def test_auxiliary_losses_count_once() -> None:
+    """Those of a step's parts add up to those of the step, as far as each part's is one of its own rows."""
+    from longstride.launcher.hub import LongstrideConfig, LongstrideForCausalLM
+
+    changes = next(changes for changes in SYSTEMS.values() if "experts" in str(changes))
+    torch.manual_seed(0)
+    model = LongstrideForCausalLM(LongstrideConfig(model=small(**changes).model_dump(mode="json"))).train()
+    row = torch.randint(256, (1, 20))
+    alone = model(row, labels=row).loss
+    assert alone > model.eval()(row, labels=row).loss
+    model.train()
+    share = model(row, labels=row, num_items_in_batch=torch.tensor(3 * 19)).loss
+    torch.testing.assert_close(3 * share, alone)
+
+
+def test_labels_of_tokens_that_no_model_predicts(folder: Path) -> None:
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    model = LongstrideForCausalLM.from_pretrained(folder)
+    rows = padded(texts()[:3])
+    expected = model(**rows).loss
+    specials = rows | {"labels": rows["input_ids"]}
+    torch.testing.assert_close(model(**specials).loss, expected)
+    with pytest.raises(
+        ValueError, match=r"^labels: 258: no model predicts it, and num_items_in_batch counts it; give -100"
+    ):
+        model(**specials, num_items_in_batch=60)
+    shifted = torch.nn.functional.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
+    found = model(rows["input_ids"], shift_labels=shifted).loss
+    torch.testing.assert_close(found, expected)
+
+
+@client(
+    "transformers",
+    "Trainer under DeepSpeed's ZeRO 3, loaded and new weights, 1 and 2 processes",
+    "the weights of ZeRO 0, to rounding",
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_zero_three_trains_as_zero_zero(folder: Path, tmp_path: Path, processes: int) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(processes), "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    script = [sys.executable, str(ROOT / "tests/harness/processes/hub_training.py"), str(folder), str(tmp_path)]
+    ranks = [
+        subprocess.Popen(
+            script,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    told = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), told[-1][-3000:]
+    before = load_file(folder / "model.safetensors")
+    for weights in ("loaded", "new"):
+        one, other = (load_file(tmp_path / f"{weights}-{stage}/model.safetensors") for stage in "03")
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in other.items())
+        for name, tensor in one.items():
+            assert (other[name] - tensor).abs().max() <= 64 * ROUNDING * max(float(tensor.abs().max()), 1.0), name
