@@ -154,7 +154,7 @@ def test_lm_eval_scores_by_the_server(tmp_path: Path) -> None:
     with served(export) as url:
         harness = get_model("local-completions")(
             model="model", base_url=f"{url}v1/completions", tokenizer=str(export), trust_remote_code=True,
-            tokenizer_backend="huggingface", custom_prefix_token_id=256, max_length=context,
+            tokenizer_backend="huggingface", max_length=context,
         )  # fmt: skip
         (found,) = harness.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
         until = {"until": ["e"], "max_gen_toks": 40, "temperature": 0}

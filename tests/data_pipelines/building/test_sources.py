@@ -153,6 +153,7 @@ def test_records_by_two_ranks_and_after_a_change(tmp_path):
         build([source], tmp_path / "changed", progress=grow, **arguments)
 
 
+TWICE = gzip.compress(gzip.compress(b"x", mtime=0), mtime=0)
 PARQUET = RECORDS["string.parquet"]
 
 
@@ -165,7 +166,7 @@ PARQUET = RECORDS["string.parquet"]
         ("x.parquet", PARQUET[:-9], {"field": "text"}, r": is a Parquet file that is damaged or cut short \("),
         ("x.zip", "zip", {}, r": is a zip archive, and no text; unpack it first, such as with `unzip FILE`, or take"),
         ("x.tgz", "tgz", {}, r": is compressed by gzip, and what it holds is a tar archive; unpack it"),
-        ("x.gz", gzip.compress(gzip.compress(b"x", mtime=0), mtime=0), {}, r": is compressed by gzip, and what it holds is compressed"),
+        ("x.gz", TWICE, {}, r": is compressed by gzip, and what it holds is compressed"),
         ("x.txt", b"%PDF-1.7\n", {}, r": is a PDF file, and no text; leave it out, such as by --exclude, or take"),
         ("x.gz", COMPRESS[".gz"](TEXTS["0.txt"])[:-5], {}, r": is compressed by gzip, and damaged or cut short \("),
         ("x.jsonl", PARQUET[4:], {"field": "text"}, r":1: is no JSON \(.+\); --field reads Parquet and JSON Lines"),
