@@ -43,6 +43,7 @@ from longstride.data_pipelines.shards.manifest import DataManifest, SplitRecord
 from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.data_pipelines.shards.verify import check_split
 
+ASCII = bytes(byte & 127 for byte in range(256))  # WebDataset finds texts under "txt", and other bytes under "bin"
 CONTEXT = 12_288
 BATCH = 8
 # Document bytes by name of a set; a set is cut off at the size that is asked for.
@@ -124,7 +125,7 @@ def make_set(kind: str, folder: Path, size: int) -> Path:
     source.mkdir()
     for number in itertools.count():
         length = SETS[kind](generator)
-        (source / f"{number}.txt").write_bytes(generator.randbytes(length))
+        (source / f"{number}.txt").write_bytes(generator.randbytes(length).translate(ASCII))
         size -= length
         if size <= 0:
             break
