@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
@@ -28,6 +29,7 @@ from longstride.launcher.models import DTYPES, Fingerprint
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _LEFT_OUT = -100  # as a label: of no loss
+_logger = logging.get_logger(__name__)
 
 
 class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
@@ -286,8 +288,8 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         vocabulary = logits.shape[-1]
         special = shift_labels >= vocabulary
         if items is not None and bool(special.any()):
-            rule = "no model predicts it, and num_items_in_batch counts it; give -100 in its place"
-            raise ValueError(f"labels: {int(shift_labels[special][0])}: {rule}")
+            rule = "num_items_in_batch counts it, and no model predicts it, so that this loss is too small by its share"
+            _logger.warning_once(f"labels: {int(shift_labels[special][0])}: {rule}; give -100, or pad on the right")
         targets = shift_labels.masked_fill(special, _LEFT_OUT).flatten().to(logits.device)
         if items is None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets)

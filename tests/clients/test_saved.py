@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -165,3 +166,30 @@ def test_embeddings_are_wide_enough_for_the_tokenizer(hub: Any) -> None:
         from longstride.launcher.hub import LongstrideForCausalLM
 
         assert torch.equal(mirrored, LongstrideForCausalLM.from_pretrained(hub.name_or_path)(known).logits)
+
+
+@client("accelerate", "`device_map` with blocks on the disk; `copy.deepcopy`", "equal logits and samples, bit for bit")
+def test_offloaded_blocks_and_copies_compute_the_same(tmp_path: Path) -> None:
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    folder = random_export(tmp_path / "model", small(layers=3))
+    add_hub_files(folder)
+    model, known = LongstrideForCausalLM.from_pretrained(folder), torch.randint(256, (2, 20))
+    places = {
+        "embedding": "cpu",
+        "blocks.0": "cpu",
+        "blocks.1": "disk",
+        "blocks.2": "disk",
+        "norm": "cpu",
+        "logits": "cpu",
+    }
+    offloaded = LongstrideForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path / "disk")
+    assert offloaded.blocks[1].attention.query_key_value.weight.is_meta
+    with torch.no_grad():
+        copied, expected = copy.deepcopy(model), model(known).logits
+        copied.logits.weight.zero_()
+        assert not copied(known).logits.any()
+        assert torch.equal(model(known).logits, expected)
+        assert torch.equal(offloaded(known).logits, expected)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(offloaded.generate(known, **options), model.generate(known, **options))

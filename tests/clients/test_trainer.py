@@ -134,6 +134,24 @@ def test_autocast_trains(folder: Path, tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in cast.model.parameters()} == {torch.float32}
 
 
+@client("transformers", "DataCollatorForLanguageModeling, texts of unequal lengths", "padding on the left of no loss")
+def test_collated_texts_train(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, add_bos_token=True)
+    rows = [tokenizer(text) for text in ("a stride", "a stride of bytes", "bytes", "ä") * 4]
+    trained = trainer(folder, tmp_path)
+    trained.train_dataset, trained.data_collator = rows, DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    model, nats = load_model(folder), []
+    with torch.no_grad():
+        for row in rows[:4]:
+            nats.append(model(torch.tensor([row["input_ids"][1:]]), return_nats=True)[0])
+    found = trained.model(**trained.data_collator(rows[:4])).loss
+    assert float(found.detach()) == pytest.approx(float(torch.cat(nats).mean()), rel=8 * ROUNDING)
+    trained.train()
+    assert all(bool(parameter.isfinite().all()) for parameter in trained.model.parameters())
+
+
 def saved_bytes(model: Any, rows: Tensor) -> int:
     """What the forward pass of a loss keeps for the backward pass, of activations."""
     weights, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
@@ -189,7 +207,7 @@ def test_auxiliary_losses_count_once() -> None:
     torch.testing.assert_close(3 * share, alone)
 
 
-def test_labels_of_tokens_that_no_model_predicts(folder: Path) -> None:
+def test_labels_of_tokens_that_no_model_predicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from longstride.launcher.hub import LongstrideForCausalLM
 
     model = LongstrideForCausalLM.from_pretrained(folder)
@@ -197,10 +215,13 @@ def test_labels_of_tokens_that_no_model_predicts(folder: Path) -> None:
     expected = model(**rows).loss
     specials = rows | {"labels": rows["input_ids"]}
     torch.testing.assert_close(model(**specials).loss, expected)
-    with pytest.raises(
-        ValueError, match=r"^labels: 258: no model predicts it, and num_items_in_batch counts it; give -100"
-    ):
-        model(**specials, num_items_in_batch=60)
+    warned: list[str] = []
+    monkeypatch.setattr("longstride.launcher.hub.model._logger.warning_once", warned.append)
+    counted = int((rows["labels"][:, 1:] != -100).sum())
+    torch.testing.assert_close(model(**rows, num_items_in_batch=counted).loss, expected)
+    assert not warned
+    torch.testing.assert_close(model(**specials, num_items_in_batch=2 * counted).loss, expected / 2)
+    assert warned[0].startswith("labels: 258: num_items_in_batch counts it, and no model predicts it")
     shifted = torch.nn.functional.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
     found = model(rows["input_ids"], shift_labels=shifted).loss
     torch.testing.assert_close(found, expected)
