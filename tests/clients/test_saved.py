@@ -172,7 +172,7 @@ def test_embeddings_are_wide_enough_for_the_tokenizer(hub: Any) -> None:
 def test_offloaded_blocks_and_copies_compute_the_same(tmp_path: Path) -> None:
     from longstride.launcher.hub import LongstrideForCausalLM
 
-    folder = random_export(tmp_path / "model", small(layers=3))
+    folder = random_export(tmp_path / "model", **model_json())
     add_hub_files(folder)
     model, known = LongstrideForCausalLM.from_pretrained(folder), torch.randint(256, (2, 20))
     places = {
