@@ -50,9 +50,9 @@ def opened(h: Tensor) -> Tensor:
     return torch.stack([rows, rows])
 
 
-def closed(streams: Tensor, like: Tensor) -> Tensor:
-    """What leaves the last block, (B, N, C), of streams (2, B, N, C); in the type of ``like``."""
-    return streams.mean(0).to(like.dtype)
+def closed(streams: Tensor, dtype: torch.dtype) -> Tensor:
+    """What leaves the last block, (B, N, C) of that type, of streams (2, B, N, C)."""
+    return streams.mean(0).to(dtype)
 
 
 class RandomStates(NamedTuple):
@@ -91,7 +91,7 @@ class Reversible(torch.autograd.Function):
         ctx.blocks, ctx.more, ctx.starts, ctx.dtype = blocks, more, starts, h.dtype
         ctx.mark_non_differentiable(*stream.statistics)
         ctx.set_materialize_grads(False)
-        return closed(stream.rows, h), stream.auxiliary, *stream.statistics
+        return closed(stream.rows, h.dtype), stream.auxiliary, *stream.statistics
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Any, ...]:

@@ -153,8 +153,9 @@ class SparseTransformer(nn.Module):
         if self.config.reversible and recompute is None and torch.is_grad_enabled():
             rows, auxiliary, *statistics = Reversible.apply(h, self.blocks, more)
             return Mixed(rows, auxiliary, tuple(statistics)), 0
-        columns = 0
+        columns, dtype = 0, h.dtype
         stream = Mixed(opened(h) if self.config.reversible else h)
+        del h  # the blocks' inputs may be on the host, and then nothing else needs it
         for block, rest in zip(self.blocks, more, strict=True):
             wanted = rest[3] if len(rest) > 3 else 0
             rows, columns = self.division.divided_anew(stream.rows, columns, wanted), wanted
@@ -162,7 +163,7 @@ class SparseTransformer(nn.Module):
             # Torch's recomputation makes a plain tuple of it.
             stream = joined(stream, Mixed(*given) if isinstance(given, tuple) else given)
         if self.config.reversible:
-            stream = stream._replace(rows=closed(stream.rows, h))
+            stream = stream._replace(rows=closed(stream.rows, dtype))
         return stream, columns
 
     def beside(self, context: int, places: Tensor | None = None) -> list[tuple[Any, ...]]:
@@ -235,7 +236,7 @@ class SparseTransformer(nn.Module):
         for block, state in zip(self.blocks, states, strict=True):
             given = block(rows, state, first)
             rows = given.rows if isinstance(given, Mixed) else given
-        return closed(rows, h) if self.config.reversible else rows
+        return closed(rows, h.dtype) if self.config.reversible else rows
 
 
 class ResidualBlock(nn.Module):
