@@ -121,7 +121,10 @@ class SessionGenerationMixin(GenerationMixin):
             more = f"give max_new_tokens={room} at most" if room > 0 else "give a shorter prompt"
             rule = f"{held} tokens and {wanted} new ones exceed the model's context of {context}; {more}"
             raise ValueError(f"{name}={getattr(generation_config, name)}: {rule}")
-        if cache is None and generation_config.use_cache is not False and not self.training:
+        if getattr(self.prepare_inputs_for_generation, "__self__", self) is not self:
+            # PEFT's: it puts embeddings of no token before the first step, but not where it finds a cache like this.
+            generation_config.use_cache = False
+        elif cache is None and generation_config.use_cache is not False and not self.training:
             model_kwargs["past_key_values"] = SessionCache(self.network)
 
     def _get_logits_processor(self, generation_config: GenerationConfig, **given: Any) -> LogitsProcessorList:

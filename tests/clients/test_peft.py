@@ -107,7 +107,7 @@ def test_recomputed_gradients_reach_adapters(folder: Path, reentrant: bool) -> N
 @client(
     "peft",
     "prompt tuning; prefix tuning",
-    "trains by embeddings; refused: the model keeps a session, no keys and values",
+    "trains by embeddings, and generates without a cache; refused: the model keeps a session, no keys and values",
 )
 def test_prompts_are_tuned(folder: Path) -> None:
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -116,6 +116,19 @@ def test_prompts_are_tuned(folder: Path) -> None:
     model = get_peft_model(loaded(folder).float(), PromptTuningConfig(task_type="CAUSAL_LM", **sizes))
     model(input_ids=tokens(), labels=tokens()).loss.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters() if parameter.requires_grad)
+    known = tokens()[:, :20]
+    for use_cache in (True, False):
+        found = model.eval().generate(
+            input_ids=known,
+            max_new_tokens=6,
+            do_sample=False,
+            use_cache=use_cache,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        with torch.no_grad():
+            wanted = model(input_ids=found.sequences[:, :-1]).logits[:, -6:]
+        torch.testing.assert_close(torch.stack(found.logits, 1), wanted)  # behind what was tuned
     model = get_peft_model(loaded(folder).float(), PrefixTuningConfig(task_type="CAUSAL_LM", **sizes))
     with pytest.raises(ValueError, match=r"^past_key_values: a DynamicCache: this model keeps a session; leave it out"):
         model(input_ids=tokens(), labels=tokens())
