@@ -101,7 +101,7 @@ class SessionCache:
             raise ValueError(f"input_ids: {batch} contexts: {rule}")
         mask = None if mask is None else self._of_new(mask, count)
         specials = Specials.of(self._network.config.vocabulary)
-        unusual = tokens >= specials.start
+        unusual = (tokens < 0) | (tokens >= specials.start)
         if mask is not None:
             unusual = unusual | ~mask
         apart = bool(unusual.any())

@@ -68,11 +68,19 @@ class SessionGenerationMixin(GenerationMixin):
     def _prepare_model_inputs(self, *given: Any, **named: Any) -> tuple[Tensor, str | None, dict[str, Any]]:
         """As transformers has it; prompts of no tokens begin with the start, as those do that are not given at all."""
         inputs, name, others = super()._prepare_model_inputs(*given, **named)
+        if name == "input_ids":
+            inputs = inputs.long()  # as forward does
         if name == "input_ids" and not inputs.shape[1]:
             inputs = inputs.new_full((len(inputs), 1), Specials.of(self.network.config.vocabulary).start)
             if others.get("attention_mask") is not None:
                 others["attention_mask"] = torch.ones_like(inputs)
         return inputs, name, others
+
+    def compute_transition_scores(self, sequences: Tensor, *given: Any, **named: Any) -> Tensor:
+        """As transformers has it; 0 at padding, which has no score."""
+        vocabulary = self.network.config.vocabulary
+        scores: Tensor = super().compute_transition_scores(sequences.clamp(max=vocabulary - 1), *given, **named)
+        return scores.masked_fill(sequences[:, sequences.shape[1] - scores.shape[1] :] >= vocabulary, 0.0)
 
     def _prepare_generated_length(self, generation_config: GenerationConfig, **given: Any) -> GenerationConfig:
         """As transformers has it; by default, as far as the context goes and no mean number of positions."""

@@ -224,6 +224,11 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
             raise ValueError(f"{wrong[0]}: this model takes no such argument; leave it out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: one of them must be given")
+        if input_ids is not None:
+            if input_ids.dim() != 2 or input_ids.is_floating_point():
+                found = f"{input_ids.dtype}, shape {tuple(input_ids.shape)}"
+                raise ValueError(f"input_ids: {found}: must be integers (B, n); of one row, input_ids[None]")
+            input_ids = input_ids.long()  # bytes cannot be compared with the numbers of special tokens
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: attention by blocks has no weights to return; leave it out")
         if past_key_values is not None and not isinstance(past_key_values, SessionCache):
@@ -285,6 +290,10 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         if shift_labels is None:
             assert labels is not None
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        if shift_labels.shape != logits.shape[:2]:
+            found = f"{tuple(shift_labels.shape)} behind the first, and logits for {tuple(logits.shape[:2])}"
+            raise ValueError(f"labels: {found}: must be as many; give one for each token, and no logits_to_keep")
+        shift_labels = shift_labels.long()
         vocabulary = logits.shape[-1]
         special = shift_labels >= vocabulary
         if items is not None and bool(special.any()):

@@ -56,7 +56,7 @@ def all_rows(
             f"attention_mask: shape {tuple(mask.shape)}; must be that of the tokens, {tuple(tokens.shape)}"
         )
     # One look at the batch: most have tokens alone, and stand as the network takes them.
-    unusual = tokens >= network.config.vocabulary
+    unusual = (tokens < 0) | (tokens >= network.config.vocabulary)
     if mask is not None:
         unusual = unusual | (mask == 0)
     aligned = align(tokens, mask, specials) if bool(unusual.any()) else None

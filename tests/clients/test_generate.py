@@ -262,6 +262,29 @@ def test_processors_choose_among_the_bytes(hub: Any) -> None:
     assert bool(torch.isin(found.sequences[:, 12:], torch.tensor(digits)).all())
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_scores_of_what_was_generated_are_those_of_the_logits(hub: Any, beams: int) -> None:
+    """Of rows that end early too, whose padding has none."""
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "num_beams": beams,
+        "eos_token_id": [*range(40)],
+    }
+    found = hub.generate(tokens(3, 9), **options, output_scores=True, return_dict_in_generate=True)
+    scores = hub.compute_transition_scores(
+        found.sequences, found.scores, getattr(found, "beam_indices", None), normalize_logits=beams == 1
+    )
+    with torch.no_grad():
+        nats = hub(found.sequences).logits[:, 8:-1].log_softmax(-1)
+    chosen = found.sequences[:, 9:]
+    assert bool((chosen == PADDING).any())
+    wanted = nats.gather(2, chosen.clamp(max=255)[..., None])[..., 0].masked_fill(chosen == PADDING, 0)
+    if beams > 1:  # of a beam, what its tokens have together
+        scores, wanted = scores.sum(1), wanted.sum(1)
+    torch.testing.assert_close(scores, wanted.float())  # transformers keeps scores in fp32
+
+
 @client(
     "transformers", "`generate` beyond the context", "refused before the first step, with the largest `max_new_tokens`"
 )

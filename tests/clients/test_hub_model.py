@@ -147,6 +147,13 @@ def test_loss_behind_a_start_counts_the_first_token(hub: Any, model: SparseTrans
         assert found.logits[:, -1].isnan().all()
 
 
+def test_bytes_are_tokens_and_labels(hub: Any) -> None:
+    known = tokens(2, 30)
+    narrow, options = known.to(torch.uint8), {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(hub(narrow, labels=narrow).loss, hub(known, labels=known).loss)
+    assert torch.equal(hub.generate(narrow, **options), hub.generate(known, **options))
+
+
 def test_what_it_cannot_do_is_told(hub: Any) -> None:
     known = tokens(1, 3)
     from transformers import DynamicCache
@@ -166,6 +173,16 @@ def test_what_it_cannot_do_is_told(hub: Any) -> None:
             hub(known, **{wrong: rule[0]})
     with pytest.raises(ValueError, match=r"^input_ids: 300: a token is 0 to 255, or 256 \(start\)"):
         hub(known * 0 + 300)
+    for number in (-1, -100):  # which collators mean for labels alone
+        for use_cache in (False, True):
+            with pytest.raises(ValueError, match=rf"^input_ids: {number}: a token is 0 to 255"):
+                hub(known * 0 + number, use_cache=use_cache)
+    for wrong in (known[0], known.float()):
+        with pytest.raises(ValueError, match=r"^input_ids: torch.*: must be integers \(B, n\)"):
+            hub(wrong)
+    for options in ({"labels": known[:, :2]}, {"labels": known, "logits_to_keep": 1}):
+        with pytest.raises(ValueError, match=r"^labels: .*must be as many; give one for each token"):
+            hub(known, **options)
     with pytest.raises(ValueError, match=r"^use_cache=True: a step with a cache takes input_ids"):
         hub(known, use_cache=True, output_hidden_states=True)
 
