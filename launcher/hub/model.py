@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from longstride.launcher.hub.cache import SessionCache
 from longstride.launcher.hub.configuration import LongstrideConfig, Specials
@@ -113,7 +114,8 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
     ) -> None:
         """As transformers has it; what is saved is an export, and its config.json has the weights' own fingerprint.
 
-        Where they are others than those that were loaded, it no longer tells of which run and step they are.
+        Where they are others than those that were loaded, it no longer tells of which run and step they are. A file of
+        all weights gives way to several, as it would be read in their place.
         """
         if not getattr(self, "_hf_peft_config_loaded", False):  # adapters are saved alone
             own, digest = self.state_dict(), None
@@ -129,7 +131,12 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
                     self.config.__dict__.pop(name, None)
                 if digest is not None:
                     self.config.fingerprint = digest
+        whole_file, index = (Path(save_directory) / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+        before = [path.stat().st_mtime_ns if path.is_file() else None for path in (whole_file, index)]
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)
+        after = [path.stat().st_mtime_ns if path.is_file() else None for path in (whole_file, index)]
+        if is_main_process and after[0] is not None and after[0] == before[0] and after[1] != before[1]:
+            whole_file.unlink()
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1

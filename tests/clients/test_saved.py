@@ -74,6 +74,19 @@ def test_what_is_saved_is_an_export(hub: Any, folder: Path, tmp_path: Path, spli
         assert all(torch.equal(tensor, found[name]) for name, tensor in hub.state_dict().items())
 
 
+def test_other_weights_in_the_same_folder_take_the_place_of_the_first(hub: Any, tmp_path: Path) -> None:
+    """In one file and split, one after the other."""
+    from longstride.launcher.hub import LongstrideForCausalLM
+
+    for number, split in enumerate(["50GB", "20KB", "50GB", "10KB", "20KB"]):
+        with torch.no_grad():
+            hub.embedding.start.fill_(number)
+        hub.save_pretrained(tmp_path / "again", max_shard_size=split)
+        assert Exported(tmp_path / "again").content["fingerprint"] == Exported(tmp_path / "again").fingerprint()
+        for model in (load_model(tmp_path / "again"), LongstrideForCausalLM.from_pretrained(tmp_path / "again")):
+            assert bool((model.embedding.start == number).all())
+
+
 @client("transformers", "what it saved, without Longstride installed", "refused: this model needs Longstride")
 def test_a_missing_longstride_is_told_as_by_an_export(hub: Any, tmp_path: Path) -> None:
     hub.save_pretrained(tmp_path / "again")
