@@ -78,6 +78,16 @@ class SessionCache:
         # (B, p): tokens of each context up to each of the first p places; behind those, every place holds a token.
         self._counts: Tensor | None = None
 
+    def goes_on_with(self, network: SparseTransformer) -> bool:
+        """Whether its own network, which computes its steps, is this one, or has the same weights, as a copy has."""
+        if self._network._modules is network._modules:
+            return True
+        own, given = self._network.state_dict(), network.state_dict()
+        if self._network.config != network.config or own.keys() != given.keys():
+            return False
+        pairs = [(tensor, given[name]) for name, tensor in own.items()]
+        return all(a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in pairs)
+
     def extend(self, tokens: Tensor, mask: Tensor | None, keep: int) -> Tensor:
         """Takes tokens behind those that it holds; logits of what comes after each of the last ``keep`` places.
 

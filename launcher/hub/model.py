@@ -244,6 +244,9 @@ class LongstrideForCausalLM(PreTrainedModel, SessionGenerationMixin):
         if inputs_embeds is not None and self.network.config.ngrams is not None:
             raise ValueError("inputs_embeds: this model looks up n-grams of tokens too; give input_ids")
         network, cache, hidden = self.network, past_key_values, None
+        if cache is not None and not cache.goes_on_with(network):
+            rule = "its steps are computed by that; give what this model returned, or leave it out"
+            raise ValueError(f"past_key_values: of another model, or of other weights: {rule}")
         _check_positions(position_ids, attention_mask, 0 if cache is None else cache.get_seq_length())
         if self.config.output_hidden_states if output_hidden_states is None else output_hidden_states:
             hidden = list[Tensor]()

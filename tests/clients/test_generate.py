@@ -355,6 +355,13 @@ def test_what_generate_cannot_do_is_told(hub: Any) -> None:
             "^attention_mask: padding where past_key_values holds a token; crop takes tokens back",
         ),
     ]
+    other = copy.deepcopy(hub)  # whose weights are the same until they are trained
+    assert torch.isfinite(other(tokens(2, 1), past_key_values=copy.deepcopy(cache)).logits).all()
+    other.logits.weight.data.mul_(2)
+    for past in (cache, pickle.loads(pickle.dumps(cache))):
+        cases.append(
+            (lambda past=past: other(tokens(2, 1), past_key_values=past), "^past_key_values: of another model")
+        )
     for call, line in cases:
         with pytest.raises(ValueError, match=line):
             call()
