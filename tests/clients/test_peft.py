@@ -107,7 +107,7 @@ def test_recomputed_gradients_reach_adapters(folder: Path, reentrant: bool) -> N
 @client(
     "peft",
     "prompt tuning; prefix tuning",
-    "trains by embeddings, and generates without a cache; refused: the model keeps a session, no keys and values",
+    "trains by embeddings; refused: the model keeps a session, no keys and values",
 )
 def test_prompts_are_tuned(folder: Path) -> None:
     from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
