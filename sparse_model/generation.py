@@ -146,7 +146,7 @@ def _sample(
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
         return
     slides = known + num_tokens > model.config.context
-    session = Session(model, batch, None if slides else known + num_tokens, alone=alone)
+    session = Session(model, batch, None if slides else known + num_tokens, alone=alone, back=0)
     start = window_start(model.config, known)
     window = [prompt[:, start:]]  # what the context holds
     left = list(range(batch))  # of the contexts

@@ -2,8 +2,8 @@
 
 A part is a module with ``part``, the name under which its parameters are counted. Where it has parameters to set,
 ``initialize()`` does so. Where it computes products, ``work(positions, batch)`` counts them. One that remembers earlier
-positions has ``new_state(batch, length, device, dtype)``: what generation keeps of it, a ``State``. Whoever needs one
-of these asks the part, and knows no names of modules or tensors.
+positions has ``new_state(batch, length, device, dtype, back)``: what generation keeps of it, a ``State``. Whoever needs
+one of these asks the part, and knows no names of modules or tensors.
 
 One whose products take rows of several contexts at once, otherwise than by ``nn.Linear``, has a true
 ``joins_contexts``: where each context must have the bits that it has alone, it is called for each.
@@ -66,7 +66,7 @@ class State(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget all rows but the first ``length``, which is no more than there are."""
+        """Forget all rows but the first ``length``: all, or no more than the ``back`` that the state was made for."""
         ...
 
 

@@ -37,7 +37,13 @@ class Session:
     """
 
     def __init__(
-        self, model: SparseTransformer, batch: int = 1, length: int | None = None, *, alone: bool = False
+        self,
+        model: SparseTransformer,
+        batch: int = 1,
+        length: int | None = None,
+        *,
+        alone: bool = False,
+        back: int | None = None,
     ) -> None:
         """An empty context.
 
@@ -47,9 +53,11 @@ class Session:
             batch: number of contexts, all of the same length at any time.
             length: tokens to make room for, at most the model's context, which is the default.
             alone: every context has the bits that it has in a batch of one, but for what ``extend`` computes.
+            back: how many tokens ``truncate`` may take back, beside all; None: any number, and so a convolution keeps
+                all its rows.
 
         Raises:
-            ValueError: the model is in training mode, or the batch or the length is out of range.
+            ValueError: the model is in training mode, or the batch, the length or ``back`` is out of range.
         """
         context = model.config.context
         if model.training:
@@ -58,7 +66,9 @@ class Session:
             raise ValueError(f"batch={batch}: must be at least 1")
         if length is not None and not 0 <= length <= context:
             raise ValueError(f"length={length}: must be 0 to {context}, the model's context")
-        self.model, self.batch = model, batch
+        if back is not None and back < 0:
+            raise ValueError(f"back={back}: must be 0 or more")
+        self.model, self.batch, self._back = model, batch, back
         self._alone = alone and batch > 1
         self._bare = bare(model, self._alone)
         self.length = context if length is None else even_length(model.config, length)
@@ -66,7 +76,7 @@ class Session:
         start = model.embedding.start
         self._autocast = _autocast(start)
         with torch.inference_mode():
-            self.states = model.new_states(batch, self.length, start.device, self._autocast or start.dtype)
+            self.states = model.new_states(batch, self.length, start.device, self._autocast or start.dtype, back)
         # All tokens, behind those that are none where the first row looks for some: (B, reach + N).
         self._tokens = torch.full((batch, model.embedding.reach + self.length), NO_TOKEN, device=start.device)
         self._logits: Tensor | None = None  # of `position`, once its row is computed
@@ -131,7 +141,8 @@ class Session:
 
     def _prefill_each(self, tokens: Tensor) -> None:
         """The states of tokens (B, n), each context by itself; one that is like the one before it is copied."""
-        single, of_one = Session(self.model, 1, self.length), torch.zeros(1, dtype=torch.int64, device=tokens.device)
+        single = Session(self.model, 1, self.length, back=self._back)
+        of_one = torch.zeros(1, dtype=torch.int64, device=tokens.device)
         for row in range(self.batch):
             if row == 0 or not torch.equal(tokens[row], tokens[row - 1]):
                 single.reset()
@@ -190,10 +201,13 @@ class Session:
         those that list the members of a cluster or bucket list them anew.
 
         Raises:
-            ValueError: there are fewer tokens.
+            ValueError: there are fewer tokens, or more would go than the session was made to take back.
         """
         if not 0 <= length <= self.position:
             raise ValueError(f"length={length}: must be 0 to {self.position}, the tokens that there are")
+        if self._back is not None and 0 < length < self.position - self._back:
+            rule = f"must be 0, or {self.position - self._back} at least"
+            raise ValueError(f"length={length}: {rule}: the session was made to take {self._back} tokens back")
         if length == self.position:
             return
         with torch.inference_mode():
@@ -241,7 +255,7 @@ class Session:
             ValueError: no contexts, or this session began under another autocast.
         """
         self._require_autocast()
-        other = Session(self.model, len(order), self.length, alone=self._alone)
+        other = Session(self.model, len(order), self.length, alone=self._alone, back=self._back)
         other.position = self.position
         other._take(self, order)
         return other

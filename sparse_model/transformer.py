@@ -212,14 +212,19 @@ class SparseTransformer(nn.Module):
         """The mixers of all blocks that have one, in their order."""
         return [block.attention for block in self.blocks if block.attention is not None]
 
-    def new_states(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> list[State | None]:
+    def new_states(
+        self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int | None = None
+    ) -> list[State | None]:
         """What each block keeps of contexts of up to ``length`` positions, empty; None where it has no mixer.
+
+        ``back``: how many positions may be forgotten again, beside all; None: any number.
 
         Raises:
             ConfigError: the model's backend cannot run here.
         """
+        room = batch, length, device, dtype, length if back is None else back
         mixers: Any = [block.attention for block in self.blocks]
-        return [None if mixer is None else mixer.new_state(batch, length, device, dtype) for mixer in mixers]
+        return [None if mixer is None else mixer.new_state(*room) for mixer in mixers]
 
     def through(self, h: Tensor, states: Sequence[State | None], first: int) -> Tensor:
         """All residual blocks, for positions after those in the states.

@@ -109,7 +109,7 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
     done, threads = 0, torch.get_num_threads()
     torch.set_num_threads(1)  # the number of threads that share a matrix product may change its last bits
     try:
-        session = Session(model, rows, min(size, context))
+        session = Session(model, rows, min(size, context), back=0)
         for first in range(0, size, rows * context):
             session.reset()
             # Rows and positions beyond the content are computed too, on zeros: both directions have the same shapes.

@@ -293,13 +293,15 @@ class Attention(nn.Module):
         parts = zip(rows.split(self.widths, dim=-1), self.part_heads, strict=True)
         return [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts]
 
-    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> AttentionState:
+    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> AttentionState:
         """An empty state with room for ``length`` positions; a CPU takes memory only as it is written.
+
+        ``back``: how many positions it may be told to forget, beside all.
 
         Raises:
             ConfigError: the backend cannot run here.
         """
-        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, dtype)
+        recent = None if self.convolution is None else self.convolution.new_state(batch, length, device, back)
         return AttentionState(self.new_cache(batch, length, device, dtype), recent)
 
     def work(self, positions: int, batch: int) -> Work:

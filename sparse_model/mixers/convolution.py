@@ -47,11 +47,11 @@ class CausalConvolution(nn.Module):
         h = torch.cat([self.division.before(h, earlier), h], 1)
         return ShiftedSum.apply(h, self.weight, places)[:, earlier:]
 
-    def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RecentRows:
-        """Room for the rows that a step reads."""
+    def new_state(self, batch: int, length: int, device: torch.device, back: int) -> RecentRows:
+        """Room for the rows that a step reads, and that one reads after ``back`` of ``length`` are taken back."""
         weight = self.weight.detach().to(wide_of(self.weight))
         weight = torch.cat([weight[:1] + 1, weight[1:]])  # the row itself is added
-        blocks = 1 - -length // len(weight)
+        blocks = min(max(1, -(-length // len(weight))), 2 - -back // len(weight))
         # As wide as the weights are kept, which the rows of a stream are under autocast too.
         shape = blocks, len(weight), batch, 1, weight.shape[1]
         rows = torch.zeros(shape, device=device, dtype=self.weight.dtype)
@@ -65,44 +65,58 @@ class CausalConvolution(nn.Module):
 
 
 class RecentRows:
-    """All rows of a context in blocks of k, in each of which a step finds the last k: each at its position modulo k.
+    """The last rows of a context in blocks of k, in each of which a step finds the last k, at their positions modulo k.
 
-    A block begins as a copy of the one before; the first of all stays 0. So a step that is taken again writes what it
-    wrote before, and nothing that it reads.
+    A block begins as a copy of the one before, the first of all as zeros. So a step that is taken again writes what it
+    wrote before, and nothing that it reads; and rows are taken back where the block of the new end, and the one before
+    it, are still there. Of R blocks, block b of the context lies at b % R.
     """
 
     def __init__(self, rows: Tensor, weights: Tensor) -> None:
-        """Rows (1 + blocks, k, B, 1, C), zeros, and their weights (k, k, 1, 1, C) at each position modulo k.
+        """Rows (R, k, B, 1, C), and their weights (k, k, 1, 1, C) at each position modulo k.
 
         Weights are fp32 (fp64 for fp64).
         """
         self.rows, self.weights = rows, weights
 
     def begin(self, h: Tensor) -> None:
-        """Keep the first n rows, (B, n, C)."""
-        count = h.shape[1]
-        self.rows[1:].flatten(0, 1)[:count] = h.transpose(0, 1)[:, :, None]
+        """Keep the first n rows, (B, n, C), as far as there is room."""
+        (kept, size), count = self.rows.shape[:2], h.shape[1]
+        blocks = -(-count // size)
+        for block in range(max(0, blocks - kept), blocks) if kept < blocks else ():
+            rows = h[:, block * size : (block + 1) * size].transpose(0, 1)
+            self.rows[block % kept, : len(rows)] = rows[:, :, None]
+        if blocks <= kept:  # all at once
+            self.rows.flatten(0, 1)[:count] = h.transpose(0, 1)[:, :, None]
         self.truncate(count)
 
     def step(self, h: Tensor, position: int) -> Tensor:
         """Keep one row (B, 1, C), and return its row of the convolution."""
         block, place = divmod(position, len(self.weights))
-        rows = self.rows[block + 1]
+        rows = self.rows[block % len(self.rows)]
         if place == 0:
-            rows.copy_(self.rows[block])
+            self._begin_block(block, 0)
         rows[place] = h
         return (rows * self.weights[place]).sum(0).to(h.dtype)
 
     def take(self, source: Any, order: Tensor, known: int, into: slice) -> None:
         """Contexts ``into`` become copies of contexts ``order`` of such rows in its first ``known`` ones."""
-        blocks = 1 - -known // len(self.weights)
-        self.rows[1:blocks, :, into] = source.rows[1:blocks, :, order]
+        blocks = -(-known // len(self.weights))  # of a context that is longer, all that are kept
+        self.rows[:blocks, :, into] = source.rows[:blocks, :, order]
 
     def truncate(self, length: int) -> None:
         """Forget all rows but the first ``length``."""
         block, place = divmod(length, len(self.weights))
         if place:  # of the next row; where it begins a block, nothing is read that is not written again
-            self.rows[block + 1, place:] = self.rows[block, place:]
+            self._begin_block(block, place)
+
+    def _begin_block(self, block: int, place: int) -> None:
+        """In its rows from ``place`` on, a block has those of the block before."""
+        rows = self.rows[block % len(self.rows), place:]
+        if block:
+            rows.copy_(self.rows[(block - 1) % len(self.rows), place:])
+        else:
+            rows.zero_()
 
 
 class ShiftedSum(torch.autograd.Function):

@@ -386,9 +386,9 @@ class Synthesizer(nn.Module):
         return torch.stack([distinct[pattern] for pattern in (patterns if len(distinct) > 1 else patterns[:1])])
 
     def new_state(
-        self, batch: int, length: int, device: torch.device, dtype: torch.dtype
+        self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int
     ) -> AttentionState | ScoredState:
-        """An empty state with room for ``length`` positions.
+        """An empty state with room for ``length`` positions, of which ``back`` may be forgotten again.
 
         Raises:
             ConfigError: the backend cannot run here.
@@ -396,7 +396,7 @@ class Synthesizer(nn.Module):
         value_width = self.network.width // self.heads
         recent = None
         if self.convolution is not None:
-            recent = self.convolution.new_state(batch, length, device, dtype)
+            recent = self.convolution.new_state(batch, length, device, back)
         if self.whole_scores:
             values, keys = (
                 torch.empty(batch, self.heads, length, width, device=device, dtype=dtype)

@@ -182,11 +182,22 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert session.position == position
 
 
+def test_no_more_is_taken_back_than_it_was_made_for() -> None:
+    session = Session(awake(convolution=3), back=2)
+    session.prefill(zeros(1, 9))
+    with pytest.raises(ValueError, match="length=6: must be 0, or 7 at least: the session was made to take 2 tokens"):
+        session.truncate(6)
+    for length in (7, 0):
+        session.truncate(length)
+        assert session.position == length
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"batch": 0}, "batch=0: must be at least 1"),
         ({"length": 41}, "length=41: must be 0 to 40, the model's context"),
+        ({"back": -1}, "back=-1: must be 0 or more"),
         ({"length": -1}, "length=-1: must be 0 to 40"),
     ],
 )
