@@ -7,8 +7,8 @@ A run that failed, or that was asked for a part of the tests, leaves the page al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,11 +60,12 @@ class Table:
 
 
 def table(rows: dict[tuple[str, str, str], bool]) -> str:
-    """The rows that hold, as Markdown, by package."""
+    """The rows that hold, as Markdown, by package, with the versions that `make clients` installs."""
+    pinned = dict(re.findall(r'"(\w+)(?:\[\w+\])?==([\d.]+)"', (PAGE.parents[1] / "setup.py").read_text()))
     lines = ["| client | what | result |", "|---|---|---|"]
     last = None
     for package, what, result in sorted(row for row, held in rows.items() if held):
-        name = "" if package == last else f"{package} {version(package)}"
+        name = "" if package == last else f"{package} {pinned.get(package, '')}".strip()
         lines.append(f"| {name} | {what} | {result} |")
         last = package
     return "\n".join(lines) + "\n"
