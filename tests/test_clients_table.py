@@ -28,12 +28,14 @@ SOURCE = pytest.Config.ArgsSource
 def test_whole_runs_that_passed_make_the_table(
     changes: dict[str, Any], status: int, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, table = tmp_path / "clients.md", Table()
+    page, table = tmp_path / "docs/clients.md", Table()
     before = f"above\n{BEGIN}\n| old |\n{END}\nbelow\n"
+    page.parent.mkdir()
     page.write_text(before)
+    (tmp_path / "setup.py").write_text('"peft[all]==1.2.3"')
     monkeypatch.setattr(clients, "PAGE", page)
     for what, passed in (("works", True), ("is skipped", False)):
-        report: Any = SimpleNamespace(user_properties=[("client", ["pytest", what, "figures"])], passed=passed)
+        report: Any = SimpleNamespace(user_properties=[("client", ["peft", what, "figures"])], passed=passed)
         table.pytest_runtest_logreport(report)
     option = SimpleNamespace(**{"keyword": "", "collectonly": False, "lf": False} | changes)
     config = {"option": option, "args_source": SOURCE.TESTPATHS} | changes
@@ -42,7 +44,7 @@ def test_whole_runs_that_passed_make_the_table(
     if not is_made:
         assert page.read_text() == before and session.exitstatus == status
         return
-    row = f"| pytest {pytest.__version__} | works | figures |"
+    row = "| peft 1.2.3 | works | figures |"
     assert page.read_text() == f"above\n{BEGIN}\n| client | what | result |\n|---|---|---|\n{row}\n{END}\nbelow\n"
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
     table.pytest_sessionfinish(session, status)
