@@ -152,14 +152,16 @@ def _opened(path: Path, format: str) -> Callable[[Tensor], Tensor]:
 def _checked(model: Path, program: Callable[[Tensor], Tensor]) -> str:
     """Holds a program against the model by the backend that samples; returns a line about it."""
     network = load_model(model, dtype=torch.float32)
-    generator, apart, longest = torch.Generator().manual_seed(0), 0.0, 0
+    generator, differences, longest = torch.Generator().manual_seed(0), [], 0
     for batch, length in enumerate(sorted({min(n, network.config.context - 1) for n in _LENGTHS}), 1):
         tokens = torch.randint(network.config.vocabulary, (batch, length), generator=generator)
         with torch.no_grad():
             wanted = network(F.pad(tokens, (0, 1)))[:, 1:]
             found = program(tokens)
-        apart, longest = max(apart, float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1))), length
-    if not apart <= _MOST_APART:  # a nan is wrong
+        differences.append((found - wanted).abs().max() / wanted.abs().max().clamp_min(1))
+        longest = length
+    apart = float(torch.stack(differences).max())  # a nan where one of them is
+    if not apart <= _MOST_APART:
         rule = f"{apart:.1e} of the largest apart where {_MOST_APART:.0e} is rounding: nothing is exported"
         raise ConfigError(f"{model}: the program's logits and the model's are {rule}; --no-check leaves this out")
     return f"logits up to {longest} tokens are the model's, {apart:.1e} of the largest apart"

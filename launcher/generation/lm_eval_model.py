@@ -84,6 +84,14 @@ class LongstrideLM(LM):
         self.model = load_model(self.path, self._device, None if dtype in (None, "auto") else types[dtype])
         self._fingerprint = exported.content.get("fingerprint", "")
 
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> LongstrideLM:
+        """A model of `--model_args`, and of options beside them where they do not name the same: some have defaults."""
+        others = {name: value for name, value in (additional_config or {}).items() if name not in arg_dict}
+        return super().create_from_arg_obj(arg_dict, others)
+
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes beside its results."""
         return {
@@ -176,9 +184,9 @@ class LongstrideLM(LM):
                 values = tokens.tolist()
                 for row in tuple(open_rows):
                     texts[row].append(values[row])
-                    stop = next((stop for stop in stops if texts[row].endswith(stop)), None)
-                    if stop is not None:
-                        del texts[row][-len(stop) :]
+                    # The longest of several: lm_eval cuts at each of them.
+                    if reached := max((len(stop) for stop in stops if texts[row].endswith(stop)), default=0):
+                        del texts[row][-reached:]
                         open_rows.remove(row)
                 if not open_rows:
                     break
@@ -226,13 +234,13 @@ def _settings(asked: dict[str, Any]) -> tuple[dict[str, Any], list[bytes], int]:
     left = dict(asked)
     until = left.pop("until", None) or []
     stops = [stop.encode("utf-8") for stop in ([until] if isinstance(until, str) else until) if stop]
-    counts = [left.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    counts = [left.pop(name, None) for name in names]
     count = next((int(count) for count in counts if count is not None), _NEW_BYTES)
-    temperature = float(left.pop("temperature", None) or 0)
-    sampled = left.pop("do_sample", None)
-    if sampled is None:
-        sampled = temperature > 0
-    settings: dict[str, Any] = {"temperature": (temperature or 1.0) if sampled else 0.0}
+    temperature, sampled = left.pop("temperature", None), left.pop("do_sample", None)
+    if temperature is None:
+        temperature = 1.0 if sampled else 0.0
+    settings: dict[str, Any] = {"temperature": 0.0 if sampled is False else float(temperature)}
     settings |= {name: left.pop(name) for name in ("top_k", "top_p") if name in left}
     if left:
         known = "until, max_gen_toks, do_sample, temperature, top_k, top_p"

@@ -31,7 +31,7 @@ _HEADERS = {
 _ERRORS = {
     404: "nothing is here; take /, /sample, /model, /v1/completions, /v1/models, /metrics or /health",
     405: "not by this method: /sample and /v1/completions take POST, everything else GET",
-    413: "the body is larger than any prompt that the model takes",
+    413: "the body is larger than the prompts that a request may have: give shorter ones, or fewer",
 }
 
 

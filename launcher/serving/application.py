@@ -30,6 +30,7 @@ from longstride.launcher.serving.answers import (
     read_body,
 )
 from longstride.launcher.serving.completion_request import (
+    MOST_CHOICES,
     TooLongError,
     UnknownModelError,
     parse_completion,
@@ -69,7 +70,8 @@ class Service:
         """All routes; on loopback, for names of this machine alone."""
         guards = [own_names_only, own_origin_only] if loopback else [own_origin_only]
         middlewares = [counting(self._sampler.metrics), errors_in_json, *guards]
-        application = web.Application(client_max_size=largest_body(self._config), middlewares=middlewares)
+        most = largest_body(self._config, MOST_CHOICES)
+        application = web.Application(client_max_size=most, middlewares=middlewares)
         for path in _PAGES:
             application.router.add_get(path, self.page)
         application.router.add_get("/health", self.health)

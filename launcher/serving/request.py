@@ -39,9 +39,13 @@ class SampleRequest:
     frequency_penalty: float = 0.0  # the same, for each time
 
 
-def largest_body(config: ModelConfig) -> int:
-    """Bytes of a body: four of the longest prompts, each byte as \\u00xx or in a list, and room for other fields."""
-    return 4 * 6 * config.context + 16_384
+def largest_body(config: ModelConfig, prompts: int) -> int:
+    """Bytes of a body: so many of the longest prompts, each byte as \\u00xx or in a list, and room for other fields.
+
+    64 MiB where that is less, but four prompts always: a body lies in memory, and what it says beside it.
+    """
+    longest = 6 * config.context
+    return max(4 * longest, min(prompts * longest, 1 << 26)) + 16_384
 
 
 def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleRequest:

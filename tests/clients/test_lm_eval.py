@@ -234,6 +234,36 @@ def test_what_it_is_not_given_rightly_is_told_in_one_line(words: Path, tmp_path:
         ours(words).generate_until([Instance("generate_until", {}, ("a", {"num_beams": 2}), 0)])
 
 
+def test_settings_of_a_task_are_lm_evals(words: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    model = ours(words)
+
+    def said(**settings: Any) -> str:
+        return str(model.generate_until([Instance("generate_until", {}, ("sparse ", settings), 0)])[0])
+
+    greedy = said(max_gen_toks=40)
+    # Tasks switch sampling on beside a temperature that switches it off.
+    assert said(max_completion_tokens=40, do_sample=True, temperature=0.0) == greedy
+    assert said(max_gen_toks=40, do_sample=False, temperature=2.0) == greedy
+    assert said(max_gen_toks=40, do_sample=True) != greedy
+    for end in range(3, 40):  # a string and its end are reached at once, and neither is left
+        stops = [greedy[end - 1 : end], greedy[end - 3 : end]]
+        if greedy.index(stops[0]) == end - 1:
+            assert said(max_gen_toks=40, until=stops) == greedy[: end - 3]
+            break
+    else:
+        raise AssertionError("no character is new")
+
+
+def test_arguments_of_the_model_go_before_options(words: Path) -> None:
+    from longstride.launcher.generation.lm_eval_model import LongstrideLM
+
+    given = {"path": str(words), "batch_size": 3, "device": "cpu"}
+    model = LongstrideLM.create_from_arg_obj(given, {"batch_size": 1, "device": "cuda:0", "max_batch_size": None})
+    assert (model.batch_size, str(model._device)) == (3, "cpu")
+
+
 def plain(folder: Path) -> dict[str, Any]:
     """What `lm_eval --model hf` is given."""
     return {"pretrained": str(folder), "trust_remote_code": True, "dtype": "float32", "device": "cpu"}

@@ -131,6 +131,12 @@ def test_errors_are_its_exceptions(openai: Any, folder: Path) -> None:
         openai.chat.completions.create(model="model", messages=[{"role": "user", "content": "a"}])
     with pytest.raises(package.APITimeoutError):
         create(model="model", prompt="a", max_tokens=60, n=100, timeout=0.001)
+    with served(folder, waiting=0, contexts=1) as url:
+        busy = openai.with_options(base_url=f"{url}v1")
+        with busy.completions.create(model="model", prompt="a", max_tokens=60, n=100, stream=True) as under_way:
+            next(iter(under_way))
+            with pytest.raises(package.InternalServerError, match=r"asked for too much at once; try again in \d+ s"):
+                busy.completions.create(model="model", prompt="a")
     with served(folder, seconds=1e-3) as url:
         late = openai.with_options(base_url=f"{url}v1", max_retries=5)  # it tries none: the server tells it so
         with pytest.raises(package.InternalServerError, match=r"took longer than 0\.001 s"):

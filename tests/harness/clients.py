@@ -2,6 +2,7 @@
 
 ``make clients`` loads this plugin. Once every such test has passed, the table is made of the tests that ran. If the
 page has another one, the page is written anew and the run fails, so that no table is committed that tests did not make.
+A run that failed, or that was asked for a part of the tests, leaves the page alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Table:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Holds the page to what was found."""
-        if exitstatus != pytest.ExitCode.OK or hasattr(session.config, "workerinput"):
+        config = session.config
+        is_part = config.option.keyword or config.option.collectonly or config.option.lf
+        is_part = is_part or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+        if exitstatus != pytest.ExitCode.OK or hasattr(config, "workerinput") or is_part:
             return
         text = PAGE.read_text()
         before, _, rest = text.partition(BEGIN)
@@ -68,7 +72,7 @@ def table(rows: dict[tuple[str, str, str], bool]) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever loads this plugin runs all tests of clients: of a part, the table would be one of a part."""
+    """Has the table follow the run."""
     config.pluginmanager.register(Table(), "clients-table")
 
 

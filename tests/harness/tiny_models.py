@@ -127,4 +127,4 @@ def assert_next_logits(folder: Path, program: Callable[[torch.Tensor], torch.Ten
         assert found.shape == wanted.shape and found.dtype == torch.float32
         errors.append(float((found - wanted).abs().max()))
         bars.append(4 * float((own - wanted).abs().max()))
-    assert max(errors) <= max(bars)
+    assert torch.tensor(errors).max() <= max(bars)  # where one is a nan it is no more

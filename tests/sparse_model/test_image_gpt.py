@@ -59,7 +59,7 @@ def test_epsilon_of_norms_is_the_configurations(kind: str) -> None:
 @pytest.mark.clients
 @pytest.mark.filterwarnings("default")  # its own warnings are its own affair
 class TestAgainstTransformers:
-    """Imports transformers, which is large: `make transformers` installs it."""
+    """Imports transformers, which is large: `make clients` installs it."""
 
     def test_counts_are_its_own(self) -> None:
         from transformers import ImageGPTConfig, ImageGPTForCausalImageModeling

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,10 @@ def test_what_cannot_be_is_told_in_one_line(
 def test_program_that_computes_otherwise_is_refused(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_opened", lambda *_: lambda tokens: torch.zeros(*tokens.shape, 256))
-    told = refusal(capsys, exported, "--format", "pt2", "--output", tmp_path / "deep/new")
-    assert told.startswith(f"{exported}: the program's logits and the model's are 1.0e+00 of the largest apart where ")
-    assert not (tmp_path / "deep").exists()
+    for logit, apart in ((0.0, "1.0e+00"), (math.nan, "nan")):
+        found = partial(torch.full, fill_value=logit)
+        monkeypatch.setattr(programs, "_opened", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256)))
+        told = refusal(capsys, exported, "--format", "pt2", "--output", tmp_path / "deep/new")
+        rule = f"the program's logits and the model's are {apart} of the largest apart where "
+        assert told.startswith(f"{exported}: {rule}")
+        assert not (tmp_path / "deep").exists()

@@ -100,6 +100,11 @@ def test_requests_at_once_have_the_bytes_that_each_has_alone(url: str, model: Sp
         assert content_of(answer["choices"][0]) == expected
 
 
+def test_as_many_prompts_as_may_be_have_room_in_a_body(url: str) -> None:
+    found = post(url, prompt=["\x7f" * 64] * 128, max_tokens=0)
+    assert found["usage"]["prompt_tokens"] == 128 * 64
+
+
 def test_stream_joined_is_what_is_not_streamed(url: str) -> None:
     asked = {"prompt": ["a", "ä"], "n": 2, "seed": 3, "max_tokens": 30, "logprobs": 2, "echo": True, "stop": ["é", "q"]}
     whole = post(url, **asked)

@@ -37,7 +37,7 @@ def test_prompt_is_text_or_bytes() -> None:
 
 def test_every_prompt_that_fits_has_room_in_a_body() -> None:
     longest = json.dumps({"prompt": "\x01" * 63, "bytes": 1, "temperature": 1.0, "seed": 2**63 - 1}).encode()
-    assert len(longest) <= largest_body(config())
+    assert len(longest) <= largest_body(config(), 1)
     assert parse_request(longest, config(), 64).prompt == b"\x01" * 63
 
 
