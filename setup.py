@@ -71,6 +71,8 @@ setup(
             "lm_eval[hf]==0.4.13",
             "tenacity==9.2.1",  # lm_eval asks servers by it
             "datasets==5.2.0",
+            "huggingface_hub==2.4.0",
+            "webdataset==1.0.2",
             "wids==0.1.11",
             "torchdata==0.11.0",
             "openai==3.54.0",

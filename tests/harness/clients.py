@@ -6,8 +6,8 @@ page has another one, the page is written anew and the run fails, so that no tab
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,11 +56,12 @@ class Table:
 
 
 def table(rows: dict[tuple[str, str, str], bool]) -> str:
-    """The rows that hold, as Markdown, by package."""
+    """The rows that hold, as Markdown, by package, with the versions that `make clients` installs."""
+    pinned = dict(re.findall(r'"(\w+)(?:\[\w+\])?==([\d.]+)"', (PAGE.parents[1] / "setup.py").read_text()))
     lines = ["| client | what | result |", "|---|---|---|"]
     last = None
     for package, what, result in sorted(row for row, held in rows.items() if held):
-        name = "" if package == last else f"{package} {version(package)}"
+        name = "" if package == last else f"{package} {pinned.get(package, '')}".strip()
         lines.append(f"| {name} | {what} | {result} |")
         last = package
     return "\n".join(lines) + "\n"
