@@ -262,10 +262,10 @@ def _holds_bytes(kind: Any) -> bool:
 def _check_column(path: Path, schema: Any, field: str) -> None:
     """Raises DataError for a column that is not there, or holds neither text nor bytes."""
     fields = _columns(schema)
-    if field in fields:
+    if fields.count(field) == 1:
         return
-    there = field in schema.names
-    rule = "holds neither text nor bytes" if there else "is no column of it"
+    rule = "holds neither text nor bytes" if field in schema.names else "is no column of it"
+    rule = "is the name of several columns" if field in fields else rule
     good = f"; those of text are {', '.join(fields)}" if fields else "; it has none of text"
     raise DataError(f"{path}: field {field!r} {rule}{good}")
 

@@ -153,6 +153,7 @@ def test_records_by_two_ranks_and_after_a_change(tmp_path):
         build([source], tmp_path / "changed", progress=grow, **arguments)
 
 
+TWO_NAMES = pyarrow.table({"a": [{"b": "inside"}], "a.b": ["whole"]})
 TWICE = gzip.compress(gzip.compress(b"x", mtime=0), mtime=0)
 PARQUET = RECORDS["string.parquet"]
 
@@ -172,6 +173,7 @@ def flipped(table: pyarrow.Table) -> bytes:
         ("x.parquet", PARQUET, {"field": "body"}, r": field 'body' is no column of it; those of text are text,"),
         ("x.parquet", PARQUET, {"field": "id"}, r": field 'id' holds neither text nor bytes; those of text are text,"),
         ("x.parquet", PARQUET[:-9], {"field": "text"}, r": is a Parquet file that is damaged or cut short \("),
+        ("x.parquet", flipped(TWO_NAMES), {"field": "a.b"}, r": field 'a\.b' is the name of several columns; "),
         ("x.parquet", flipped(pyarrow.table({"a": ["a text"]})), {"field": "a"}, r": is a Parquet file that is da"),
         ("x.zip", "zip", {}, r": is a zip archive, and no text; unpack it first, such as with `unzip FILE`, or take"),
         ("x.tgz", "tgz", {}, r": is compressed by gzip, and what it holds is a tar archive; unpack it"),
