@@ -109,17 +109,19 @@ class FileDocument:
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
         """A piece of the content. Raises DataError where the file has changed since it was found."""
 
-        def open_file(stack: ExitStack) -> tuple[BinaryIO, Content]:
-            file = stack.enter_context(self.path.open("rb"))
-            check_unchanged(self.path, file, self.file_bytes, self.modified_ns)
-            return file, modality.open(self.path, file, properties)
+        path = self.path  # once: a Path is dearer to make than a small file is to read
 
-        with reading(self.path):
+        def open_file(stack: ExitStack) -> tuple[BinaryIO, Content]:
+            file = stack.enter_context(path.open("rb"))
+            check_unchanged(path, file, self.file_bytes, self.modified_ns)
+            return file, modality.open(path, file, properties)
+
+        with reading(path):
             file, content = open_input.get(self, open_file)
             piece = content.read(offset, size)
-            check_unchanged(self.path, file, self.file_bytes, self.modified_ns)
+            check_unchanged(path, file, self.file_bytes, self.modified_ns)
         if len(piece) != size:
-            raise changed(self.path)
+            raise changed(path)
         return piece
 
     def hashed(self, seed: int, use: str) -> int:

@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,27 +99,44 @@ class UnpackedContent:
 
 
 def _gzip(file: BinaryIO) -> Iterator[bytes]:
-    yield from _blocks(gzip.GzipFile(fileobj=file))
+    stream = gzip.GzipFile(fileobj=file)
+    while block := stream.read(_BLOCK_BYTES):
+        yield block
 
 
 def _bzip2(file: BinaryIO) -> Iterator[bytes]:
     import bz2
 
-    yield from _blocks(bz2.BZ2File(file))
+    yield from _joined(file, bz2.BZ2Decompressor)
 
 
 def _xz(file: BinaryIO) -> Iterator[bytes]:
     import lzma
 
     try:
-        yield from _blocks(lzma.LZMAFile(file))  # noqa: SIM115 - it holds nothing but the file
+        yield from _joined(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
     except lzma.LZMAError as error:
         raise ValueError(str(error)) from error
 
 
-def _blocks(stream: Any) -> Iterator[bytes]:
-    while block := stream.read(_BLOCK_BYTES):
-        yield block
+def _joined(file: BinaryIO, begin: Callable[[], Any]) -> Iterator[bytes]:
+    """Streams laid end to end, with zeros behind them. Python's own files would take a later one that is damaged for
+    the end.
+    """
+    stream, given = None, b""
+    while given or (stream is not None and not stream.needs_input) or (given := file.read(_BLOCK_BYTES)):
+        if stream is None:
+            given = given.lstrip(b"\0")
+            if not given:
+                continue
+            stream = begin()
+        block = stream.decompress(given, _BLOCK_BYTES)
+        if block:
+            yield block
+        given = stream.unused_data if stream.eof else b""
+        stream = None if stream.eof else stream
+    if stream is not None:
+        raise EOFError("it ends within a stream")
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:
@@ -163,15 +181,15 @@ _FORMATS = (
     FileFormat("an Avro file", _mark(rb"Obj\x01")),
     FileFormat("an HDF5 file", _mark(rb"\x89HDF\r\n\x1a\n")),
     FileFormat("an SQLite database", _mark(rb"SQLite format 3\0")),
-    FileFormat("a numpy array", _mark(rb"\x93NUMPY")),
+    FileFormat("a numpy array", _mark(rb"\x93NUMPY[\x01-\x03]\0")),
     FileFormat("a pickle", _mark(rb"\x80[\x02-\x05][\x95c\x8a}\]]")),
-    FileFormat("a PDF file", _mark(rb"%PDF-\d\.\d")),
+    FileFormat("a PDF file", _mark(rb"%PDF-\d\.\d[ \t]*[\r\n]+(%[\x80-\xff]{2}|\d+ \d+ obj)")),
     FileFormat("an old Office file", _mark(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")),
     FileFormat("a PNG picture", _mark(rb"\x89PNG\r\n\x1a\n")),
     FileFormat("a JPEG picture", _mark(rb"\xff\xd8\xff")),
-    FileFormat("a GIF picture", _mark(rb"GIF8[79]a.{4}[\x80-\xff\0-\x08]")),
-    FileFormat("a WebP picture", _mark(rb"RIFF.{4}WEBPVP8")),
-    FileFormat("a WAV sound", _mark(rb"RIFF.{4}WAVE")),
+    FileFormat("a GIF picture", _mark(rb"GIF8[79]a.{0,6}[\0-\x08]")),
+    FileFormat("a WebP picture", _mark(rb"RIFF.{4}WEBPVP8.{1,4}\0")),
+    FileFormat("a WAV sound", _mark(rb"RIFF.{4}WAVE.{4,7}\0")),
     FileFormat("a FLAC sound", _mark(rb"fLaC[\0\x80]")),
     FileFormat("an Ogg file", _mark(rb"OggS\0")),
     FileFormat("an MP3 sound", _mark(rb"ID3[\x02-\x04]\0")),

@@ -23,6 +23,7 @@ _BLOCK_BYTES = 2**18
 _MOST_LINE_BYTES = 2**30  # a line is held whole, and a file without line ends would be one
 _BATCH_ROWS = 64  # of a Parquet file, held at once
 _BUFFER_BYTES = 2**20
+_JSON = json.JSONDecoder(parse_int=float)  # numbers are passed over, and int() refuses those of many digits
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -131,7 +132,7 @@ def _lines(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _line_content(where: str, line: bytes, field: str) -> bytes | None:
     """What the field of a line holds; None: null."""
     try:
-        record = json.loads(line.decode())
+        record = _JSON.decode(line.decode())
     except (RecursionError, ValueError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(
@@ -219,7 +220,7 @@ def _parquet(path: Path, file: BinaryIO) -> Any:
         ) from error
     file.seek(0)
     # Columns are read in small buffers: a group of rows may have gigabytes.
-    return ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    return ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
 
 
 @contextmanager
@@ -261,10 +262,10 @@ def _holds_bytes(kind: Any) -> bool:
 def _check_column(path: Path, schema: Any, field: str) -> None:
     """Raises DataError for a column that is not there, or holds neither text nor bytes."""
     fields = _columns(schema)
-    if field in fields:
+    if fields.count(field) == 1:
         return
-    there = field in schema.names
-    rule = "holds neither text nor bytes" if there else "is no column of it"
+    rule = "holds neither text nor bytes" if field in schema.names else "is no column of it"
+    rule = "is the name of several columns" if field in fields else rule
     good = f"; those of text are {', '.join(fields)}" if fields else "; it has none of text"
     raise DataError(f"{path}: field {field!r} {rule}{good}")
 

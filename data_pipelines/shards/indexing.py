@@ -31,7 +31,7 @@ _HEAD_BYTES = 2**16  # of a member, which tell what file it is
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key and extension, as WebDataset divides a member's name
 _PASSED_OVER = re.compile(r"(.*/)?\.[^/]*$|(.*/)?__[^/]*__($|/)")  # hidden files, and WebDataset's own
 _SOURCE_BYTES = 2**20  # of a tar, read at once
-_UNPACK = "copy the set with its tars uncompressed by --unpack, into a folder with room for them"
+_UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
 
 
 def index_tars(

@@ -153,8 +153,17 @@ def test_records_by_two_ranks_and_after_a_change(tmp_path):
         build([source], tmp_path / "changed", progress=grow, **arguments)
 
 
+TWO_NAMES = pyarrow.table({"a": [{"b": "inside"}], "a.b": ["whole"]})
 TWICE = gzip.compress(gzip.compress(b"x", mtime=0), mtime=0)
 PARQUET = RECORDS["string.parquet"]
+
+
+def flipped(table: pyarrow.Table) -> bytes:
+    """A Parquet file whose pages have checksums, with a bit of a text changed."""
+    file = io.BytesIO()
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pyarrow.parquet.write_table(table, file, write_page_checksum=True, **plain)
+    return file.getvalue().replace(b"a text", b"e text")
 
 
 @pytest.mark.parametrize(
@@ -164,10 +173,12 @@ PARQUET = RECORDS["string.parquet"]
         ("x.parquet", PARQUET, {"field": "body"}, r": field 'body' is no column of it; those of text are text,"),
         ("x.parquet", PARQUET, {"field": "id"}, r": field 'id' holds neither text nor bytes; those of text are text,"),
         ("x.parquet", PARQUET[:-9], {"field": "text"}, r": is a Parquet file that is damaged or cut short \("),
+        ("x.parquet", flipped(TWO_NAMES), {"field": "a.b"}, r": field 'a\.b' is the name of several columns; "),
+        ("x.parquet", flipped(pyarrow.table({"a": ["a text"]})), {"field": "a"}, r": is a Parquet file that is da"),
         ("x.zip", "zip", {}, r": is a zip archive, and no text; unpack it first, such as with `unzip FILE`, or take"),
         ("x.tgz", "tgz", {}, r": is compressed by gzip, and what it holds is a tar archive; unpack it"),
         ("x.gz", TWICE, {}, r": is compressed by gzip, and what it holds is compressed"),
-        ("x.txt", b"%PDF-1.7\n", {}, r": is a PDF file, and no text; leave it out, such as by --exclude, or take"),
+        ("x.txt", b"%PDF-1.7\n1 0 obj", {}, r": is a PDF file, and no text; leave it out, such as by --exclude, or"),
         ("x.gz", COMPRESS[".gz"](TEXTS["0.txt"])[:-5], {}, r": is compressed by gzip, and damaged or cut short \("),
         ("x.jsonl", PARQUET[4:], {"field": "text"}, r":1: is no JSON \(.+\); --field reads Parquet and JSON Lines"),
         ("x.jsonl", b'{"a": "b"}\n{"a": 1', {"field": "a"}, r":2: is no JSON \(.+\); --field reads Parquet"),
@@ -219,6 +230,12 @@ def test_raw_takes_any_file_byte_by_byte(tmp_path):
     manifest = build([source], tmp_path / "data", properties={"raw": 1}, suffixes=(), validation_fraction=0)
     assert sorted(payloads_of(tmp_path / "data", "train")) == sorted(files.values())
     assert manifest.made["settings"]["asked"] == {"raw": 1}
+
+
+def test_numbers_beside_the_text_may_have_any_number_of_digits(tmp_path):
+    line = b'{"text": "a", "number": ' + b"7" * 5000 + b"}\n"
+    source = write_files(tmp_path / "source", {"a.jsonl": line})
+    assert build([source], tmp_path / "data", field="text", validation_fraction=0).splits["train"].documents == 1
 
 
 def test_lines_of_any_length_take_time_that_is_linear_in_their_bytes():
