@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes on two cores: one thread each, or they get in each other's way.
 WORKERS ?= 2
 
-.PHONY: demo test campaign cluster browser clients lint format clean
+.PHONY: demo test campaign cluster browser hostile clients lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -26,6 +26,10 @@ cluster: $(VENV)/.installed-dev
 # The served page in Debian's chromium, or what $$CHROMIUM names.
 browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m browser
+
+# Files, servers and accidents that mean harm, and wrong inputs: a sample of each class. `make campaign` has all of them.
+hostile: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "hostile and not campaign"
 
 # Exports, data, metrics and the server under packages that others wrote; docs/clients.md has the table that it makes.
 clients: $(VENV)/.installed-dev

@@ -27,8 +27,8 @@ ORDER = {
         "config", "ngrams", "embedding", "output", "reversible", "transformer", "session", "generation",
     ],
     "data_pipelines": [
-        "errors", "formats", "records", "settings", "durable", "palette", "modalities", "stores", "shards", "documents",
-        "datasets", "order", "building",
+        "errors", "plain_files", "formats", "records", "settings", "durable", "palette", "modalities", "stores",
+        "shards", "documents", "datasets", "order", "building",
     ],
     "launcher": [
         "output", "stops", "config", "pictures", "ranks", "models", "hub", "engine", "data", "checkpoints", "exports",

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
 from longstride.kernels import ConfigError, join_paths
 
-_DEEPEST = 64  # objects and lists within each other
+MOST_OBJECT_BYTES = 2**24  # of such a file: the manifest of a checkpoint of 8,192 ranks has a third of it
 # A string, or a mark of structure: enough to find keys.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 
-def load_json_object(path: Path) -> dict[str, Any]:
+def load_json_object(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ConfigError: no such file, not UTF-8, not JSON (with line and column), a key twice in one object, not an object.
+        ConfigError: no such file, no plain one, too long, or as ``parse_json_object``.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        content = read_plain(path, MOST_OBJECT_BYTES, follow_links=follow_links)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: must be UTF-8; byte {error.start} is not") from None
+    return parse_json_object(path, content)
+
+
+def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
+    """The object in the bytes of a JSON file.
+
+    Raises:
+        ConfigError: not UTF-8, not JSON (with line and column), a key twice in one object, not an object.
+    """
     try:
-        content = _parse(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
-    except _ConstantError as error:
-        raise ConfigError(f"{path}: {error} is not JSON; give a finite number") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: objects and lists nested more than {_DEEPEST} deep") from None
-    twice = _repeated_keys(text)
+        value = parse_json(content)
+    except JSONError as error:
+        place = path if error.line is None else f"{path}:{error.line}:{error.column}"
+        raise ConfigError(f"{place}: {error}") from None
+    twice = _repeated_keys(content.decode())
     if twice:
         raise ConfigError(*(f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in twice))
-    if not isinstance(content, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
-    return content
+    return value
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -54,11 +58,11 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     if not equals or not all(parts):
         raise ConfigError(f"{text}: must be path.to.key=value, such as train.steps=100")
     try:
-        return parts, _parse(value)
-    except (json.JSONDecodeError, _ConstantError):
-        return parts, value
-    except RecursionError:
-        raise ConfigError(f"{path}: objects and lists nested more than {_DEEPEST} deep") from None
+        return parts, parse_json(value)
+    except JSONError as error:
+        if error.line is not None:  # no JSON at all
+            return parts, value
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
@@ -84,25 +88,6 @@ def flattened(content: object, prefix: str = "") -> dict[str, object]:
     for key, value in content.items():
         flat.update(flattened(value, join_paths(prefix, key)))
     return flat
-
-
-class _ConstantError(Exception):
-    """NaN or Infinity in the text."""
-
-
-def _refuse_constant(name: str) -> None:
-    raise _ConstantError(name)
-
-
-def _parse(text: str) -> Any:
-    """The value of a JSON text. Raises RecursionError where it is nested too deep for what reads the value."""
-    content = json.loads(text, parse_constant=_refuse_constant)
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        depth += (token.group() in "{[") - (token.group() in "}]")
-        if depth > _DEEPEST:
-            raise RecursionError
-    return content
 
 
 def _repeated_keys(text: str) -> list[tuple[int, int, str]]:

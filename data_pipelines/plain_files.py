@@ -1,0 +1,128 @@
+"""Files that anybody may have made, read with care: plain ones alone, no longer than they may be; and bounded JSON.
+
+What a file says of itself is not believed before it is held against what is there. A pipe, a socket or a device has no
+end that is known, and may never answer: it is refused before a byte is read. Errors are OSErrors that name the file,
+and ``JSONError``; rooms make their own one-line errors of both.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MOST_JSON_BYTES = 2**26  # a manifest of 100,000 shards has half of it
+_MOST_JSON_VALUES = 4_000_000  # about 100 bytes of memory each; such a manifest has a quarter of them
+_DEEPEST = 64  # objects and lists within each other
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')  # or a string, which may hold some
+_MOST_DIGITS = 39  # of an integer: 128 bits
+_KINDS = (
+    (stat.S_ISDIR, errno.EISDIR, "is a folder, not a plain file"),
+    (stat.S_ISLNK, errno.ELOOP, "is a link, not a plain file"),
+    (stat.S_ISFIFO, errno.EINVAL, "is a pipe, not a plain file"),
+    (stat.S_ISSOCK, errno.EINVAL, "is a socket, not a plain file"),
+    (stat.S_ISCHR, errno.EINVAL, "is a device, not a plain file"),
+    (stat.S_ISBLK, errno.EINVAL, "is a device, not a plain file"),
+)
+
+
+class JSONError(ValueError):
+    """A text that is no JSON, or more than is taken, worded to follow a file's name; ``line`` and ``column`` from 1."""
+
+    def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
+        super().__init__(message)
+        self.line, self.column = line, column
+
+
+def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
+    """A plain file, open for reading and without a buffer's worth read yet.
+
+    Links to plain files are followed unless ``follow_links`` is False: a hub's cache and many data folders are made of
+    them, a checkpoint has none.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is no plain file; with the file's name.
+    """
+    # Without O_NONBLOCK opening a pipe waits for whoever writes to it. It does nothing to a plain file.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        _refuse_kind(path, (os.stat if follow_links else os.lstat)(path).st_mode)  # opening a device may do something
+        descriptor = os.open(path, flags)
+    except ValueError as error:  # a zero byte in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    try:
+        _refuse_kind(path, os.fstat(descriptor).st_mode)  # of what was opened: the name may lead elsewhere by now
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain(path: Path, at_most: int, *, follow_links: bool = True) -> bytes:
+    """The content of a plain file of ``at_most`` so many bytes.
+
+    Raises:
+        OSError: as ``open_plain``, or the file is longer, which is seen before it is read.
+    """
+    with open_plain(path, follow_links=follow_links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= at_most:
+            content = file.read(at_most + 1)  # it may grow meanwhile; and files of /proc say that they are empty
+            size = len(content)
+        if size > at_most:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes, where {at_most:,} are the most", str(path))
+        return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text: numbers are finite, integers fit 128 bits, and it is neither larger nor deeper than
+    a manifest may be.
+
+    Raises:
+        JSONError: it is not; ``line`` is known where it is no JSON at all.
+    """
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise JSONError(f"must be UTF-8; byte {error.start} is not") from None
+    if sum(map(text.count, ",:[{")) > _MOST_JSON_VALUES:
+        raise JSONError(f"has more than {_MOST_JSON_VALUES:,} values")
+    too_deep = JSONError(f"objects and lists nested more than {_DEEPEST} deep")
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_number)
+    except json.JSONDecodeError as error:
+        raise JSONError(f"not JSON: {error.msg}", error.lineno, error.colno) from None
+    except RecursionError:
+        raise too_deep from None
+    depth = 0
+    for found in _BRACKET.finditer(text):
+        depth += (found.group() in "{[") - (found.group() in "}]")
+        if depth > _DEEPEST:
+            raise too_deep
+    return value
+
+
+def _refuse_kind(path: Path, mode: int) -> None:
+    for is_kind, number, what in _KINDS:
+        if is_kind(mode):
+            raise OSError(number, what, str(path))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise JSONError(f"{name} is not JSON; give a finite number")
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MOST_DIGITS:
+        raise JSONError(f"an integer of {len(digits.lstrip('-')):,} digits; {_MOST_DIGITS} are the most")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise JSONError(f"{digits[:20]} is beyond the largest number; give a finite one")
+    return number

@@ -1,0 +1,82 @@
+"""Forks a process for each line of JSON on standard input, which does what `longstride WORDS` does; see commands.py.
+
+Its argument is the folder for what the processes print. The answer is a line: how each ended, and what it took.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import longstride.launcher.cli as cli  # noqa: E402
+from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
+
+mute_accelerator_warning()  # standard output carries the answers
+
+import tests.harness.processes.preloaded  # noqa: E402, F401
+
+for verb in cli.VERBS:
+    if not verb.passes_words:  # lm_eval may not be here
+        importlib.import_module(f"longstride.launcher.{verb.module}")
+
+
+def run(case: dict[str, Any], output: Path) -> NoReturn:
+    """What a forked process does."""
+    os.setsid()  # what it starts is ended with it
+    for name, stream in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for name, value in case["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.chdir(case["folder"])
+    for name, value in case["limits"]:
+        resource.setrlimit(getattr(resource, name), (value, value))
+    code = 1
+    try:
+        code = cli.main(case["words"])
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def judged(case: dict[str, Any], output: Path) -> dict[str, Any]:
+    """How a case ended; nothing of it is left."""
+    begun = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        run(case, output)
+    ended = 0
+    while not ended and time.monotonic() < begun + case["seconds"]:
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        time.sleep(0 if ended else 0.005)
+    seconds = time.monotonic() - begun
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not ended:
+        _, status, usage = os.wait4(pid, 0)
+    code = os.waitstatus_to_exitcode(status) if ended else None
+    return {"code": code, "seconds": seconds, "peak_bytes": usage.ru_maxrss * 1024}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(judged(json.loads(line), Path(sys.argv[1]))), flush=True)

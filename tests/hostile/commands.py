@@ -1,0 +1,105 @@
+"""`longstride VERB …` in a process of its own, forked from one that has everything imported; and what became of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tests.harness.runs import ROOT, plain_environment
+
+SECONDS = 30.0  # that a command may take over what is hostile
+MEMORY_BYTES = 2**30  # above the honest case
+_MISTAKE = "longstride: error: "
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did. ``code``: minus the signal where one killed it, None where it had not ended in time."""
+
+    words: tuple[str, ...]
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+    peak_bytes: int  # of resident memory, what the forking process has of its own included
+
+    @property
+    def mistakes(self) -> list[str]:
+        """The lines that say what was wrong."""
+        return [line.removeprefix(_MISTAKE) for line in self.err.splitlines() if line.startswith(_MISTAKE)]
+
+    def check_bounded(self, honest: Outcome | None = None) -> None:
+        """It ended in time, within the memory, and without a traceback."""
+        assert self.code is not None, f"{self.words}: still running after {self.seconds:.0f} s\n{self.err[-2000:]}"
+        assert "Traceback" not in self.err + self.out, f"{self.words}: {self.err[-4000:]}"
+        above = self.peak_bytes - (honest.peak_bytes if honest else 0)
+        assert above <= MEMORY_BYTES, f"{self.words}: {above / 2**30:.2f} GiB above the honest case"
+
+    def check_refused(self, honest: Outcome | None = None, code: int = 2) -> str:
+        """It ended as documented, within the bounds, and said why in one line of bounded length; returns the line."""
+        self.check_bounded(honest)
+        assert self.code == code, f"{self.words}: exit code {self.code}\n{self.out[-1000:]}{self.err[-2000:]}"
+        assert len(self.mistakes) == 1, f"{self.words}: {self.err[-2000:]}"
+        (line,) = self.mistakes
+        assert len(line) <= 1000, f"{self.words}: a line of {len(line)} characters: {line[:200]} …"
+        return line
+
+
+class Commands:
+    """Runs command lines one after the other; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = (folder / "server.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/hostile/command_server.py"), str(folder)],
+            env=plain_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=folder,
+        )
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def __call__(
+        self,
+        *words: object,
+        seconds: float = SECONDS,
+        folder: Path | None = None,
+        environment: Mapping[str, str | None] | None = None,
+        limits: Sequence[tuple[str, int]] = (),
+    ) -> Outcome:
+        """Runs a command line and kills what is left of it after so many seconds.
+
+        ``folder``: its working directory. ``environment``: added, None takes away. ``limits``: of the process, by the
+        names of the module `resource`, such as ("RLIMIT_NOFILE", 64).
+        """
+        line = tuple(map(str, words))
+        case = {
+            "words": line,
+            "seconds": seconds,
+            "folder": str(folder or self._folder),
+            "environment": dict(environment or {}),
+            "limits": list(limits),
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(case), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, (self._folder / "server.log").read_text()
+        out, err = ((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+        return Outcome(line, out=out, err=err, **json.loads(answer))
