@@ -21,10 +21,13 @@ class Problem:
     def __str__(self) -> str:
         """The problem in one line."""
         if not self.path:
-            return self.rule
-        if self.value is ...:
-            return f"{self.path}: {self.rule}"
-        return f"{self.path}={_shown(self.value)}: {self.rule}"
+            text = self.rule
+        elif self.value is ...:
+            text = f"{self.path}: {self.rule}"
+        else:
+            text = f"{self.path}={_shown(self.value)}: {self.rule}"
+        # A name may hold line ends and control characters.
+        return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 class ConfigError(ValueError):

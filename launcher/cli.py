@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import importlib.metadata
 import os
 import select
 import sys
@@ -91,7 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Runs the verb that the words begin with."""
+    """Runs the verb that the words begin with, or answers what is asked of all of them."""
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if words == ["--version"]:
+        print(_versions())
+        return exit_codes.DONE
     verb = next((verb for verb in VERBS if words[: len(verb.words.split())] == verb.words.split()), None)
     if verb is None:
         return _help(words)
@@ -116,15 +123,33 @@ def _run(words: list[str]) -> int:
         return exit_codes.STOPPED
 
 
+def _versions() -> str:
+    """This package and those that decide what a run computes, with their versions, in one line; none is imported."""
+
+    def version(package: str) -> str:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} not installed"
+
+    return f"{version('longstride')} ({', '.join(map(version, ('torch', 'triton', 'deepspeed')))})"
+
+
 def _help(words: list[str]) -> int:
-    """Lists all verbs: on standard output for --help, on standard error after an unknown verb."""
-    unknown = bool(words) and words[0] not in ("-h", "--help", "help")
-    if unknown:
-        say(f"error: no verb {' '.join(words[:2])}")
-    lines = ["usage: longstride VERB …", "", *(f"  {verb.words:<15}{verb.summary}" for verb in VERBS)]
-    lines += ["", "longstride VERB --help tells the options of one."]
-    print("\n".join(lines), file=sys.stderr if unknown else sys.stdout)
-    return exit_codes.WRONG_INPUT if unknown else exit_codes.DONE
+    """Lists the verbs that begin as the words do, where that is asked; else says that there is no such verb."""
+    group = [word for word in words if word not in ("-h", "--help")]
+    verbs = [verb for verb in VERBS if verb.words.split()[: len(group)] == group]
+    prefix = " ".join(["longstride", *group])
+    if verbs and (len(group) < len(words) or not words):
+        lines = [f"usage: {prefix} VERB …", "", *(f"  {verb.words:<15}{verb.summary}" for verb in verbs)]
+        lines += ["", f"{prefix} VERB --help tells the options of one."]
+        print("\n".join(lines))
+        return exit_codes.DONE
+    names = [verb.words for verb in VERBS]
+    close = [each for typed in (" ".join(words[:2]), words[0]) for each in difflib.get_close_matches(typed, names, n=1)]
+    meant = [verb.words for verb in verbs] or close[:1]
+    hint = f"; there is {', '.join(meant)}" if meant else ""
+    return report(AgreedError(f"no verb {' '.join(group[:2]) or words[0]}{hint}; `longstride --help` lists all"))
 
 
 if __name__ == "__main__":

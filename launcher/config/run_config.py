@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -44,7 +44,7 @@ class RemoteConfig(StrictModel):
     cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
     attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
     timeout_seconds: float = Field(default=_REMOTE.timeout_seconds, gt=0, description="of one that stalls")
-    parallel: int = Field(default=_REMOTE.parallel, gt=0, description="files fetched ahead at once")
+    parallel: int = Field(default=_REMOTE.parallel, gt=0, le=1024, description="files fetched ahead at once")
 
 
 class PackingConfig(StrictModel):
@@ -81,8 +81,8 @@ class DataConfig(StrictModel):
     on_damage: Literal["abort", "substitute"] = Field(
         default="abort", description="what becomes of a context that cannot be read"
     )
-    workers: int = Field(default=0, ge=0, description="processes a rank that read ahead")
-    prefetch: int = Field(default=2, gt=0, description="steps that each worker reads ahead")
+    workers: int = Field(default=0, ge=0, le=1024, description="processes a rank that read ahead")
+    prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")
     remote: RemoteConfig = RemoteConfig()
 
     @field_validator("packing", mode="before")
@@ -178,11 +178,15 @@ class StopWhenConfig(StrictModel):
 class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
+    MOST_CONTEXTS: ClassVar[int] = 65_536  # that are computed at once
+
     output: str = Field(min_length=1, description="run folder")
-    steps: int | None = Field(default=None, gt=0, description="optimiser steps, skipped ones included; or give epochs")
+    steps: int | None = Field(
+        default=None, gt=0, le=10**15, description="optimiser steps, skipped ones included; or give epochs"
+    )
     epochs: float | None = Field(default=None, gt=0, description="passes over the train split, in place of steps")
-    global_batch: int = Field(gt=0, description="contexts a step, over all processes")
-    micro_batch: int = Field(gt=0, description="contexts a process runs at once")
+    global_batch: int = Field(gt=0, le=10**9, description="contexts a step, over all processes")
+    micro_batch: int = Field(gt=0, le=MOST_CONTEXTS, description="contexts a process runs at once")
     learning_rate: float = Field(gt=0, description="at the end of the warm-up")
     optimizer: OptimizerConfig | None = Field(default=None, description="null: AdamW, with one rate for all parts")
     warmup_steps: int = Field(default=0, ge=0, description="linear, from 0")

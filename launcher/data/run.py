@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +19,8 @@ from longstride.launcher.data.run_data import GlobalBatch, RunData, together
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
+
+_NUMBER = re.compile("[0-9]{1,18}")  # of a step or of steps: more digits than any run has
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def check_output(output: str, resume: str) -> None:
     run = Path(output)
     if "://" in output:
         raise ConfigError.at("train.output", output, "must be a folder on this machine, or one that it mounts")
-    if resume not in ("auto", "best", "never") and not (resume.isascii() and resume.isdecimal()):
+    if resume not in ("auto", "best", "never") and not _NUMBER.fullmatch(resume):
         raise ConfigError(f"--resume={resume}: must be auto, best, never or the number of a step")
     if run.exists() and not run.is_dir():
         raise ConfigError.at("train.output", output, "must be a folder, and is a file")
@@ -111,7 +114,7 @@ def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint")
     """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
 
     def step(text: str) -> int | str:
-        if text != "best" and not (text.isascii() and text.isdecimal()):
+        if text != "best" and not _NUMBER.fullmatch(text):
             raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
         return text if text == "best" else int(text)
 
@@ -125,7 +128,7 @@ def check_replay(config: RunConfig, resume: str, replay: str) -> None:
     Raises:
         ConfigError: it is no number of a step, --resume is given as well, or there is no such run.
     """
-    if not (replay.isascii() and replay.isdecimal() and int(replay) > 0):
+    if not _NUMBER.fullmatch(replay) or int(replay) == 0:
         raise ConfigError(f"--replay={replay}: must be the number of a step, from 1 on")
     if resume != "never":
         raise ConfigError(f"--resume={resume}: a replay finds its checkpoint by itself; leave it out")
@@ -142,7 +145,7 @@ def profile_steps(profile: str | None, replay: str | None) -> int:
     """
     if profile is None:
         return 0
-    if not (profile.isascii() and profile.isdecimal() and int(profile) > 0):
+    if not _NUMBER.fullmatch(profile) or int(profile) == 0:
         raise ConfigError(f"--profile={profile}: must be a number of steps, from 1 on; such as 10")
     if replay is not None:
         raise ConfigError(f"--profile={profile}: a replay writes nothing; leave it out")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.order import (
     Batch,
     ByteStream,
@@ -48,6 +48,7 @@ _PLACES = {
     "context_number": "--context-number",
     **DATA_PATHS,
 }
+_BYTE_VALUES = 256
 _FAILED, _HAS_BATCH, _AT_THE_END = 0, 1, 2  # what a rank tells the others of its next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
@@ -144,7 +145,8 @@ def placed() -> Iterator[None]:
 class RunData:
     """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
 
-    Raises DataError where there is no data folder, and ConfigError where its palette is not the model's vocabulary.
+    Raises DataError where there is no data folder, and ConfigError where the model's vocabulary is not its palette, or
+    lacks some of the bytes.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
@@ -163,11 +165,23 @@ class RunData:
         colours, vocabulary = len(self.palette or ()), config.model.vocabulary
         if colours and colours != vocabulary:
             raise ConfigError.at("model.vocabulary", vocabulary, f"the data's palette has {colours} colours; {colours}")
+        if not colours and vocabulary < _BYTE_VALUES:
+            rule = f"the data is bytes, which have {_BYTE_VALUES} values; {_BYTE_VALUES}"
+            raise ConfigError.at("model.vocabulary", vocabulary, rule)
 
     @property
     def modality(self) -> str:
         """The kind of data, by its name."""
         return self._folder.manifest.modality
+
+    @property
+    def oddity(self) -> str | None:
+        """What the run does that is rarely meant, in a line; None: nothing."""
+        embedding = self._config.model.embedding
+        if embedding.type not in MODALITIES or embedding.type == self.modality:
+            return None
+        rule = f"has positions as {embedding.type} does, and the data is {self.modality}"
+        return f"model.embedding.type={embedding.type}: {rule}; learned fits all"
 
     @property
     def palette(self) -> Palette | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.config import RunConfig, add_trust_argument
+from longstride.launcher.config import RunConfig, TrainConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, add_step_argument, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
@@ -72,8 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb, alone or as one rank under a launcher; prints one JSON line on rank 0."""
-    if arguments.batch is not None and arguments.batch < 1:
-        raise ConfigError(f"--batch={arguments.batch}: must be at least 1")
+    if arguments.batch is not None and not 1 <= arguments.batch <= TrainConfig.MOST_CONTEXTS:
+        raise ConfigError(
+            f"--batch={arguments.batch}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,} contexts; such as 4"
+        )
     adopt_place(os.environ)
     ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=arguments.sequence_parallel)
     if arguments.positions is not None:

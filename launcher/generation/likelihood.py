@@ -16,6 +16,7 @@ import torch
 
 from longstride.data_pipelines.modalities import modality_named
 from longstride.kernels import ConfigError
+from longstride.launcher.config import TrainConfig
 from longstride.launcher.output import metrics_file
 from longstride.sparse_model import SparseTransformer
 
@@ -68,8 +69,8 @@ def likelihood(
         check_bytes(content, model)
     if not 0 <= min_context < context:
         raise ConfigError(f"--min-context={min_context}: must be from 0 to {context - 1}, less than the context")
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"--batch={batch_size}: must be at least 1")
+    if batch_size is not None and not 1 <= batch_size <= TrainConfig.MOST_CONTEXTS:
+        raise ConfigError(f"--batch={batch_size}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,} contexts; such as 4")
     start = time.perf_counter()
     pieces = Piece.cut(stream, context, min_context)
     if batch_size is None:  # a small file is not padded beyond its size

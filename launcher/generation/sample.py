@@ -24,7 +24,7 @@ from torch import Tensor
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, Content, Modality
 from longstride.kernels import ConfigError
-from longstride.launcher.config import load_json_object
+from longstride.launcher.config import TrainConfig, load_json_object
 from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.generation.plain_files import check_new, naming, read_file, write_new
 from longstride.launcher.models import ModelData, computing_numbers, load_model, usable_device
@@ -150,8 +150,8 @@ def settle(arguments: argparse.Namespace, data: ModelData, context: int) -> Requ
         ConfigError, DataError: they do not fit the model or each other, or a prompt cannot be read.
     """
     count = 1 if arguments.count is None else arguments.count
-    if count < 1:
-        raise ConfigError(f"--count={count}: must be at least 1")
+    if not 1 <= count <= TrainConfig.MOST_CONTEXTS:
+        raise ConfigError(f"--count={count}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,}; such as 4")
     prompts, prompted = _prompts(arguments, data, context)
     if len(prompts[0]) % data.token_bytes:
         rule = f"must be whole {data.unit}s of {data.token_bytes} bytes; take --prompt-image"

@@ -17,6 +17,7 @@ _FIRST_RANK_SECONDS = 30.0  # long enough for a slow start of rank 0
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a write, which names no file
 _CLOSED = (errno.EIO, errno.EPIPE)
 _COUNTER_SECONDS = 0.2
+_MOST_CHARACTERS = 900  # of a line: what it quotes may be of any length
 
 
 def say(text: str) -> None:
@@ -45,7 +46,7 @@ def mistake(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         if error.strerror is None or (error.filename is None and error.errno not in _NAMELESS):
             return None
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return f"{_printable(str(error.filename))}: {error.strerror}" if error.filename else str(error)
     # Looked up in modules that are loaded already: importing them here would cost every verb their time.
     families = (("longstride.kernels.errors", "ConfigError"), ("longstride.data_pipelines.errors", "DataError"))
     classes = [getattr(sys.modules[module], name) for module, name in families if module in sys.modules]
@@ -91,8 +92,14 @@ def exit_on_mistake(meet: Callable[[], None]) -> Iterator[None]:
 
 
 def _say_mistake(error: Exception) -> None:
-    for line in (mistake(error) or "").splitlines():
-        say(f"error: {line}")
+    for line in (mistake(error) or "").split("\n"):
+        half = _MOST_CHARACTERS // 2
+        say(f"error: {_printable(line if len(line) <= 2 * half else f'{line[:half]} … {line[-half:]}')}")
+
+
+def _printable(text: str) -> str:
+    """A text that may quote anything, for a terminal to show and not to obey."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 class LastingOutput:

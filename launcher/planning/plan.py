@@ -18,6 +18,7 @@ from longstride.launcher.config import RunConfig, load_config
 
 Kind = TypeVar("Kind")
 MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
+_MOST_NAMED = 1_000_000
 BYTE_VALUES = 256
 _GIB = 2**30
 # Bytes of the train splits that `longstride data build --dataset` makes.
@@ -60,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides)
     words = [word for word in arguments.processes if "=" not in word]
     for word in words:
-        if not (word.isascii() and word.isdecimal() and int(word)):
-            raise ConfigError(f"--processes={word}: must be whole numbers of at least 1")
+        if not (word.isascii() and word.isdecimal() and len(word) <= 9 and 1 <= int(word) <= _MOST_NAMED):
+            raise ConfigError(f"--processes={word}: must be whole numbers from 1 to {_MOST_NAMED:,}; such as 8")
         config.check_world_size(int(word))
     units = config.train.global_batch // config.train.micro_batch
     shared = config.train.sequence_parallel or 1

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranges = (
         ("--port", port, 0 <= port < 2**16, "must be from 0, any that is free, to 65535"),
         ("--max-bytes", most, most is None or most >= 1, "must be at least 1"),
-        ("--contexts", contexts, contexts >= 1, "must be at least 1"),
+        ("--contexts", contexts, 1 <= contexts <= 1024, "must be from 1 to 1,024"),
         ("--name", name, name is None or (name.isprintable() and name.strip()), "must be a name, in characters"),
         ("--queue", queue, queue >= 0, "must be 0, nobody waits, or more"),
         ("--timeout", timeout, 0 < timeout < math.inf, "must be above 0 and finite"),

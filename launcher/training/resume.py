@@ -67,6 +67,8 @@ def choose_start(run: Run) -> Start:
     run.data.stream()  # raises what is wrong with it
     if run.ranks.local_rank == 0:  # once a host
         run.data.check()
+    if run.ranks.is_first and run.data.oddity:
+        say(f"notice: {run.data.oddity}")
     return _read_start(run)
 
 

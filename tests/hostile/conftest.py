@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.commands import Commands
+from tests.launcher.conftest import data, exported, shared, trained  # noqa: F401
 
 
 @pytest.hookimpl(tryfirst=True)

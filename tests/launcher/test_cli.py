@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -26,9 +27,49 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {verb.words} " in out for verb in cli.VERBS)
 
 
-def test_unknown_verb_ends_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == 2
-    assert "longstride: error: no verb trian" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["trian"], "no verb trian; there is train; `longstride --help` lists all"),
+        (
+            ["trian", "run.json", "--resume", "auto"],
+            "no verb trian run.json; there is train; `longstride --help` lists all",
+        ),
+        (["data", "biuld", "texts"], "no verb data biuld; there is data build; `longstride --help` lists all"),
+        (["config"], "no verb config; there is config schema; `longstride --help` lists all"),
+        (["--resume"], "no verb --resume; `longstride --help` lists all"),
+        (["help", "trian"], "no verb trian; there is train; `longstride --help` lists all"),
+    ],
+    ids=" ".join,
+)
+def test_unknown_verb_is_told_in_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr() == ("", f"longstride: error: {line}\n")
+
+
+@pytest.mark.parametrize("words", [["data", "--help"], ["data", "-h"], ["help", "data"]], ids=" ".join)
+def test_help_of_a_group_lists_its_verbs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: longstride data VERB …"
+    assert [line.split()[:2] for line in lines if line.startswith("  ")] == [
+        verb.words.split() for verb in cli.VERBS if verb.words.startswith("data ")
+    ]
+
+
+def test_version_names_what_decides_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    versions = {name: importlib.metadata.version(name) for name in ("longstride", "torch", "triton", "deepspeed")}
+    ours = f"longstride {versions.pop('longstride')}"
+    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    assert capsys.readouterr().out == f"{ours} ({others})\n"
+
+
+def test_help_of_a_verb_by_the_word_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["help", "config", "schema"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: longstride config schema")
 
 
 @pytest.mark.parametrize("verb", cli.VERBS, ids=lambda verb: verb.words)
@@ -91,8 +132,8 @@ def test_verb_ends_quietly_where_its_reader_goes_away(words: list[str], code: in
     ended = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert ended.returncode == code
-    assert ended.stderr.startswith("longstride: error: no verb config\nusage" if code == 2 else "")
-    assert code == 2 or not ended.stderr
+    assert ended.stderr.startswith("longstride: error: no verb config;" if code == 2 else "")
+    assert ended.stderr.count("\n") == (1 if code == 2 else 0)
 
 
 def test_a_result_that_a_full_disk_takes_is_told_in_one_line() -> None:

@@ -279,7 +279,7 @@ def test_longstride_train_refuses_what_the_ranks_would(
 
 def test_evaluation_of_no_contexts_at_once(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", str(run_copy), "--batch", "0"]) == WRONG_INPUT
-    assert capsys.readouterr().err == "longstride: error: --batch=0: must be at least 1\n"
+    assert capsys.readouterr().err == "longstride: error: --batch=0: must be from 1 to 65,536 contexts; such as 4\n"
 
 
 def test_export_over_something(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

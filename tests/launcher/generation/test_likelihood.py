@@ -94,7 +94,7 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
         (["--likelihood", "nowhere"], "--likelihood=nowhere: No such file or directory"),
         (["--likelihood", "/"], "--likelihood=/: is a folder; name a file"),
         (["--likelihood", "{file}", "--min-context", "64"], "--min-context=64: must be from 0 to 63"),
-        (["--likelihood", "{file}", "--batch", "0"], "--batch=0: must be at least 1"),
+        (["--likelihood", "{file}", "--batch", "0"], "--batch=0: must be from 1 to 65,536 contexts; such as 4"),
         (["--batch", "3"], "--batch: is of --likelihood FILE; leave it out"),
         (
             ["--likelihood", "{file}", "--prompt", "x"],

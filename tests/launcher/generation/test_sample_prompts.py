@@ -24,7 +24,7 @@ IMAGE = [
     (["--bytes", "10"], "--bytes: pictures have 192 bytes, no more and no less"),
     (["--slide"], "--slide: pictures have 192 bytes, no more and no less"),
     (["--prompt-file", "{folder}/s.wav"], "--prompt-file: has 458 bytes, and pictures have 192; give less of it"),
-    (["--count", "9999999"], "--count: a grid of "),
+    (["--prompt-image", "{folder}/8x8.png", "--count", "65536"], "--count: a grid of "),
     (["--rate", "8000"], "--rate=8000: the model writes pictures; leave it out"),
 ]
 AUDIO = [
@@ -41,7 +41,7 @@ AUDIO = [
 ]
 TEXT = [
     (["--seconds", "1"], "--seconds: the model writes text; take --bytes"),
-    (["--count", "0"], "--count=0: must be at least 1"),
+    (["--count", "0"], "--count=0: must be from 1 to 65,536"),
     (["--bytes", "0"], "--bytes=0: must be at least 1"),
     (["--prompt", "x" * 200], "of 192; add --slide to go on beyond it"),
     (["--prompt-audio", "{folder}/s.wav"], "the model writes text; take --prompt-file for bytes as they are"),

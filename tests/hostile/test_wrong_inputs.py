@@ -1,0 +1,251 @@
+"""What a person may get wrong on the command line: one line says it, by a documented code, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.runs import ROOT, configuration, files_under, plain_environment
+from tests.harness.tiny_models import random_export
+from tests.hostile.commands import Commands
+
+MANY = "9" * 400  # digits
+# (words, what the line says). Words are run in a folder that has data, run, run.json, model, text, text.lsz, noise.
+WRONG: list[tuple[str, str]] = [
+    # No verb, no option, no value.
+    ("trian", "no verb trian; there is train"),
+    ("data", "no verb data; there is data build"),
+    ("data biuld text", "no verb data biuld; there is data build"),
+    ("--resume auto", "no verb --resume"),
+    ("plan", "the following arguments are required: CONFIG, path.to.key=value; `longstride plan --help`"),
+    ("train", "the following arguments are required: --config; `longstride train --help` tells the options"),
+    ("train run.json", "the following arguments are required: --config; `longstride train --help` tells the"),
+    ("train --config", "argument --config: expected one argument; `longstride train --help` tells the"),
+    ("train --config run.json --resumption auto", "unrecognized arguments: --resumption; `longstride train"),
+    ("evaluate", "the following arguments are required: RUN; `longstride evaluate --help` tells the options"),
+    ("evaluate run --split", "argument --split: expected one argument; `longstride evaluate --help` tells"),
+    ("data build text", "the following arguments are required: --output; `longstride data build --help`"),
+    ("data build --output new", "PATH: none given; name files or folders, such as texts, or a --dataset"),
+    ("data show data --count three", "argument --count: invalid int value: 'three'; `longstride data show"),
+    ("compress text --model model", "the following arguments are required: --output; `longstride compress"),
+    ("show patern run.json --output new.png", "argument what: invalid choice: 'patern' (choose from"),
+    ("serve model --port http", "argument --port: invalid int value: 'http'; `longstride serve --help`"),
+    ("slurm --config run.json --nodes 1", "the following arguments are required: --processes-per-node,"),
+    ("config schema run.json", "unrecognized arguments: run.json; `longstride config schema --help` tells"),
+    # What is not there, or something else.
+    ("plan missing.json", "missing.json: cannot be read: No such file or directory"),
+    ("plan nothing", "nothing: no such file, and none of that name in ds_configs/experiments; known:"),
+    ("plan text", "text:1:1: not JSON: Expecting value"),
+    ("plan noise", "noise: must be UTF-8; byte 128 is not"),
+    ("plan data", "data: no such file, and none of that name in ds_configs/experiments; known: bytes_base,"),
+    ("train --config missing.json", "missing.json: cannot be read: No such file or directory"),
+    ("train --config run.json data.path=missing", "missing: no such folder; build one with `longstride data"),
+    ("train --config run.json data.path=text", "text: no such folder; build one with `longstride data build`"),
+    ("train --config run.json data.path=run", "run: lacks manifest.json, so it is no data folder;"),
+    ("train --config run.json data.path=ftp://example.org/data", "ftp://example.org/data: fsspec asks for"),
+    ("train --config run.json train.output=text", "train.output=\"text\": must be a folder, and is a file"),
+    ("train --config run.json train.output=run", "train.output=\"run\": holds a run already (config.json,"),
+    ("train --config run.json train.output=text/below", "train.output=\"text/below\": "),
+    ("train --config run.json train.output=s3://bucket/run", "train.output=\"s3://bucket/run\": must be a"),
+    ("train --config run.json --hostfile missing", "--hostfile=missing: no such file; write one with a line"),
+    ("train --config run.json --hostfile noise", "--hostfile=noise: is no text; write a line for each host,"),
+    ("evaluate missing", "missing: no such run folder"),
+    ("evaluate data", "data/checkpoints: no checkpoint; whole ones: none"),
+    ("evaluate run --step 3", "run/checkpoints: no checkpoint of step 3; whole ones: 4, 8"),
+    ("evaluate run --split test", "/manifest.json: no split 'test'; it holds train, validation"),
+    ("evaluate run --data missing", "missing: no such folder; build one with `longstride data build`"),
+    ("evaluate run --data run", "run: lacks manifest.json, so it is no data folder; `longstride data build`"),
+    ("export missing --output new", "missing: no such run folder"),
+    ("export model --output new", "model/checkpoints: no checkpoint; whole ones: none"),
+    ("export run --output model", "--output=model: exists already; nothing is overwritten"),
+    ("export run --output text", "--output=text: exists already; nothing is overwritten"),
+    ("export run --output new --step 3", "run/checkpoints: no checkpoint of step 3; whole ones: 4, 8"),
+    ("export run --output new --format onnx", "run: has no model.safetensors and no"),
+    ("sample missing", "missing: has no config.json; name a folder written by `longstride export RUN"),
+    ("sample run", "run: has no model.safetensors and no model.safetensors.index.json; name a folder"),
+    ("sample text", "text: has no config.json; name a folder written by `longstride export RUN --output DIR`"),
+    ("sample model --prompt-file missing", "--prompt-file=missing: No such file or directory"),
+    ("sample model --prompt-file data", "--prompt-file=data: Is a directory"),
+    ("sample model --prompt-image noise", "--prompt-image=noise: the model writes text; take --prompt-file"),
+    ("sample model --likelihood missing", "--likelihood=missing: No such file or directory"),
+    ("compress missing --model model --output new.lsz", "FILE=missing: No such file or directory"),
+    ("compress text --model missing --output new.lsz", "missing: has no config.json; name a folder written"),
+    ("compress text --model model --output text.lsz", "--output=text.lsz: exists already; nothing is"),
+    ("decompress text --model model --output new", "FILE=text: is no file that `longstride compress` wrote"),
+    ("decompress noise --model model --output new", "FILE=noise: is no file that `longstride compress` wrote"),
+    ("decompress text.lsz --model run --output new", "run: has no model.safetensors and no"),
+    ("decompress text.lsz --model model --output text", "--output=text: exists already; nothing is"),
+    ("data verify missing", "missing: no such folder; build one with `longstride data build`"),
+    ("data verify run", "run: lacks manifest.json, so it is no data folder; `longstride data build` makes"),
+    ("data show data --split test", "data/manifest.json: no split 'test'; it holds train, validation"),
+    ("data build missing --output new", "missing: no such file or folder; name an input that exists"),
+    ("data build text --output data", "/data: holds a data set made with other settings; nothing is"),
+    ("data build noise --output new --modality image", "noise: cannot be read as a picture (not one of PNG,"),
+    ("data build noise --output new --modality audio", "noise: is no WAV file, and cannot be read as"),
+    ("data build text --output new --dataset enwik9", "PATH=text: goes without --dataset; name the"),
+    ("data build --dataset enwik8 --output new --input missing", "--input=missing: no such file or folder;"),
+    ("data index text --output new", "text: must be the name of a tar, such as train-000.tar; rename it"),
+    ("data index missing --output new", "missing: no such file or folder; name tars, or a folder that holds"),
+    ("show loss missing --output new.png", "missing/metrics.jsonl: cannot be read: No such file or directory"),
+    ("show attention data --output new.png", "data/checkpoints: no checkpoint; whole ones: none"),
+    ("show pattern run.json --output text", "--output=text: exists already; nothing is overwritten"),
+    ("serve missing", "missing: has no config.json; name a folder written by `longstride export RUN"),
+    ("serve run", "run: has no model.safetensors and no model.safetensors.index.json; name a folder written"),
+    ("slurm --config missing.json --nodes 1 --processes-per-node 1 --time 1:00:00", "missing.json: cannot be read:"),
+    # Values that cannot be.
+    ("plan run.json train.stesp=3", "train.stesp: unknown key; nearest steps"),
+    ("plan run.json learning_rate=3", "learning_rate: unknown key; known: model, data, train, deepspeed,"),
+    ("plan run.json train.steps", "train.steps: must be path.to.key=value, such as train.steps=100"),
+    ("plan run.json train.steps=three", "train.steps=\"three\": must be a valid integer"),
+    ("plan run.json train.steps=-3", "train.steps=-3: must be greater than 0"),
+    ("plan run.json train.steps=1.5", "train.steps=1.5: must be a valid integer"),
+    (f"plan run.json train.steps={MANY}", "train.steps: an integer of 400 digits; 39 are the most"),
+    (f"plan run.json train.learning_rate={MANY}", "train.learning_rate: an integer of 400 digits; 39 are the"),
+    ("plan run.json train.learning_rate=1e999", "train.learning_rate: 1e999 is beyond the largest number;"),
+    ("plan run.json train.learning_rate=NaN", "train.learning_rate: NaN is not JSON; give a finite number"),
+    ("plan run.json train.warmup_steps=9", "train.warmup_steps=9: must be at most steps 8"),
+    ("plan run.json train.global_batch=3", "train.global_batch=3: must be a multiple of micro_batch 2;"),
+    ("plan run.json train.betas=[0.9]", "train.betas[1]: required, and missing"),
+    ("plan run.json data.workers=1000000", "data.workers=1000000: must be less than or equal to 1024"),
+    ("plan run.json data.prefetch=1000000000", "data.prefetch=1000000000: must be less than or equal to"),
+    ("plan run.json data.seed=-1", "data.seed=-1: must be greater than or equal to 0"),
+    ("plan run.json data.separator=256", "data.separator=256: must be less than or equal to 255"),
+    ("plan run.json data.remote.parallel=1000000", "data.remote.parallel=1000000: must be less than or"),
+    ("plan run.json model.width=33", "model.width=33: 33 channels must divide into heads=2; nearest heads 1"),
+    ("plan run.json model.heads=0", "model.heads=0: must be greater than 0"),
+    ("plan run.json model.attention.type=sparse", "model.attention.type=\"sparse\": must be a pattern's name;"),
+    ("plan run.json model.dropout=1.5", "model.dropout=1.5: must be less than 1"),
+    ("plan run.json deepspeed=zero4_fp32", "deepspeed=\"zero4_fp32\": no such file in ds_configs; nearest"),
+    ("plan run.json deepspeed.train_batch_size=8", "deepspeed.train_batch_size: give train.global_batch"),
+    ("plan run.json deepspeed.zero_optimization.stage=4", "deepspeed.zero_optimization.stage=4: must be 0,"),
+    ("plan run.json model=7", "model=7: must be an object"),
+    ("plan run.json model.layers.first=7", "model.layers=2: has no key first to override"),
+    ("plan run.json --processes 0", "--processes=0: must be whole numbers from 1 to 1,000,000; such as 8"),
+    ("plan run.json --processes -1", "--processes=-1: must be whole numbers from 1 to 1,000,000; such as 8"),
+    (f"plan run.json --processes {MANY}", "--processes="),
+    ("plan run.json --processes 3", "train.global_batch=8: must be a multiple of micro_batch 2 × 3"),
+    ("plan run.json --contexts 0", "--contexts=0: must be at least 1"),
+    ("train --config run.json model.vocabulary=100", "model.vocabulary=100: the data is bytes, which have"),
+    ("train --config run.json train.steps=1000000000000000000000", "train.steps=1000000000000000000000:"),
+    ("train --config run.json --resume newest", "--resume=newest: must be auto, best, never or the number"),
+    (f"train --config run.json --resume {MANY}", "--resume="),
+    ("train --config run.json --resume 3 train.output=run", "run/checkpoints: no checkpoint of step 3;"),
+    ("train --config run.json --replay 0", "--replay=0: must be the number of a step, from 1 on"),
+    (f"train --config run.json --replay {MANY}", "--replay="),
+    (f"train --config run.json --profile {MANY}", "--profile="),
+    ("train --config run.json --processes 0", "--processes=0: must be at least 1"),
+    (f"train --config run.json --processes {MANY}", "train.global_batch=8: must be a multiple of micro_batch"),
+    ("train --config run.json --processes 3", "train.global_batch=8: must be a multiple of micro_batch 2 ×"),
+    ("train --config run.json --max-restarts -1", "--max-restarts=-1: must be at least 0"),
+    (f"evaluate run --step {MANY}", "argument --step: "),
+    ("evaluate run --batch 0", "--batch=0: must be from 1 to 65,536 contexts; such as 4"),
+    (f"evaluate run --batch {MANY}", "--batch="),
+    (f"evaluate run --min-context {MANY}", "--min-context="),
+    ("evaluate run --sequence-parallel 3", "--sequence-parallel=3: must divide the 1 process that a"),
+    ("export run --output new --shard-size 1XB", "--shard-size=1XB: must be a size above 0 such as 5GB,"),
+    ("export run --output new --device tpu", "--device=tpu: cannot be used: Expected one of cpu, cuda, ipu,"),
+    ("sample model --bytes 0", "--bytes=0: must be at least 1"),
+    (f"sample model --bytes {MANY}", "sample: prompt and sample are "),
+    (f"sample model --count {MANY}", "--count="),
+    ("sample model --count 0", "--count=0: must be from 1 to 65,536; such as 4"),
+    ("sample model --temperature -1", "sample: temperature=-1.0: must be a number from 0, which takes the"),
+    ("sample model --temperature nan", "sample: temperature=nan: must be a number from 0, which takes the"),
+    ("sample model --top-k 0", "sample: top_k=0: must be a whole number from 1; leave it out to sample from"),
+    ("sample model --top-p 2", "sample: top_p=2.0: must be above 0 and at most 1; leave it out to sample"),
+    (f"sample model --seed {MANY}", "--seed="),
+    ("sample model --seconds 1", "--seconds: the model writes text; take --bytes"),
+    (f"sample model --likelihood text --batch {MANY}", "--batch="),
+    ("data show data --count 0", "count=0: must be at least 1"),
+    ("data build text --output new --validation-fraction 2", "--validation-fraction=2.0: must be at least 0"),
+    ("data build text --output new --validation-fraction nan", "--validation-fraction=nan: must be at least"),
+    ("data build text --output new --shard-bytes 0", "--shard-bytes=0: must be at least 1, such as 16777216"),
+    ("data build text --output new --palette 1", "--palette=1: must be 2 to 65,536 colours; nearest 2, and"),
+    ("data build noise --output new --modality image --image-size 0x0", "--image-size=0x0: must be height x"),
+    (f"data build noise --output new --modality image --image-size {MANY}x1", "--image-size="),
+    (f"data build noise --output new --modality audio --rate {MANY}", "--rate="),
+    ("serve model --port 70000", "--port=70000: must be from 0, any that is free, to 65535"),
+    ("serve model --timeout 0", "--timeout=0.0: must be above 0 and finite"),
+    (f"serve model --contexts {MANY}", "--contexts="),
+    ("serve model --host 256.0.0.1 --port 0", "--host=256.0.0.1: is no address of this machine; take"),
+    ("show pattern run.json --output new.png --query 64", "--query=64: must be from 0 to 63, a position;"),
+    (f"show pattern run.json --output new.png --query {MANY}", "--query="),
+    ("show attention run --output new.png --head 2", "--head=2: must be from 0 to 1, a head of the model;"),
+    (f"show attention run --output new.png --context-number {MANY}", "--context-number="),
+    ("slurm --config run.json --nodes 0 --processes-per-node 1 --time 1:00:00", "--nodes=0: must be at least 1"),
+    ("slurm --config run.json --nodes 1 --processes-per-node 1 --time soon", "--time=soon: must be"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, trained: Callable[..., Path], data: Path, commands: Commands
+) -> Path:
+    """A folder of one of everything; nothing may change in it."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(trained("wrong-inputs", 1), folder / "run")
+    shutil.copytree(data, folder / "data")
+    random_export(folder / "model")
+    (folder / "text").write_text("The bytes of a short text. " * 4)
+    (folder / "noise").write_bytes(bytes(range(256)) * 4)
+    (folder / "run.json").write_text(json.dumps(configuration(Path("data"), Path("fresh"))))
+    made = commands("compress", "text", "--model", "model", "--output", "text.lsz", folder=folder)
+    assert made.code == 0, made.err
+    return folder
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda text: text[:80])
+def test_wrong_words_are_told_in_one_line(commands: Commands, place: Path, words: str, said: str) -> None:
+    before, names = files_under(place), set(place.iterdir())
+    try:
+        outcome = commands(*words.split(), folder=place)
+        line = outcome.check_refused()
+        assert said in line, line
+        assert files_under(place) == before
+    finally:
+        for path in set(place.iterdir()) - names:  # or the next would meet it
+            shutil.rmtree(path)
+
+
+def test_words_that_no_terminal_should_obey_are_shown(commands: Commands, place: Path) -> None:
+    line = commands("plan", "\x1b[2J\x07\nname\u202e" + "x" * 100_000, folder=place).check_refused()
+    assert line.isprintable()
+    assert "\\x1b[2J\\x07" in line and "\\u202e" in line
+
+
+def test_positions_of_another_kind_of_data_are_told(commands: Commands, place: Path, tmp_path: Path) -> None:
+    words = ["train", "--config", "run.json", f"train.output={tmp_path / 'run'}", "train.steps=2"]
+    outcome = commands(*words, 'model.embedding={"type": "audio", "row_width": 8}', folder=place)
+    assert outcome.code == 0, outcome.err
+    told = "longstride: notice: model.embedding.type=audio: has positions as audio does, and the data is text"
+    assert outcome.err.count("notice: ") == 1 and told in outcome.err
+    plain = commands(*words, f"train.output={tmp_path / 'plain'}", folder=place)
+    assert plain.code == 0 and "notice" not in plain.err
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"HOME": None}, {"HOME": "/nowhere"}, {"COLUMNS": "0"}],
+    ids=["no HOME", "HOME is not there", "narrow"],
+)
+@pytest.mark.parametrize("words", ["plan run.json", "data verify data", "evaluate run", "sample model --bytes 4"])
+def test_verbs_work_in_a_bare_environment(
+    commands: Commands, place: Path, words: str, environment: dict[str, str | None]
+) -> None:
+    outcome = commands(*words.split(), folder=place, environment=environment)
+    assert outcome.code == 0 and "Traceback" not in outcome.err, outcome.err
+
+
+def test_a_locale_of_ascii_alone_takes_every_line(place: Path) -> None:
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "longstride.launcher.cli", "plan", "run.json"]
+    environment = {**plain_environment(), **ascii_alone, "PYTHONPATH": str(ROOT)}
+    for words, code in ((["--processes", "3"], 2), ([], 0)):
+        ended = subprocess.run([*command, *words], cwd=place, env=environment, capture_output=True, timeout=60)
+        assert ended.returncode == code and b"Traceback" not in ended.stderr, ended.stderr
+    assert ended.stdout.isascii()
