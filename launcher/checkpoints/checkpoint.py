@@ -200,9 +200,14 @@ class Refusal(NamedTuple):
     line: str  # what is wrong with it
 
 
+def folder_name(step: int) -> str:
+    """What the folder of a checkpoint is called."""
+    return f"step-{step:08d}"
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run / file_names.CHECKPOINTS / f"step-{step:08d}"
+    return run / file_names.CHECKPOINTS / folder_name(step)
 
 
 def random_name(data_rank: int) -> str:
@@ -310,9 +315,13 @@ def _opened(folder: Path, trusted: bool) -> Checkpoint:
     """The checkpoint in a folder, whose configuration is verified at once: it is read before all the rest.
 
     Raises:
-        ConfigError: manifest or configuration is missing or damaged.
+        ConfigError: manifest or configuration is missing or damaged, or the folder is named for another step.
     """
     manifest = read_manifest(folder)
+    # A copy under another name would be the newest for ever: gone on from each time, and counted as what is to stay.
+    if folder.name != (name := folder_name(manifest.step)):
+        rule = f"holds step {manifest.step}, which its name does not say; call it {name}, or keep it elsewhere"
+        raise ConfigError(f"{folder}: {rule}")
     damage = find_damage(folder, [file_names.CONFIG], manifest.files)
     if damage:
         raise ConfigError(*damage)
