@@ -75,6 +75,7 @@ def _read_start(run: Run) -> Start:
     check_output(run.config.train.output, run.resume)
     if run.resume == "never":
         return Start()
+    metrics_file.check_metrics(run.folder)
     if run.resume == "auto":
         checkpoints, refusals = list_checkpoints(run.folder, trusted=run.trusted)
         lines = tuple(refusal.line for refusal in refusals)
@@ -153,7 +154,8 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
     if run.ranks.is_first:
         step = chosen.manifest.step if chosen else 0
         (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        moved = [metrics_file.cut_metrics(run.folder, step), *go_back_to(run.folder, step)]
+        # Lines go last: whatever cuts this short, the newest checkpoint that is left has all of its own.
+        moved = [*go_back_to(run.folder, step), metrics_file.cut_metrics(run.folder, step)]
         (run.folder / file_names.OVER).unlink(missing_ok=True)
         write_json(run.folder / file_names.CONFIG, run.config.to_json())
         if run.data.palette is not None:
@@ -244,16 +246,15 @@ class GuardResponse:
     def _move_back(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
         """Brings the run folder back to a step; returns where the rest now lies, and what failed. All ranks must call.
 
-        It comes before anything is loaded, and the lines are moved last, in one rename: where it fails, the run is
-        where it was.
+        It comes before anything is loaded, and the lines are moved last, in one rename: where it fails, the newest
+        checkpoint that is left has all of its lines.
         """
         moved: list[Path] = []
         failure, folder = None, self._run.folder
         if self._run.ranks.is_first:
             try:
                 moved += go_back_to(folder, step)
-                copy = self._recorder.rewind(step, line)
-                moved = [copy, *moved] if copy else moved
+                moved += filter(None, [self._recorder.rewind(step, line)])
             except OSError as error:
                 failure = error_line(error, folder)
         return moved, self._run.ranks.gather_objects(failure)[0]
