@@ -57,12 +57,22 @@ class NotSavedError(RuntimeError):
 class Saver:
     """Saves a run's checkpoints as it goes. A save that fails is reported to ``say``, and the run goes on.
 
+    ``flush_lines`` brings what has been recorded to the disk, before anything of a checkpoint is written.
+
     In the background (``train.checkpoint_in_background``) a save ends after the first step at which every rank has
     written its share, or else before the next save or the end of the run.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self._engine, self._config, self._ranks, self._say = engine, config, ranks, say
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: RunConfig,
+        ranks: Ranks,
+        say: Callable[[str], None],
+        flush_lines: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._config, self._ranks = engine, config, ranks
+        self._say, self._flush_lines = say, flush_lines
         self._run = Path(config.train.output)
         self._pending: _Save | None = None
         self.go_on()
@@ -81,6 +91,7 @@ class Saver:
         ``memory``: what the run remembers from step to step, by the manifest's keys.
         """
         self.finish()
+        self._flush_lines()
         save = _Save(self._engine, self._config, stream, self._ranks, memory)
         with self._reporting(save.step):
             save.write(background=self._config.train.checkpoint_in_background)

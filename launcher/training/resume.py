@@ -9,12 +9,14 @@ from __future__ import annotations
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed import DeepSpeedEngine
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import Batch, StreamState
@@ -161,11 +163,23 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
         if run.data.palette is not None:
             told = ModelData(modality_named(run.data.modality), run.data.properties, run.data.palette)
             write_json(run.folder / file_names.DATA, told.to_json())
+        flush_folder(run.folder)
+        if chosen is None:
+            _flush_name(run.folder)
         if chosen:
             say(f"going on from {chosen.folder}")
         for path in filter(None, moved):
             say(f"kept what lay beyond as {path}")
     run.ranks.barrier()
+
+
+def _flush_name(folder: Path) -> None:
+    """Brings the name of a new folder to the disk, and those of the folders above it that may be as new."""
+    for parent in folder.absolute().parents:
+        with suppress(PermissionError):  # it may be passed and not read
+            flush_folder(parent)
+        if parent.is_mount():
+            return
 
 
 class GuardResponse:

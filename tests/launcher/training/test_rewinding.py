@@ -100,13 +100,13 @@ def test_newest_checkpoint_has_its_lines_wherever_going_back_is_cut_short(
     folder: Folder, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process dies before each rename in turn, and goes on with what it left."""
-    renames = 0
+    deadly, renames = 0, 0
 
     def or_die(work: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
         def work_or_die(path: Path, target: Path) -> Path:
             nonlocal renames
             renames += 1
-            if renames in deaths:
+            if renames == deadly:
                 raise KeyboardInterrupt
             return work(path, target)
 
@@ -114,8 +114,8 @@ def test_newest_checkpoint_has_its_lines_wherever_going_back_is_cut_short(
 
     for name in ("rename", "replace"):
         monkeypatch.setattr(Path, name, or_die(getattr(Path, name)))
-    for deaths in ([1], [2], [3], [4], []):  # the pointer; the later checkpoint; the lines; by a resume, config.json
-        renames = 0
+    while deadly < 5:  # the pointer; the later checkpoint; the lines; config.json, of a resume; none
+        deadly, renames = deadly + 1, 0
         try:
             if way == "rewind":
                 folder.act(REWIND)
