@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from deepspeed import DeepSpeedEngine
 
+from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import StreamState
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, read_plain
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
@@ -54,7 +56,16 @@ class Checkpoint:
     @property
     def probe(self) -> Probe | None:
         """The probe, if it was saved with one."""
-        return Probe(self.folder / PROBE, **self.manifest.probe) if self.manifest.probe is not None else None
+        record = self.manifest.probe
+        return None if record is None else Probe(self.folder / PROBE, **record.model_dump())
+
+    @property
+    def stream(self) -> StreamState:
+        """The next batch; ConfigError where the manifest names none."""
+        try:
+            return StreamState.from_json(self.manifest.stream)
+        except DataError as error:
+            raise ConfigError(f"{self.folder / MANIFEST}: stream: {error}") from None
 
     @property
     def layout(self) -> str:
@@ -110,7 +121,7 @@ class Checkpoint:
             ConfigError: it belongs to another model, data order or batch. Another number of processes, ZeRO stage or
                 precision is no reason: see ``needs_conversion``.
         """
-        saved, state = self.config, StreamState.from_json(self.manifest.stream)
+        saved, state = self.config, self.stream
         origin = f"the checkpoint {self.folder}"
         if saved.data.order != config.data.order:
             rule = f"{origin} counts steps of the order {saved.data.order!r}, which is no more; index its tars with "
@@ -174,7 +185,7 @@ class Checkpoint:
         if loaded is None or engine.global_steps != self.manifest.step:
             raise RuntimeError(f"{self.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
         self.load_generators(config, ranks, engine.device)
-        return StreamState.from_json(self.manifest.stream)
+        return self.stream
 
     def load_tables(self, engine: DeepSpeedEngine) -> None:
         """Brings the n-gram tables of an engine of any layout, if it has any, to where they were."""
@@ -340,7 +351,7 @@ def _visible(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | No
 def _manifest_sha256(folder: Path) -> str | None:
     """Of the file's bytes; None where it cannot be read."""
     try:
-        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256(read_plain(folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()
     except OSError:
         return None
 

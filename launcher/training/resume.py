@@ -94,7 +94,7 @@ def _read_start(run: Run) -> Start:
                 raise ConfigError.at("train.steps", last_step, rule)
             raise ConfigError.at("train.epochs", run.epochs, f"comes to step {last_step}, and {rule}")
         try:
-            run.data.stream(StreamState.from_json(checkpoint.manifest.stream))
+            run.data.stream(checkpoint.stream)
         except DataError as error:
             raise ConfigError(f"{checkpoint.folder}: {error}") from None
     if not start.candidates and start.refused:
