@@ -27,7 +27,13 @@ from longstride.launcher.checkpoints.manifest import (
     read_checkpoint_config,
     read_manifest,
 )
-from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
+from longstride.launcher.checkpoints.pickles import (
+    checkpoint_files,
+    foreign_content_refused,
+    read_pickle,
+    refusal_line,
+    unsafe_content,
+)
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.checkpoints.scores import known_scores, ranked
@@ -176,14 +182,17 @@ class Checkpoint:
         The files are verified already.
 
         Raises:
-            ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted.
-            RuntimeError: DeepSpeed did not take it.
+            ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted; or what no run
+                writes.
+            AgreedError: on every rank, where the files are of another step than the manifest.
         """
         checkpoint_files(engine).trusted = self.trusted
         self.load_tables(engine)
-        loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
+        with foreign_content_refused(self.folder, alone=ranks.world_size == 1):
+            loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
         if loaded is None or engine.global_steps != self.manifest.step:
-            raise RuntimeError(f"{self.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
+            rule = f"its manifest says step {self.manifest.step}, and its files {engine.global_steps}"
+            raise AgreedError(f"{self.folder}: {rule}; take another checkpoint")
         self.load_generators(config, ranks, engine.device)
         return self.stream
 
@@ -201,7 +210,8 @@ class Checkpoint:
             seed_generators(config.train.seed, self.manifest.step, ranks)
             return
         path = self.folder / random_name(ranks.data_rank)
-        set_random_states(read_pickle(path, trusted=self.trusted), device)
+        with foreign_content_refused(path):
+            set_random_states(read_pickle(path, trusted=self.trusted), device)
 
 
 class Refusal(NamedTuple):

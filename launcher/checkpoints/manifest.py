@@ -16,9 +16,10 @@ import os
 import shutil
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
