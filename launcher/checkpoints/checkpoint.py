@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 from deepspeed import DeepSpeedEngine
 
+from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order import StreamState
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, read_plain
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints.manifest import (
     MANIFEST,
@@ -25,7 +27,13 @@ from longstride.launcher.checkpoints.manifest import (
     read_checkpoint_config,
     read_manifest,
 )
-from longstride.launcher.checkpoints.pickles import checkpoint_files, read_pickle, refusal_line, unsafe_content
+from longstride.launcher.checkpoints.pickles import (
+    checkpoint_files,
+    foreign_content_refused,
+    read_pickle,
+    refusal_line,
+    unsafe_content,
+)
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.checkpoints.scores import known_scores, ranked
@@ -54,7 +62,16 @@ class Checkpoint:
     @property
     def probe(self) -> Probe | None:
         """The probe, if it was saved with one."""
-        return Probe(self.folder / PROBE, **self.manifest.probe) if self.manifest.probe is not None else None
+        record = self.manifest.probe
+        return None if record is None else Probe(self.folder / PROBE, **record.model_dump())
+
+    @property
+    def stream(self) -> StreamState:
+        """The next batch; ConfigError where the manifest names none."""
+        try:
+            return StreamState.from_json(self.manifest.stream)
+        except DataError as error:
+            raise ConfigError(f"{self.folder / MANIFEST}: stream: {error}") from None
 
     @property
     def layout(self) -> str:
@@ -110,7 +127,7 @@ class Checkpoint:
             ConfigError: it belongs to another model, data order or batch. Another number of processes, ZeRO stage or
                 precision is no reason: see ``needs_conversion``.
         """
-        saved, state = self.config, StreamState.from_json(self.manifest.stream)
+        saved, state = self.config, self.stream
         origin = f"the checkpoint {self.folder}"
         if saved.data.order != config.data.order:
             rule = f"{origin} counts steps of the order {saved.data.order!r}, which is no more; index its tars with "
@@ -165,16 +182,19 @@ class Checkpoint:
         The files are verified already.
 
         Raises:
-            ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted.
-            RuntimeError: DeepSpeed did not take it.
+            ConfigError: a file holds more than tensors and numbers, and the checkpoint is not trusted; or what no run
+                writes.
+            AgreedError: on every rank, where the files are of another step than the manifest.
         """
         checkpoint_files(engine).trusted = self.trusted
         self.load_tables(engine)
-        loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
+        with foreign_content_refused(self.folder, alone=ranks.world_size == 1):
+            loaded, _ = engine.load_checkpoint(str(self.folder), tag=DEEPSPEED_TAG)
         if loaded is None or engine.global_steps != self.manifest.step:
-            raise RuntimeError(f"{self.folder}: DeepSpeed loaded step {engine.global_steps}, {loaded}")
+            rule = f"its manifest says step {self.manifest.step}, and its files {engine.global_steps}"
+            raise AgreedError(f"{self.folder}: {rule}; take another checkpoint")
         self.load_generators(config, ranks, engine.device)
-        return StreamState.from_json(self.manifest.stream)
+        return self.stream
 
     def load_tables(self, engine: DeepSpeedEngine) -> None:
         """Brings the n-gram tables of an engine of any layout, if it has any, to where they were."""
@@ -190,7 +210,8 @@ class Checkpoint:
             seed_generators(config.train.seed, self.manifest.step, ranks)
             return
         path = self.folder / random_name(ranks.data_rank)
-        set_random_states(read_pickle(path, trusted=self.trusted), device)
+        with foreign_content_refused(path):
+            set_random_states(read_pickle(path, trusted=self.trusted), device)
 
 
 class Refusal(NamedTuple):
@@ -200,9 +221,14 @@ class Refusal(NamedTuple):
     line: str  # what is wrong with it
 
 
+def folder_name(step: int) -> str:
+    """What the folder of a checkpoint is called."""
+    return f"step-{step:08d}"
+
+
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run / file_names.CHECKPOINTS / f"step-{step:08d}"
+    return run / file_names.CHECKPOINTS / folder_name(step)
 
 
 def random_name(data_rank: int) -> str:
@@ -310,9 +336,13 @@ def _opened(folder: Path, trusted: bool) -> Checkpoint:
     """The checkpoint in a folder, whose configuration is verified at once: it is read before all the rest.
 
     Raises:
-        ConfigError: manifest or configuration is missing or damaged.
+        ConfigError: manifest or configuration is missing or damaged, or the folder is named for another step.
     """
     manifest = read_manifest(folder)
+    # A copy under another name would be the newest for ever: gone on from each time, and counted as what is to stay.
+    if folder.name != (name := folder_name(manifest.step)):
+        rule = f"holds step {manifest.step}, which its name does not say; call it {name}, or keep it elsewhere"
+        raise ConfigError(f"{folder}: {rule}")
     damage = find_damage(folder, [file_names.CONFIG], manifest.files)
     if damage:
         raise ConfigError(*damage)
@@ -331,7 +361,7 @@ def _visible(folder: Path, sha256: str | None, trusted: bool) -> Checkpoint | No
 def _manifest_sha256(folder: Path) -> str | None:
     """Of the file's bytes; None where it cannot be read."""
     try:
-        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256(read_plain(folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()
     except OSError:
         return None
 

@@ -16,17 +16,21 @@ import os
 import shutil
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
+from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
+from longstride.launcher.checkpoints.probe import ProbeRecord
 from longstride.launcher.checkpoints.scores import Score
 from longstride.launcher.config import RunConfig, load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import StrictModel
 
 FORMAT_VERSION = 2  # 1 has none of the keys that may be left out
+MOST_PROCESSES = 2**17  # of a run
 MANIFEST = "manifest.json"
 _SEAL = "sha256"  # over the canonical JSON of all other keys
 
@@ -34,7 +38,7 @@ _SEAL = "sha256"  # over the canonical JSON of all other keys
 class FileRecord(StrictModel):
     """One file as it was written."""
 
-    bytes: int = Field(ge=0)
+    bytes: int = Field(ge=0, lt=2**63)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
@@ -42,37 +46,49 @@ class CheckpointManifest(StrictModel):
     """The content of manifest.json."""
 
     format_version: int
-    step: int = Field(ge=0)
-    world_size: int = Field(gt=0)
+    step: int = Field(ge=0, lt=2**63)
+    world_size: int = Field(gt=0, le=MOST_PROCESSES)
     sequence_parallel: int | None = Field(default=None, gt=0)  # train.sequence_parallel
     zero_stage: int = Field(ge=0, le=3)
-    precision: str
+    precision: Literal["fp32", "fp16", "bf16"]
     stream: dict[str, Any]  # data_pipelines.order.StreamState: the next batch
     guards: dict[str, Any] | None = None  # training.guards.GuardMemory: the losses that the next one is compared with
     parameter_groups: list[list[str]]  # names in the optimiser's order: ZeRO 0 stores its master weights without
     versions: dict[str, str]
     files: dict[str, FileRecord]
-    probe: dict[str, Any] | None = None  # the model's loss on one context when it was saved
+    probe: ProbeRecord | None = None  # the model's loss on one context when it was saved
     plateau: dict[str, Any] | None = None  # training.plateau.PlateauMemory: what the next evaluation is held against
     best: list[Score] | None = None  # of the run's checkpoints when it was saved, with train.keep_best; best first
 
     left_out_at_default = ("sequence_parallel", "plateau", "best")
+
+    @model_validator(mode="after")
+    def _check_sharing(self) -> Self:
+        if self.world_size % (self.sequence_parallel or 1):
+            rule = f"must divide world_size, {self.world_size}"
+            raise ConfigError.at("sequence_parallel", self.sequence_parallel, rule)
+        return self
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        ConfigError: none, not readable, of a newer format, damaged, or naming a file outside its folder.
+        ConfigError: none, no plain file, not readable, of a newer format, damaged, or naming a file outside its folder.
     """
     path = folder / MANIFEST
-    content = load_json_object(path)
+    content = load_json_object(path, follow_links=False)
     version = content.get("format_version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         older = ", and is older" if type(version) is int and version > FORMAT_VERSION else ""
         raise ConfigError(f"{path}: format_version={version}: this Longstride reads 1 to {FORMAT_VERSION}{older}")
     # Byte for byte, so that every bit of it is checked.
-    if path.read_text(encoding="utf-8") != json_text(content):
+    written = json_text(content).encode(errors="surrogatepass")
+    try:
+        is_as_written = read_plain(path, len(written), follow_links=False) == written
+    except OSError:
+        is_as_written = False
+    if not is_as_written:
         raise ConfigError(f"{path}: damaged, not as it was written")
     if content != sealed(content):
         raise ConfigError(f"{path}: damaged, its SHA-256 is not its content's")
@@ -123,7 +139,7 @@ def record_files(folder: Path, known: Container[str] = ()) -> dict[str, FileReco
         if name not in known:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            records[name] = _record(path)
+                records[name] = _record(file)
     return records
 
 
@@ -136,11 +152,12 @@ def find_damage(folder: Path, names: Iterable[str], files: Mapping[str, FileReco
             damage.append(f"{path}: the manifest does not name it")
             continue
         try:
-            size = path.stat().st_size
-            if size != expected.bytes:
-                damage.append(f"{path}: {size} bytes instead of {expected.bytes}")
-            elif _record(path).sha256 != expected.sha256:
-                damage.append(f"{path}: damaged, its SHA-256 is not the manifest's")
+            with open_plain(path, follow_links=False) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected.bytes:
+                    damage.append(f"{path}: {size} bytes instead of {expected.bytes}")
+                elif _record(file) != expected:
+                    damage.append(f"{path}: damaged, its SHA-256 is not the manifest's")
         except OSError as error:
             damage.append(f"{path}: cannot be read: {error.strerror}")
     return damage
@@ -158,7 +175,7 @@ def find_foreign(folder: Path, manifest: CheckpointManifest) -> list[str]:
         for name in sorted(directories + files):
             path = Path(parent, name)
             relative = path.relative_to(folder).as_posix()
-            if path.is_symlink():
+            if path.is_symlink() and relative not in manifest.files:  # which cannot be read as such
                 foreign.append(f"{path}: a link, which a checkpoint has none of")
             elif relative not in (folders if name in directories else named):
                 foreign.append(f"{path}: the manifest does not name it")
@@ -170,7 +187,7 @@ def missized(folder: Path, manifest: CheckpointManifest) -> list[str]:
 
     def size(name: str) -> int:
         try:
-            return (folder / name).stat().st_size
+            return (folder / name).lstat().st_size
         except OSError:
             return -1
 
@@ -190,11 +207,16 @@ def write_json(path: Path, content: object) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a text so that the path holds the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    partial.unlink(missing_ok=True)
+    with partial.open("x", encoding="utf-8") as file:  # not into what a link there leads to
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def gigabytes(count: int) -> str:
@@ -215,10 +237,9 @@ def check_space(path: Path, needed: int, where: str, what: str) -> None:
         raise ConfigError(f"{where}: {what} {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room")
 
 
-def _record(path: Path) -> FileRecord:
+def _record(file: BinaryIO) -> FileRecord:
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            size += len(piece)
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+        size += len(piece)
     return FileRecord(bytes=size, sha256=digest.hexdigest())

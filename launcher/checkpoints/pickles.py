@@ -1,7 +1,7 @@
 """How an engine reads and writes the pickles of its checkpoints. Imports deepspeed.
 
-Reading runs no code. torch's weights-only unpickler takes tensors, numbers, texts and their containers. Besides these,
-DeepSpeed writes four plain classes alone.
+Reading runs no code, and what is read is bounded by the file. torch's weights-only unpickler takes tensors, numbers,
+texts and their containers. Besides these, DeepSpeed writes four plain classes alone.
 
 Writing raises nothing. DeepSpeed saves between collectives: where a rank raised on a full disk, the others would wait
 for it. So a failure is remembered, the rank goes on to where all meet, and the caller asks for it there.
@@ -17,9 +17,13 @@ import copy
 import hashlib
 import os
 import pickle
+import struct
 import sys
+import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,46 +34,89 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import FileRecord
 from longstride.launcher.config import TRUST_OPTION
 from longstride.launcher.models import write_tensors
+from longstride.launcher.output import AgreedError
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
+_MOST_PICKLED_BYTES = 2**24  # beside the tensors: about 100 for each of them
+# What reading comes to where types, keys, sizes or shapes are others than a run of ours writes.
+_UNFORESEEN = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
+
+
+@contextmanager
+def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterator[None]:
+    """Makes one line of whatever the content of a file or folder leads to in torch, DeepSpeed or ourselves.
+
+    ``alone``: whether no collective is within, as the loss of another rank is a RuntimeError too.
+
+    Raises:
+        ConfigError: the content is not what a run writes.
+    """
+    try:
+        yield
+    except (ConfigError, AgreedError, torch.OutOfMemoryError):
+        raise
+    except (*_UNFORESEEN, EOFError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not alone:
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(f"{where}: holds what no run writes: {what}") from None
 
 
 def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:
     """What torch.save wrote to a file; ``mapped`` leaves its tensors on the disk until they are used.
 
     Raises:
-        ConfigError: reading it would run code, and it is not ``trusted``.
+        ConfigError: reading it would run code, and it is not ``trusted``; or it cannot be read.
     """
-    try:
-        with torch.serialization.safe_globals(_PLAIN_CLASSES):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        content = unsafe_content(path)
-        if content in (None, _NO_ARCHIVE):
-            content = " ".join(str(error).partition("\n")[2].split())[:200]
-    if not trusted:
-        raise ConfigError(f"{path}: {refusal_line(content)}")
-    print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
-    return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
+    with foreign_content_refused(path):
+        content, is_archive = _NO_ARCHIVE, _is_archive(path)
+        if is_archive:
+            try:
+                with torch.serialization.safe_globals(_PLAIN_CLASSES):
+                    return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+            except pickle.UnpicklingError as error:
+                content = unsafe_content(path) or " ".join(str(error).partition("\n")[2].split())[:200]
+        if not trusted:
+            raise ConfigError(f"{path}: {refusal_line(content)}")
+        print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
+        return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped and is_archive)
 
 
 def unsafe_content(path: Path | str) -> str | None:
     """The code that reading a file would run, in words; None: none. Looks without reading it.
 
-    A file that is no zip archive counts as unsafe: Longstride writes none.
+    A file that is no archive as torch.save writes it counts as unsafe: Longstride writes none.
     """
+    if not _is_archive(path):
+        return _NO_ARCHIVE
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (ValueError, RuntimeError, pickle.UnpicklingError):
-        return _NO_ARCHIVE
+    except (*_UNFORESEEN, EOFError, pickle.UnpicklingError):
+        return "what cannot be told"
     return ", ".join(sorted(names)) or None
+
+
+def _is_archive(path: Path | str) -> bool:
+    """Whether a file is a zip archive as torch.save writes it, by its table of contents alone.
+
+    Older formats are read as they go on, TorchScript's by another reader; and what is compressed may have any size.
+    """
+    try:
+        with open_plain(Path(path)) as file, zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error):
+        return False
+    pickled = [record for record in records if record.filename.endswith(".pkl")]
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+    return stored and len(pickled) == 1 and pickled[0].file_size <= _MOST_PICKLED_BYTES
 
 
 def refusal_line(content: str) -> str:

@@ -7,52 +7,77 @@ and every position takes part, and no data goes into a checkpoint.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
+from pydantic import Field
 from torch import Tensor
 
+from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
+from longstride.sparse_model import ModelConfig, StrictModel
 
 PROBE = "probe.npy"  # (N,) uint8, in a checkpoint's folder
+# What numpy writes before such an array: read by nothing that would take another type or size from it.
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '\|u1', 'fortran_order': False, 'shape': \((\d+),\), \} *\n", re.S
+)
+_MOST_BYTES = 2**26  # a context is no longer
 _SEED = 1904
 _TOLERANCES = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-3}  # relative, where the same device and backend compute
 _OTHER_COMPUTER = 1e-3  # another kind of device, or another backend of attention
 _OTHER_PRECISION = 1e-2
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """The probe of a verified checkpoint; all but the path stands in the checkpoint's manifest."""
+class ProbeRecord(StrictModel):
+    """What a checkpoint's manifest has of its probe."""
 
-    path: Path
-    loss_nats: float  # when the checkpoint was saved
-    precision: str  # that it was computed in
+    loss_nats: float = Field(ge=0)  # when the checkpoint was saved
+    crc32: int = Field(ge=0, lt=2**32)  # of the bytes
+    precision: Literal["fp32", "fp16", "bf16"]  # that it was computed in
     device: str
     backend: str  # of attention
-    crc32: int  # of the bytes
 
-    def read(self) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The probe of a verified checkpoint; all but the path is as in ``ProbeRecord``."""
+
+    path: Path
+    loss_nats: float
+    crc32: int
+    precision: str
+    device: str
+    backend: str
+
+    def read(self, model: ModelConfig) -> Tensor:
         """The context: (N,) uint8.
 
         Raises:
-            ConfigError: the file holds another one than the manifest has, or none.
+            ConfigError: the file holds another one than the manifest has, none, or none of this model.
         """
         try:
-            content = np.load(self.path, allow_pickle=False)
-        except ValueError:
-            raise ConfigError(f"{self.path}: holds no array") from None
+            text = read_plain(self.path, _MOST_BYTES, follow_links=False)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from None
+        header = _HEADER.match(text)
+        if header is None or header[1] != b"%d" % (len(text) - header.end()):
+            raise ConfigError(f"{self.path}: holds no array of bytes")
+        content = np.frombuffer(text, np.uint8, offset=header.end())
         if zlib.crc32(content.tobytes()) != self.crc32:
             raise ConfigError(f"{self.path}: its bytes are not those that the manifest tells of")
-        return torch.from_numpy(content)
+        if len(content) != model.context or int(content.max()) >= model.vocabulary:
+            raise ConfigError(f"{self.path}: is no context of {model.context:,} bytes below {model.vocabulary}")
+        return torch.from_numpy(content.copy())
 
     def difference(self, nats: float) -> float:
         """How far a loss is from the saved one, relative to it; nan where either is."""
@@ -76,7 +101,7 @@ class Probe:
         if not config.train.probe:
             return None
         try:
-            content = self.read()
+            content = self.read(config.model)
         except ConfigError as error:
             raise AgreedError(str(error)) from None
         nats = _loss_nats(engine, content, ranks)

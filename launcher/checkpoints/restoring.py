@@ -50,7 +50,7 @@ def restore(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, 
         if not goes_on(form, states.vectors(engine)):
             conversion += "; the optimiser's moments begin anew"
         checkpoint.load_generators(config, ranks, engine.device)
-        state = StreamState.from_json(checkpoint.manifest.stream)
+        state = checkpoint.stream
     else:
         state = checkpoint.load(engine, config, ranks)
         if not checkpoint.is_repeated_by(config, ranks.world_size):

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
-from longstride.launcher.checkpoints.pickles import read_pickle
+from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED
 
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
+SCHEDULE = ("last_epoch", "_step_count")
 MASTER = "fp32"
 KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # as the optimiser's state names them
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -60,7 +62,16 @@ class SavedState:
         self._tables = None
         if checkpoint.config.model.ngrams is not None:
             self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
-        self._map()
+        with foreign_content_refused(self._folder):
+            self._map()
+            self._check()
+
+    def _check(self) -> None:
+        """Raise ConfigError where the files are of another step, or have a part of the parameters or of their state."""
+        if self.numbers["global_steps"] != self._manifest.step:
+            raise self._broken(
+                f"its manifest says step {self._manifest.step}, and its files {self.numbers['global_steps']}"
+            )
         if missing := sorted(set(self._names) - self.shapes.keys()):
             raise self._broken(f"without the weights {', '.join(missing)}")
         self._held = {name: self._kinds_of(name) for name in self.shapes}
@@ -94,12 +105,12 @@ class SavedState:
     @property
     def numbers(self) -> dict[str, int]:
         """The engine's counters."""
-        return {name: int(self._model[name]) for name in ("global_steps", "global_samples", "skipped_steps")}
+        return {name: int(self._model[name]) for name in COUNTERS}
 
     @property
     def schedule(self) -> dict[str, Any]:
         """How far the schedule of the learning rate is."""
-        return {name: self._model["lr_scheduler"][name] for name in ("last_epoch", "_step_count")}
+        return {name: self._model["lr_scheduler"][name] for name in SCHEDULE}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -119,14 +130,15 @@ class SavedState:
             return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
             self._map()
-        parts = []
-        for rank, vector, start, stop in self._pieces[name]:
-            held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
-            parts.append(held.flatten()[start:stop].float())
-        whole = torch.cat(parts)  # a copy: the file can be closed
-        shape = states.shape_of(kind, self.shapes[name])
-        self._taken += whole.nbytes
-        return whole[: shape.numel()].reshape(shape)
+        with foreign_content_refused(self._folder):
+            parts = []
+            for rank, vector, start, stop in self._pieces[name]:
+                held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
+                parts.append(held.flatten()[start:stop].float())
+            whole = torch.cat(parts)  # a copy: the file can be closed
+            shape = states.shape_of(kind, self.shapes[name])
+            self._taken += whole.nbytes
+            return whole[: shape.numel()].reshape(shape)
 
     def kind_of(self, weights: str) -> str:
         """The kind of tensors that are these weights, ``TRAINED`` or ``AVERAGE``; ConfigError where there are none."""

@@ -45,6 +45,7 @@ from longstride.launcher.output import file_names
 from longstride.launcher.ranks import Ranks
 
 T = TypeVar("T")
+_LATEST = "latest"
 # What a killed save or removal leaves. The dot hides it from whatever lists checkpoints.
 _LEFTOVER = re.compile(r"\.step-\d{8,}(\.universal)?\.(partial|deleted)")
 
@@ -56,12 +57,22 @@ class NotSavedError(RuntimeError):
 class Saver:
     """Saves a run's checkpoints as it goes. A save that fails is reported to ``say``, and the run goes on.
 
+    ``flush_lines`` brings what has been recorded to the disk, before anything of a checkpoint is written.
+
     In the background (``train.checkpoint_in_background``) a save ends after the first step at which every rank has
     written its share, or else before the next save or the end of the run.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks, say: Callable[[str], None]) -> None:
-        self._engine, self._config, self._ranks, self._say = engine, config, ranks, say
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: RunConfig,
+        ranks: Ranks,
+        say: Callable[[str], None],
+        flush_lines: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine, self._config, self._ranks = engine, config, ranks
+        self._say, self._flush_lines = say, flush_lines
         self._run = Path(config.train.output)
         self._pending: _Save | None = None
         self.go_on()
@@ -80,6 +91,7 @@ class Saver:
         ``memory``: what the run remembers from step to step, by the manifest's keys.
         """
         self.finish()
+        self._flush_lines()
         save = _Save(self._engine, self._config, stream, self._ranks, memory)
         with self._reporting(save.step):
             save.write(background=self._config.train.checkpoint_in_background)
@@ -151,7 +163,7 @@ class Saver:
         train = self._config.train
         try:
             point_to(self._run, step)
-            retire(self._run, train.keep_last, train.keep_every, [score.step for score in self._best(step)])
+            retire(self._run, step, train.keep_last, train.keep_every, [score.step for score in self._best(step)])
             needed = sum(path.stat().st_size for path in checkpoint_folder(self._run, step).rglob("*"))
             free = free_bytes(self._run)
             if free < needed:
@@ -260,15 +272,18 @@ def error_line(error: Exception, path: Path) -> str:
     return f"{path}: {' '.join(str(error).split()) or type(error).__name__}"
 
 
-def retire(run: Path, keep_last: int | None, keep_every: int | None, best: Container[int] = frozenset()) -> list[int]:
-    """Removes the checkpoints that need not stay; returns their steps.
+def retire(
+    run: Path, saved: int, keep_last: int | None, keep_every: int | None, best: Container[int] = frozenset()
+) -> list[int]:
+    """Removes the checkpoints that need not stay, once the step ``saved`` is safe; returns their steps.
 
-    The newest ``keep_last`` that are whole by their manifests and the sizes of their files stay, and so does every
-    step that ``keep_every`` divides or that is among the ``best``. Without so many whole ones nothing is removed. A
-    folder without a readable manifest is left to a person.
+    The newest ``keep_last`` up to that one that are whole by their manifests and the sizes of their files stay, and so
+    does every step that ``keep_every`` divides or that is among the ``best``. Without so many whole ones nothing is
+    removed. Left to a person: what lies beyond ``saved``, which this run did not save, and what is no checkpoint.
     """
     removed, whole = [], 0
-    for checkpoint in list_checkpoints(run)[0] if keep_last is not None else ():
+    listed = list_checkpoints(run)[0] if keep_last is not None else []
+    for checkpoint in (each for each in listed if each.manifest.step <= saved):
         step = checkpoint.manifest.step
         if whole != keep_last:  # newest first
             whole += not missized(checkpoint.folder, checkpoint.manifest)
@@ -301,16 +316,21 @@ def remove_checkpoint(folder: Path) -> None:
 def go_back_to(run: Path, step: int) -> list[Path]:
     """Leaves a run with no checkpoint after a step; returns where the later ones lie now, without universal forms.
 
-    `latest` names the checkpoint of the step, if there is one. Nothing else may be saving to this run.
+    `latest` names the checkpoint of the step, or is gone where there is none. All of it is on the disk then. Nothing
+    else may be saving to this run.
     """
     remove_leftovers(run)
+    kept = checkpoint_folder(run, step)
+    if kept.exists():
+        point_to(run, step)  # first: it never names what is not there
+    else:
+        kept.with_name(_LATEST).unlink(missing_ok=True)
     moved = []
     for later in list_checkpoints(run)[0]:
         if later.manifest.step > step:
             remove_tree(universal_folder(later.folder))
             moved.append(set_aside(later.folder))
-    if checkpoint_folder(run, step).exists():
-        point_to(run, step)
+    flush_folder(kept.parent)
     return [path for path in moved if path is not None]
 
 
@@ -334,9 +354,13 @@ def remove_leftovers(run: Path) -> None:
 
 
 def point_to(run: Path, step: int) -> None:
-    """Has `latest` name the checkpoint of a step, in one rename: for people and scripts, nothing here reads it."""
+    """Has `latest` name the checkpoint of a step, in one rename: for people and scripts, nothing here reads it.
+
+    It is on the disk before anything is removed that it may have named.
+    """
     folder = checkpoint_folder(run, step)
-    write_text(folder.with_name("latest"), f"{folder.name}\n")
+    write_text(folder.with_name(_LATEST), f"{folder.name}\n")
+    flush_folder(folder.parent)
 
 
 def remove_tree(path: Path) -> None:

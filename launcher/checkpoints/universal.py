@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longstride.data_pipelines.durable import flush_folder
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.manifest import (
@@ -40,7 +41,7 @@ from longstride.launcher.checkpoints.manifest import (
     sealed,
     write_manifest,
 )
-from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState
+from longstride.launcher.checkpoints.saved_state import COUNTERS, KINDS, MASTER, SCHEDULE, SavedState
 from longstride.launcher.config import load_json_object
 from longstride.launcher.models import write_tensors
 from longstride.launcher.output import AgreedError, say
@@ -58,8 +59,8 @@ class UniversalManifest(StrictModel):
     format_version: int
     source_sha256: str  # of the checkpoint's manifest.json
     adam_step: float | None  # null: Adam has not begun
-    numbers: dict[str, int]  # the engine's counters
-    schedule: dict[str, Any]  # of the learning rate: how far it is
+    numbers: dict[str, int]  # the engine's counters, ``COUNTERS``
+    schedule: dict[str, int]  # of the learning rate: how far it is
     loss_scale: dict[str, float] | None  # of a dynamic one
     files: dict[str, FileRecord] = Field(min_length=1)
 
@@ -132,7 +133,7 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
     """The universal form that a checkpoint has; None where there is none, or one of something else."""
     folder = universal_folder(checkpoint.folder)
     try:
-        content = load_json_object(folder / MANIFEST)
+        content = load_json_object(folder / MANIFEST, follow_links=False)
         if content != sealed(content) or content["format_version"] != UNIVERSAL_VERSION:
             return None
         del content["sha256"]
@@ -140,6 +141,8 @@ def open_universal(checkpoint: Checkpoint) -> Universal | None:
     except (ConfigError, ValidationError, KeyError):
         return None
     whole = manifest.files.keys() <= {_BUFFERS, *map(_file_name, KINDS)} and _file_name(MASTER) in manifest.files
+    whole = whole and sorted(manifest.numbers) == sorted(COUNTERS) and sorted(manifest.schedule) == sorted(SCHEDULE)
+    whole = whole and manifest.numbers["global_steps"] == checkpoint.manifest.step
     if not whole or manifest.source_sha256 != _source_sha256(checkpoint):
         return None
     return Universal(folder, manifest)
@@ -201,4 +204,4 @@ def _file_name(kind: str) -> str:
 
 
 def _source_sha256(checkpoint: Checkpoint) -> str:
-    return hashlib.sha256((checkpoint.folder / MANIFEST).read_bytes()).hexdigest()
+    return hashlib.sha256(read_plain(checkpoint.folder / MANIFEST, MOST_JSON_BYTES, follow_links=False)).hexdigest()

@@ -231,7 +231,7 @@ def check_losses(
     probe = checkpoint.probe
     if probe is None:
         return "probe: not checked, as the checkpoint has none"
-    content = probe.read()
+    content = probe.read(exported.config)
 
     def loss(tensor: Callable[[str], Tensor], dtype: torch.dtype) -> tuple[float, ModelConfig]:
         """The mean nats of the context, and the configuration that computed them."""

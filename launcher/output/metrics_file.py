@@ -6,13 +6,18 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from longstride.data_pipelines.durable import flush_folder
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the one unit whose tokens are no bytes: of pictures that are read by a palette
 _BITS = "bits_per_"
+_MOST_LINE_BYTES = 2**22  # thousands of replaced contexts are told by less
 
 
 def bits_per_byte(nats: float) -> float:
@@ -36,58 +41,85 @@ def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
     return name.replace("_", " "), line[name]
 
 
+def check_metrics(run: Path) -> None:
+    """Whether the place of metrics.jsonl is free, or a plain file's, or a link's to one; OSError where it is not."""
+    if os.path.lexists(run / METRICS):
+        open_plain(run / METRICS).close()
+
+
 def find_lines(run: Path, split: str) -> dict[int, dict[str, Any]]:
     """A split's whole lines by their step; without metrics.jsonl there are none."""
-    path = run / METRICS
-    lines = [_parsed(line) for line in _read_lines(path)] if path.exists() else []
-    return {line["step"]: line for line in lines if line.get("split") == split and isinstance(line.get("step"), int)}
+    return {line["step"]: line for _, line in _read_lines(run / METRICS) if line.get("split") == split}
 
 
 def cut_metrics(run: Path, step: int, reason: str = "resume", last: str = "") -> Path | None:
     """Cuts off the lines after a step, so that no step stands there twice; returns a copy of the file before.
 
     Torn and damaged lines are cut off as well. The copy is called ``metrics.before-REASON-N.jsonl`` and ends with
-    ``last``. None where there was nothing to cut off.
+    ``last``. Both are on the disk then. None where there was nothing to cut off.
 
     Raises:
-        OSError: the disk is full; metrics.jsonl is unchanged, and no copy is left.
+        OSError: the disk is full, or there is no plain file; metrics.jsonl is unchanged, and no copy is left.
     """
     path = run / METRICS
-    if not path.exists():
-        return None
-    lines = _read_lines(path)
-    kept = [line for line in lines if isinstance(at := _parsed(line).get("step"), int) and at <= step]
-    if kept == lines and not last:
+    kept = [text for text, line in _read_lines(path) if line and line["step"] <= step]
+    if not path.exists() or (not last and sum(map(len, kept)) == path.stat().st_size):
         return None
     number = 1
     while (copy := run / f"metrics.before-{reason}-{number}.jsonl").exists():
         number += 1
     partial = run / f".{METRICS}.partial"
     try:
-        shutil.copy2(path, copy)
-        with copy.open("a", encoding="utf-8") as file:
-            file.write(last)
-        with partial.open("w", encoding="utf-8") as file:
+        _copy(path, copy, last)
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
+        flush_folder(run)  # the copy's name, before the lines are nowhere else
         partial.replace(path)
     except OSError:
         for each in (copy, partial):
             each.unlink(missing_ok=True)
         raise
+    flush_folder(run)
     return copy
 
 
-def _read_lines(path: Path) -> list[str]:
-    """Lines with their ends; bytes that are not UTF-8 become U+FFFD, which no line of ours holds."""
-    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+def _copy(path: Path, copy: Path, last: str) -> None:
+    """Keeps a file under another name, with a last line; without one by a link, which takes no room and no time."""
+    if not last:
+        with suppress(OSError):  # some file systems have none
+            os.link(path.resolve(), copy)
+            return
+    shutil.copy2(path, copy)
+    with copy.open("a", encoding="utf-8") as file:
+        file.write(last)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    """The content of a whole line; empty for a line that is torn or damaged."""
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file, if it is there, with their ends and their content; see ``_parsed``.
+
+    Up to one that is longer than any of ours: what a disk or a person has put there may have no other end.
+    """
+    if not os.path.lexists(path):
+        return
+    with open_plain(path) as file:
+        while (text := file.readline(_MOST_LINE_BYTES + 1)) and len(text) <= _MOST_LINE_BYTES:
+            yield text, _parsed(text)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """The content of a line; empty for one that is torn, damaged or holds what no run writes."""
     try:
-        content = json.loads(line) if line.endswith("\n") and "\ufffd" not in line else None
-    except (json.JSONDecodeError, RecursionError):
-        content = None
-    return content if isinstance(content, dict) else {}
+        content = json.loads(text.decode()) if text.endswith(b"\n") else None
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more digits than Python reads
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    counts = content.get("step"), content.get("tokens", 0)
+    losses = (content.get(f"{_BITS}byte"), content.get(f"{_BITS}{NO_BYTE}"))
+    plain = all(type(count) is int and 0 <= count < 2**63 for count in counts)
+    return content if plain and all(loss is None or type(loss) is float for loss in losses) else {}

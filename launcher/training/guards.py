@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import write_json
 from longstride.launcher.config import GuardPolicy, GuardsConfig, load_json_object
@@ -194,6 +195,7 @@ def write_incident(run: Path, incident: Incident) -> Path:
         number += 1
         path = folder / f"{stem}-{number}.json"
     write_json(path, incident.model_dump(mode="json"))
+    flush_folder(folder)
     return path
 
 

@@ -37,7 +37,7 @@ class Trainer:
         self._run, self._engine, self._watchdog = run, engine, watchdog
         self._guards, self._plateau = guards, plateau
         self._recorder = Recorder(run.folder, engine, run.ranks.is_first, run.config.train.last_step)
-        self._saver = Saver(engine, run.config, run.ranks, self._recorder.say)
+        self._saver = Saver(engine, run.config, run.ranks, self._recorder.say, self._recorder.flush)
         self._state: StreamState  # the next batch
         self._batches: Generator[GlobalBatch[Batch]]
 

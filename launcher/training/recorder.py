@@ -17,6 +17,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.launcher.output import file_names, metrics_file
 from longstride.launcher.training.monitors import Monitors
 
@@ -47,6 +48,17 @@ class Recorder:
             return
         self._lines.append(json.dumps(line), f"step {line['step']}")
         self._monitors.write(line)
+
+    def flush(self) -> None:
+        """Brings all lines to the disk: a checkpoint that outlives a power cut has those of its steps.
+
+        Where it cannot, that is said, and costs no checkpoint.
+        """
+        if self._is_first:
+            try:
+                self._lines.flush()
+            except OSError as error:
+                self.say(f"{error.filename}: {error.strerror}; a power cut now may cost lines")
 
     def advance(self, step: int, text: str) -> None:
         """Moves the bar to a step."""
@@ -122,6 +134,15 @@ class LineFile:
             raise OSError(errno.ENOSPC, f"{reason}, and lines from {self._first} on wait", str(self._path))
         if waited:
             self._say_made_up(waited)
+
+    def flush(self) -> None:
+        """Brings the lines, those that wait and the file's name to the disk. Raises OSError where it cannot."""
+        self.settle()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        flush_folder(self._path.parent)
 
     def close(self) -> None:
         """Tries once more, and says what is lost."""

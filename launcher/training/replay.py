@@ -128,7 +128,7 @@ def way_batches(run: Run, checkpoint: Checkpoint | None, record: Record | None, 
         return run.batches(lambda: run.data.stream(state), device)
 
     number = checkpoint.manifest.step if checkpoint else 0
-    state = StreamState.from_json(checkpoint.manifest.stream) if checkpoint else None
+    state = checkpoint.stream if checkpoint else None
     if record and record.incident:
         origin = record.incident.origin
         yield from take(StreamState.from_json(origin.stream) if origin.step == number else state)

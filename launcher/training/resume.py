@@ -9,12 +9,14 @@ from __future__ import annotations
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from deepspeed import DeepSpeedEngine
 
+from longstride.data_pipelines.durable import flush_folder
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order import Batch, StreamState
@@ -77,6 +79,7 @@ def _read_start(run: Run) -> Start:
     check_output(run.config.train.output, run.resume)
     if run.resume == "never":
         return Start()
+    metrics_file.check_metrics(run.folder)
     if run.resume == "auto":
         checkpoints, refusals = list_checkpoints(run.folder, trusted=run.trusted)
         lines = tuple(refusal.line for refusal in refusals)
@@ -93,7 +96,7 @@ def _read_start(run: Run) -> Start:
                 raise ConfigError.at("train.steps", last_step, rule)
             raise ConfigError.at("train.epochs", run.epochs, f"comes to step {last_step}, and {rule}")
         try:
-            run.data.stream(StreamState.from_json(checkpoint.manifest.stream))
+            run.data.stream(checkpoint.stream)
         except DataError as error:
             raise ConfigError(f"{checkpoint.folder}: {error}") from None
     if not start.candidates and start.refused:
@@ -155,17 +158,30 @@ def prepare_folder(run: Run, chosen: Checkpoint | None) -> None:
     if run.ranks.is_first:
         step = chosen.manifest.step if chosen else 0
         (run.folder / file_names.CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        moved = [metrics_file.cut_metrics(run.folder, step), *go_back_to(run.folder, step)]
+        # Lines go last: whatever cuts this short, the newest checkpoint that is left has all of its own.
+        moved = [*go_back_to(run.folder, step), metrics_file.cut_metrics(run.folder, step)]
         (run.folder / file_names.OVER).unlink(missing_ok=True)
         write_json(run.folder / file_names.CONFIG, run.config.to_json())
         if run.data.palette is not None:
             told = ModelData(modality_named(run.data.modality), run.data.properties, run.data.palette)
             write_json(run.folder / file_names.DATA, told.to_json())
+        flush_folder(run.folder)
+        if chosen is None:
+            _flush_name(run.folder)
         if chosen:
             say(f"going on from {chosen.folder}")
         for path in filter(None, moved):
             say(f"kept what lay beyond as {path}")
     run.ranks.barrier()
+
+
+def _flush_name(folder: Path) -> None:
+    """Brings the name of a new folder to the disk, and those of the folders above it that may be as new."""
+    for parent in folder.absolute().parents:
+        with suppress(PermissionError):  # it may be passed and not read
+            flush_folder(parent)
+        if parent.is_mount():
+            return
 
 
 class GuardResponse:
@@ -246,16 +262,15 @@ class GuardResponse:
     def _move_back(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
         """Brings the run folder back to a step; returns where the rest now lies, and what failed. All ranks must call.
 
-        It comes before anything is loaded, and the lines are moved last, in one rename: where it fails, the run is
-        where it was.
+        It comes before anything is loaded, and the lines are moved last, in one rename: where it fails, the newest
+        checkpoint that is left has all of its lines.
         """
         moved: list[Path] = []
         failure, folder = None, self._run.folder
         if self._run.ranks.is_first:
             try:
                 moved += go_back_to(folder, step)
-                copy = self._recorder.rewind(step, line)
-                moved = [copy, *moved] if copy else moved
+                moved += filter(None, [self._recorder.rewind(step, line)])
             except OSError as error:
                 failure = error_line(error, folder)
         return moved, self._run.ranks.gather_objects(failure)[0]

@@ -101,6 +101,25 @@ def dump_logits(path: str) -> None:
     saving.take_probe = take_and_dump
 
 
+def tell_flushes(log: Path) -> None:
+    """Writes a line for what is brought to the disk, with its size, and for what is renamed, in their order."""
+    fsync, rename = os.fsync, Path.rename
+
+    def tell(*words: object) -> None:
+        with log.open("a") as file:
+            print(*words, file=file)
+
+    def fsync_and_tell(descriptor: int) -> None:
+        fsync(descriptor)
+        tell("flush", os.fstat(descriptor).st_size, Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    def tell_and_rename(path: Path, target: Path) -> Path:
+        tell("rename", 0, target)
+        return rename(path, target)
+
+    os.fsync, Path.rename = fsync_and_tell, tell_and_rename  # type: ignore[method-assign]
+
+
 def work_in_chunks(rows: int) -> None:
     """Lets the model take even short contexts as it takes long ones: so many rows at a time."""
     import longstride.sparse_model.feed_forwards.dense as dense
@@ -355,6 +374,8 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
         counting.register()
     if "CHUNK_ROWS" in os.environ:
         work_in_chunks(int(os.environ["CHUNK_ROWS"]))
+    if "FLUSHES" in os.environ:
+        tell_flushes(Path(os.environ["FLUSHES"]))
     if "REMOVE_AFTER_STEP_2" in os.environ:
         remove_after_step_2(os.environ["REMOVE_AFTER_STEP_2"])
     if "SIGNAL_RANK_1" in os.environ:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,16 @@ def test_bytes_that_are_not_the_manifests_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / PROBE, np.zeros(64, np.uint8))
     with pytest.raises(AgreedError, match="its bytes are not those"):
         saved(tmp_path, probe).check(engine, config, ALONE)
-    (tmp_path / PROBE).write_bytes(b"no array")
-    with pytest.raises(AgreedError, match="holds no array"):
+    shorter = np.zeros(63, np.uint8)
+    np.save(tmp_path / PROBE, shorter)
+    with pytest.raises(AgreedError, match="is no context of 64 bytes below 256"):
+        saved(tmp_path, (probe or {}) | {"crc32": zlib.crc32(shorter.tobytes())}).check(engine, config, ALONE)
+    header = (tmp_path / PROBE).read_bytes()[:-63]
+    for content in (b"no array", header.replace(b"(63,)", b"(9" + b"9" * 12 + b",)"), header.replace(b"|u1", b"|O8")):
+        (tmp_path / PROBE).write_bytes(content + bytes(63))
+        with pytest.raises(AgreedError, match="holds no array of bytes"):
+            saved(tmp_path, probe).check(engine, config, ALONE)
+    (tmp_path / PROBE).unlink()
+    os.mkfifo(tmp_path / PROBE)
+    with pytest.raises(AgreedError, match="cannot be read: is a pipe"):
         saved(tmp_path, probe).check(engine, config, ALONE)

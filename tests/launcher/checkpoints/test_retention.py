@@ -12,7 +12,7 @@ import torch
 
 from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints
+from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
 from longstride.launcher.checkpoints.manifest import (
     FORMAT_VERSION,
     CheckpointManifest,
@@ -25,6 +25,7 @@ from longstride.launcher.checkpoints.saving import (
     point_to,
     remove_leftovers,
     retire,
+    set_aside,
     universal_folder,
 )
 from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
@@ -68,15 +69,15 @@ def steps(run: Path) -> list[int]:
 
 
 def test_everything_stays_unless_asked(run: Path) -> None:
-    assert retire(run, None, None) == []
-    assert retire(run, 6, None) == []
+    assert retire(run, 60, None, None) == []
+    assert retire(run, 60, 6, None) == []
     assert steps(run) == [60, 50, 40, 30, 20, 10]
 
 
 def test_last_ones_and_multiples_stay(run: Path) -> None:
-    assert retire(run, 2, 20) == [30, 10]
+    assert retire(run, 60, 2, 20) == [30, 10]
     assert steps(run) == [60, 50, 40, 20]
-    assert retire(run, 1, None) == [50, 40, 20]
+    assert retire(run, 60, 1, None) == [50, 40, 20]
     assert steps(run) == [60]
     assert [path.name for path in (run / CHECKPOINTS).iterdir()] == ["step-00000060"]
 
@@ -85,14 +86,39 @@ def test_only_whole_ones_are_counted(run: Path) -> None:
     """The newest has lost a file, and the one before it a byte: without them, 40 is the last good one."""
     (checkpoint_folder(run, 60) / "deepspeed/mp_rank_00_model_states.pt").unlink()
     (checkpoint_folder(run, 50) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"weight")
-    assert retire(run, 1, None) == [30, 20, 10]
+    assert retire(run, 60, 1, None) == [30, 20, 10]
     assert steps(run) == [60, 50, 40]
+
+
+def test_what_was_just_saved_stays_beside_what_lies_beyond(run: Path) -> None:
+    """Somebody has put a checkpoint of a later step there: it is not this run's, and counts for nothing."""
+    make_checkpoint(run, 90)
+    assert retire(run, 60, 1, None) == [50, 40, 30, 20, 10]
+    assert steps(run) == [90, 60]
+
+
+def test_copy_under_another_name_is_no_checkpoint(run: Path) -> None:
+    copy, newest = checkpoint_folder(run, 99), checkpoint_folder(run, 60)
+    shutil.copytree(checkpoint_folder(run, 30), copy)
+    newest.rename(newest.with_name("step-000000060"))  # the right step, not as a run writes it
+    found, refused = list_checkpoints(run)
+    assert [each.manifest.step for each in found] == [50, 40, 30, 20, 10]
+    rule = "which its name does not say; call it"
+    assert [line for _, line in refused] == [
+        f"{copy}: holds step 30, {rule} step-00000030, or keep it elsewhere",
+        f"{newest.with_name('step-000000060')}: holds step 60, {rule} step-00000060, or keep it elsewhere",
+    ]
+    with pytest.raises(ConfigError, match=f"^{copy}: holds step 30, which its name does not say"):
+        open_checkpoint(run, 99)
+    assert retire(run, 50, 1, None) == [40, 30, 20, 10]
+    assert go_back_to(run, 50) == []
+    assert copy.is_dir()
 
 
 def test_without_a_whole_one_nothing_is_removed(run: Path) -> None:
     for folder in (run / CHECKPOINTS).iterdir():
         (folder / "deepspeed/mp_rank_00_model_states.pt").unlink()
-    assert retire(run, 1, None) == []
+    assert retire(run, 60, 1, None) == []
     assert len(steps(run)) == 6
 
 
@@ -101,7 +127,7 @@ def test_what_is_a_persons_stays(run: Path) -> None:
     names = ["step-00000010.replaced-1", "mine", ".step-00000010.partial.mine", "step-00000005"]
     for name in names:
         (run / CHECKPOINTS / name).mkdir()
-    retire(run, 1, None)
+    retire(run, 60, 1, None)
     remove_leftovers(run)
     assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == sorted([*names, "step-00000060"])
 
@@ -109,7 +135,7 @@ def test_what_is_a_persons_stays(run: Path) -> None:
 def test_converted_form_goes_with_its_checkpoint(run: Path) -> None:
     for step in (10, 60):
         (universal_folder(checkpoint_folder(run, step)) / "weights").mkdir(parents=True)
-    retire(run, 1, None)
+    retire(run, 60, 1, None)
     assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == [".step-00000060.universal", "step-00000060"]
 
 
@@ -134,9 +160,9 @@ def test_best_ones_stay_wherever_a_removal_is_cut_short(
         patch.setattr("longstride.launcher.checkpoints.saving.flush_folder", or_die(flush_folder))
         patch.setattr("longstride.launcher.checkpoints.saving.shutil.rmtree", or_die(shutil.rmtree))
         with pytest.raises(KeyboardInterrupt):
-            retire(run, 1, None, [20, 40])
+            retire(run, 60, 1, None, [20, 40])
     assert {20, 40, 60} <= set(steps(run))
-    retire(run, 1, None, [20, 40])
+    retire(run, 60, 1, None, [20, 40])
     remove_leftovers(run)
     assert [path.name for path in sorted((run / CHECKPOINTS).iterdir())] == [
         "step-00000020", "step-00000040", "step-00000060"
@@ -173,7 +199,7 @@ def test_removal_cut_short_leaves_no_checkpoint_and_is_made_up_for(run: Path, mo
     (universal_folder(checkpoint_folder(run, 10)) / "weights").mkdir(parents=True)
     with monkeypatch.context() as patch:
         patch.setattr("longstride.launcher.checkpoints.saving.remove_tree", lambda path: None)
-        assert retire(run, 5, None) == [10]
+        assert retire(run, 60, 5, None) == [10]
     assert steps(run) == [60, 50, 40, 30, 20]
     hidden = {path.name for path in (run / CHECKPOINTS).glob(".*")}
     assert hidden == {".step-00000010.deleted", ".step-00000010.universal.deleted"}
@@ -188,7 +214,7 @@ def test_of_a_link_the_link_goes(run: Path, tmp_path_factory: pytest.TempPathFac
     folder, elsewhere = checkpoint_folder(run, 10), tmp_path_factory.mktemp("elsewhere") / "mine"
     folder.rename(elsewhere)
     folder.symlink_to(elsewhere)
-    assert retire(run, 5, None) == [10]
+    assert retire(run, 60, 5, None) == [10]
     assert not list((run / CHECKPOINTS).glob("*00010*"))
     assert (elsewhere / "manifest.json").exists()
 
@@ -200,6 +226,33 @@ def test_what_lies_beyond_is_set_aside_without_its_converted_form(run: Path) -> 
     assert steps(run) == [40, 30, 20, 10]
     assert [path.name for path in (run / CHECKPOINTS).glob(".*")] == [".step-00000040.universal"]
     assert (run / CHECKPOINTS / "latest").read_text() == "step-00000040\n"
+
+
+@pytest.mark.parametrize("step", [40, 0])
+def test_pointer_never_dangles_wherever_going_back_is_cut_short(
+    run: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point_to(run, 60)
+    pointer, cuts = run / CHECKPOINTS / "latest", 0
+
+    def cut_short(path: Path) -> Path | None:
+        nonlocal cuts
+        assert not pointer.exists() or pointer.with_name(pointer.read_text().strip()).is_dir()
+        cuts += 1
+        if cuts % 2:
+            raise KeyboardInterrupt
+        return set_aside(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longstride.launcher.checkpoints.saving.set_aside", cut_short)
+        while True:
+            try:
+                go_back_to(run, step)
+                break
+            except KeyboardInterrupt:
+                pass
+    assert cuts > 1 and steps(run) == list(range(step, 0, -10))
+    assert pointer.read_text() == "step-00000040\n" if step else not pointer.exists()
 
 
 def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:

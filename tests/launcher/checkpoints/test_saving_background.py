@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from longstride.launcher.checkpoints.pickles import host_copy, write_pickle
 from longstride.launcher.output.file_names import CONFIG
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.processes.forked import ForkServer
-from tests.harness.runs import metrics
+from tests.harness.runs import metrics, spawn
 
 
 def test_host_copy_is_saved_as_the_original_and_follows_it_no_more(tmp_path: Path) -> None:
@@ -38,6 +40,31 @@ def test_host_copy_is_saved_as_the_original_and_follows_it_no_more(tmp_path: Pat
     assert copied["views"][0].untyped_storage().data_ptr() == copied["views"][1].untyped_storage().data_ptr()
     assert copied["ordered"]["weight"] is copied["ordered"]["also"]
     assert isinstance(copied["ordered"]["weight"], torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.campaign)])
+def test_lines_are_on_the_disk_before_their_checkpoint(config_file: Path, tmp_path: Path, background: str) -> None:
+    """Whenever the power fails: lines up to a checkpoint's step, but for its own evaluation, which is made up for."""
+    run, log = tmp_path / "new/run", tmp_path / "flushes"
+    changes = [f"train.output={run}", "train.checkpoint_every=2", "train.evaluate_every=1"]
+    changes += [f"train.checkpoint_in_background={background}"]
+    ended = spawn(["--config", str(config_file), *changes], 1, {"FLUSHES": str(log)})
+    assert ended.codes == [0], ended.stderr
+    content, safe, saved = (run / "metrics.jsonl").read_bytes(), 0, []
+    done = [line.split(maxsplit=2) for line in log.read_text().splitlines()]
+    for word, size, path in done:
+        if (word, path) == ("flush", str(run / "metrics.jsonl")):
+            safe = int(size)
+        if word == "rename" and (step := re.fullmatch(rf"{run}/checkpoints/step-(\d+)", path)):
+            saved.append(int(step[1]))
+            lines = [json.loads(line) for line in content[:safe].splitlines()]
+            found = {(line["split"], line["step"]) for line in lines}
+            assert found >= {("train", number) for number in range(1, saved[-1] + 1)}
+            assert found >= {("validation", number) for number in range(1, saved[-1])}
+    assert saved == [2, 4, 6, 8]
+    flushed = [path for word, _, path in done if word == "flush"]
+    for folder in (run / "checkpoints", run, run.parent, run.parent.parent):  # their names, too
+        assert str(folder) in flushed[: flushed.index(str(run / "checkpoints/.step-00000002.partial"))]
 
 
 @pytest.mark.parametrize(

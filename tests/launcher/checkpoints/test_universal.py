@@ -142,11 +142,12 @@ def test_damaged_form_is_made_again(
         assert told.startswith(f"longstride: made again: {form.folder / name}: ")
 
 
-def test_form_of_a_replaced_checkpoint_is_made_again(checkpoint: Checkpoint, trained: Trained) -> None:
+def test_form_of_another_checkpoint_is_made_again(checkpoint: Checkpoint, trained: Trained) -> None:
     first, _ = ready_universal(checkpoint, ALONE)
     assert first.manifest.numbers["global_steps"] == 4
-    shutil.rmtree(checkpoint.folder)
-    shutil.copytree(trained("alone", 1) / "checkpoints/step-00000008", checkpoint.folder)
+    later = checkpoint.folder.with_name("step-00000008")
+    shutil.copytree(trained("alone", 1) / "checkpoints" / later.name, later)
+    first.folder.rename(universal_folder(later))
     again = open_checkpoint(checkpoint.folder.parent.parent, 8)
     assert open_universal(again) is None
     assert ready_universal(again, ALONE)[0].manifest.numbers["global_steps"] == 8

@@ -100,7 +100,7 @@ def test_every_type_holds_the_masters_rounded_once(name: str, dtype: str, traine
     trainers = checkpoint.manifest.probe
     assert trainers is not None
     same = dtype == "fp32" or dtype in name  # else the model is another one by its rounding
-    own, before = float(seen.split()[1]), trainers["loss_nats"]
+    own, before = float(seen.split()[1]), trainers.loss_nats
     assert f"the trainer's {before:.6f}" in seen
     assert own == pytest.approx(before, rel=1e-3 if same else 1e-2)
 
@@ -138,7 +138,8 @@ def test_average_is_exported_once_the_trained_weights_are_checked(run: Path, tmp
     assert all(torch.equal(tensor, state.tensor(name, AVERAGE)) for name, tensor in weights.items())
     own, trained = (float(part.split()[-1]) for part in (seen.partition(" nats")[0], seen.partition(", the")[0]))
     assert own != trained
-    assert trained == pytest.approx((checkpoint.manifest.probe or {})["loss_nats"], rel=1e-3)
+    assert checkpoint.manifest.probe is not None
+    assert trained == pytest.approx(checkpoint.manifest.probe.loss_nats, rel=1e-3)
 
 
 def test_card_has_the_runs_figures(run: Path, tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_model_that_computes_otherwise_is_refused(
 ) -> None:
     probe = open_checkpoint(run_copy, None).manifest.probe
     assert probe is not None
-    changed(run_copy, probe=probe | {"loss_nats": 1.01 * probe["loss_nats"]})
+    changed(run_copy, probe=probe.model_copy(update={"loss_nats": 1.01 * probe.loss_nats}))
     for words in ([], ["--weights", "ema"]):
         line = refused(run_copy, *words, capsys=capsys)
         assert "apart where 1e-03 is rounding: nothing is exported; --no-check leaves this out" in line

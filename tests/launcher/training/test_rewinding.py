@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,12 @@ from typing import Any
 import pytest
 
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.launcher.checkpoints.checkpoint import Checkpoint, checkpoint_folder
+from longstride.launcher.checkpoints.checkpoint import (
+    Checkpoint,
+    checkpoint_folder,
+    list_checkpoints,
+    open_checkpoint,
+)
 from longstride.launcher.checkpoints.saving import point_to, universal_folder
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run import Run
@@ -25,7 +31,7 @@ from longstride.launcher.training import resume
 from longstride.launcher.training.guards import Guards, GuardStopError, Verdict, read_incidents
 from longstride.launcher.training.plateau import Plateau
 from longstride.launcher.training.recorder import Recorder
-from longstride.launcher.training.resume import GuardResponse
+from longstride.launcher.training.resume import GuardResponse, prepare_folder
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 
 REWIND = Verdict("non_finite", "rewind", "the loss is nan")
@@ -87,6 +93,40 @@ def test_rewind_brings_the_folder_back_past_a_damaged_checkpoint(folder: Folder)
     assert (folder.run / CHECKPOINTS / "latest").read_text() == "step-00000002\n"
     (incident,) = read_incidents(folder.run).values()
     assert kept[-1]["guard"] == f"{incident.outcome}: {incident.reason}" == "rewind: the loss is nan"
+
+
+@pytest.mark.parametrize("way", ["resume", "rewind"])
+def test_newest_checkpoint_has_its_lines_wherever_going_back_is_cut_short(
+    folder: Folder, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies before each rename in turn, and goes on with what it left."""
+    deadly, renames = 0, 0
+
+    def or_die(work: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def work_or_die(path: Path, target: Path) -> Path:
+            nonlocal renames
+            renames += 1
+            if renames == deadly:
+                raise KeyboardInterrupt
+            return work(path, target)
+
+        return work_or_die
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, or_die(getattr(Path, name)))
+    while deadly < 5:  # the pointer; the later checkpoint; the lines; config.json, of a resume; none
+        deadly, renames = deadly + 1, 0
+        try:
+            if way == "rewind":
+                folder.act(REWIND)
+            else:
+                palette: Any = SimpleNamespace(palette=None)
+                prepare_folder(replace(folder.response._run, data=palette), open_checkpoint(folder.run, 2))
+        except KeyboardInterrupt:
+            pass
+        newest, lines = list_checkpoints(folder.run)[0][0].manifest.step, [line["step"] for line in folder.lines()]
+        assert set(range(1, newest + 1)) <= set(lines)
+    assert (newest, lines) == (2, [1, 2])
 
 
 @pytest.mark.parametrize("outcome", ["skip", "rewind", "stop"])
