@@ -155,12 +155,22 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Plateau, Trainer, begin, prepare_folder
+    from longstride.launcher.training import (
+        Guards,
+        GuardStopError,
+        Plateau,
+        Trainer,
+        begin,
+        check_agreement,
+        prepare_folder,
+    )
 
     config, ranks = run.config, run.ranks
     group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
     # A loss is reported while stops are handled: a launcher that has seen it sends the other ranks SIGTERM.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
+        with exit_on_mistake(ranks.barrier):
+            check_agreement(run, watchdog.hosts)
         checkpoint = begin(run)
         with exit_on_mistake(ranks.barrier):
             try:

@@ -5,6 +5,7 @@ Letters: G contexts a global batch, W ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import traceback
 import zlib
@@ -168,6 +169,17 @@ class RunData:
     def modality(self) -> str:
         """The kind of data, by its name."""
         return self._folder.manifest.modality
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) over what the data folder says of itself, its place left out."""
+        return self._folder.manifest.fingerprint
+
+    def split_fingerprints(self) -> dict[str, str]:
+        """SHA-256 (hexadecimal) over what the data folder says of each split's shards."""
+        splits = self._folder.manifest.splits
+        lines = {name: json.dumps([shard.to_json() for shard in split.shards]) for name, split in splits.items()}
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()}
 
     @property
     def palette(self) -> Palette | None:
