@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import contextlib
 import functools
+import importlib.metadata
 import io
 import sys
 from collections.abc import Callable
