@@ -10,10 +10,10 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple, NoReturn
 
-from longstride.launcher.output import AgreedError, exit_codes, mute_accelerator_warning, report, say
+from longstride.launcher.output import AgreedError, exit_codes, lasting_output, mute_accelerator_warning, report, say
 from longstride.launcher.stops import stopped_at_once
 
 
@@ -103,8 +103,11 @@ def _run(words: list[str]) -> int:
     if verb is None:
         return _help(words)
     try:
-        # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
-        with stopped_at_once() if verb.words == "train" else nullcontext():
+        with ExitStack() as around:
+            if verb.words == "train":
+                around.enter_context(lasting_output())
+                # The imports take seconds. A signal meanwhile is a stop of the run, with the exit code of one.
+                around.enter_context(stopped_at_once())
             mute_accelerator_warning()
             module = importlib.import_module(f"longstride.launcher.{verb.module}")
             rest = words[len(verb.words.split()) :]

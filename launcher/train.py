@@ -22,9 +22,12 @@ if __name__ == "__main__":
     _root = next(folder for folder in _here.parents if (folder / "longstride" / "__init__.py").exists())
     sys.path = [str(_root), *(entry for entry in sys.path if Path(entry or ".").resolve() != _here)]
 
+from longstride.launcher.output import lasting_output
 from longstride.launcher.stops import StopFile, StopFlag, TimeIsUp
 
 if __name__ == "__main__":
+    _output = contextlib.ExitStack()
+    _output.enter_context(lasting_output())  # before anything can be said, or a library keeps the streams
     _stop = StopFlag()
     _stop.listen()  # the imports below take seconds
 
@@ -34,10 +37,10 @@ from longstride.launcher.output import (
     AgreedError,
     exit_codes,
     exit_on_mistake,
-    lasting_output,
     mute_accelerator_warning,
     report,
     say,
+    settle_output,
 )
 from longstride.launcher.ranks import adopt_place
 from longstride.launcher.stops import LauncherGone
@@ -161,12 +164,22 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
     from longstride.launcher.stops import StopAskedError
-    from longstride.launcher.training import Guards, GuardStopError, Plateau, Trainer, begin, prepare_folder
+    from longstride.launcher.training import (
+        Guards,
+        GuardStopError,
+        Plateau,
+        Trainer,
+        begin,
+        check_agreement,
+        prepare_folder,
+    )
 
     config, ranks = run.config, run.ranks
     group = process_group(ranks, config.train.timeout_seconds, run.folder, lambda: launcher_gone() is not None)
     # A loss is reported while stops are handled: a launcher that has seen it sends the other ranks SIGTERM.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
+        with exit_on_mistake(ranks.barrier):
+            check_agreement(run, watchdog.hosts)
         checkpoint = begin(run)
         with exit_on_mistake(ranks.barrier):
             try:
@@ -207,11 +220,10 @@ def leave(code: int) -> NoReturn:
         child.kill()
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):  # a log on a disk that is full
-        sys.stdout.flush()
-        sys.stderr.flush()
+        settle_output()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    with lasting_output():
+    with _output:
         leave(main(sys.argv[1:], _stop))

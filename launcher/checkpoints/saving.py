@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import re
 import shutil
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -40,7 +39,7 @@ from longstride.launcher.checkpoints.saved_tables import tables_name
 from longstride.launcher.checkpoints.scores import Score, known_scores, ranked
 from longstride.launcher.checkpoints.universal import universal_folder
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import parameter_groups, random_states
+from longstride.launcher.engine import package_versions, parameter_groups, random_states
 from longstride.launcher.output import file_names
 from longstride.launcher.ranks import Ranks
 
@@ -194,7 +193,7 @@ class _Save:
             "precision": config.precision,
             "stream": stream.to_json(),
             "parameter_groups": [group.names for group in parameter_groups(engine.module, config.train.optimizer)],
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+            "versions": package_versions(),
             **memory,
         }
 

@@ -90,6 +90,7 @@ def _stop_comes(request: StopRequest, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while request.signal is None and (left := end - time.monotonic()) > 0:
         request.listen(left)
+    request.tell()
     return request.signal is not None
 
 
@@ -116,6 +117,7 @@ def vacate(
         end = time.monotonic() + seconds
         while not (free := is_free()) and not request.at_once and (left := end - time.monotonic()) > 0:
             request.listen(min(left, _POLL_SECONDS))
+            request.tell()  # the stop file asks already
         return free
 
     file = StopFile(stop_file)

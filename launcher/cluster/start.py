@@ -17,7 +17,6 @@ from longstride.launcher.cluster.restarts import is_done, run_with_restarts
 from longstride.launcher.cluster.supervisor import StopRequest, orphan_seconds, supervise
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import check_data, check_output, check_replay, profile_steps
-from longstride.launcher.output import lasting_output
 from longstride.launcher.ranks import check_unlocked
 
 
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     ranks = _checked_ranks(config, arguments, started)
     output, timeout = Path(config.train.output).absolute(), config.train.timeout_seconds
-    with closing(StopRequest()) as request, lasting_output():
+    with closing(StopRequest()) as request:
         return run_with_restarts(
             output,
             arguments.resume,

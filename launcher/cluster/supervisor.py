@@ -54,7 +54,8 @@ class Outcome:
 class StopRequest:
     """What the user or a scheduler has asked `longstride train` by signals.
 
-    ``signal``: the first signal; None before. ``at_once``: whether a second one asked to leave without saving.
+    ``signal``: the first signal; None before. ``at_once``: whether a second one asked to leave without saving. It is
+    handed on first, and then told by ``tell``: whoever reads what is told may be slow.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class StopRequest:
         self.at_once = False
         self._signals = SignalPipe((*SIGNALS, signal.SIGCHLD))  # by SIGCHLD a child's end is noticed at once
         self._since = 0.0
+        self._told = False
 
     def listen(self, seconds: float) -> bool:
         """Waits for a signal, at most so long; returns whether the request is new or has changed."""
@@ -72,10 +74,15 @@ class StopRequest:
                 continue
             if self.signal is None:
                 self.signal, self._since, changed = number, now, True
-                say("stopping at the next step; again to leave at once")
             elif not self.at_once and now - self._since > _SAME_STOP_SECONDS:
                 self.at_once = changed = True
         return changed
+
+    def tell(self) -> None:
+        """Tells the user, once, that a stop has come."""
+        if self.signal is not None and not self._told:
+            self._told = True
+            say("stopping at the next step; again to leave at once")
 
     def close(self) -> None:
         """Gives the signals back."""
@@ -156,18 +163,19 @@ def _attend(seconds: float, request: StopRequest, file: StopFile, child_pid: int
         for rank in local_ranks():
             with suppress(psutil.Error):
                 rank.send_signal(request.signal)
+        request.tell()
     _reap_adopted(child_pid)
 
 
 def _end_launcher(child: subprocess.Popen[bytes], file: StopFile) -> None:
     """Has everything leave without saving: rank 0 by the stop file, other hosts by the launcher's own means."""
-    say("leaving at once")
     file.write(LEAVE_AT_ONCE)
     ranks = {rank.pid for rank in local_ranks()}
     for process in _descendants():
         if process.pid not in ranks:
             with suppress(psutil.Error):
                 process.terminate()
+    say("leaving at once")
     end = time.monotonic() + _LAUNCHER_END_SECONDS
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)

@@ -5,6 +5,7 @@ Letters: G contexts a global batch, W ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import traceback
@@ -190,6 +191,17 @@ class RunData:
             return None
         rule = f"has positions as {embedding.type} does, and the data is {self.modality}"
         return f"model.embedding.type={embedding.type}: {rule}; learned fits all"
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) over what the data folder says of itself, its place left out."""
+        return self._folder.manifest.fingerprint
+
+    def split_fingerprints(self) -> dict[str, str]:
+        """SHA-256 (hexadecimal) over what the data folder says of each split's shards."""
+        splits = self._folder.manifest.splits
+        lines = {name: json.dumps([shard.to_json() for shard in split.shards]) for name, split in splits.items()}
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()}
 
     @property
     def palette(self) -> Palette | None:

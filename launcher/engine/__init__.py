@@ -4,7 +4,13 @@ Whatever DeepSpeed does otherwise than a run needs is mended here. Importing it 
 """
 
 from longstride.launcher.engine import states
-from longstride.launcher.engine.build import apply_settings, build_engine, check_engine, weights_are_finite
+from longstride.launcher.engine.build import (
+    apply_settings,
+    build_engine,
+    check_engine,
+    package_versions,
+    weights_are_finite,
+)
 from longstride.launcher.engine.device import compile_kernels, prepare_accelerator, random_states, set_random_states
 from longstride.launcher.engine.optimizer import parameter_groups
 from longstride.launcher.engine.step import EngineStep, Overflow, StepPart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import io
 import sys
 from collections.abc import Callable
@@ -151,6 +152,11 @@ def engine_section(config: RunConfig, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": batch // (train.micro_batch * world_size),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of the packages that decide what a step gives, by their names."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}
 
 
 def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:

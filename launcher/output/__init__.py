@@ -5,11 +5,11 @@ Imports neither torch nor deepspeed nor numpy: every verb starts here.
 """
 
 from longstride.launcher.output import exit_codes, file_names, hub_stub, metrics_file
+from longstride.launcher.output.lasting import lasting_output, settle_output
 from longstride.launcher.output.messages import (
     AgreedError,
     ByteCounter,
     exit_on_mistake,
-    lasting_output,
     mistake,
     mute_accelerator_warning,
     report,

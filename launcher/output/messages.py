@@ -1,4 +1,4 @@
-"""Standard error: what a run says, a mistake of the user in one line, and output that a run outlives."""
+"""Standard error: what a run says, and a mistake of the user in one line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
 
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 
 _FIRST_RANK_SECONDS = 30.0  # long enough for a slow start of rank 0
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of a write, which names no file
-_CLOSED = (errno.EIO, errno.EPIPE)
 _COUNTER_SECONDS = 0.2
 _MOST_CHARACTERS = 900  # of a line: what it quotes may be of any length
 
@@ -100,50 +98,6 @@ def _say_mistake(error: Exception) -> None:
 def _printable(text: str) -> str:
     """A text that may quote anything, for a terminal to show and not to obey."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
-class LastingOutput:
-    """A text stream that drops what it cannot write; ``dropped``: the numbers of the errors that it passes over."""
-
-    def __init__(self, stream: TextIO, dropped: tuple[int, ...] = _CLOSED) -> None:
-        self._stream, self._dropped = stream, dropped
-
-    def write(self, text: str) -> int:
-        """Writes the text; returns 0 where it was dropped."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            if error.errno not in self._dropped:
-                raise
-            return 0
-
-    def flush(self) -> None:
-        """Flushes what can be flushed."""
-        try:
-            self._stream.flush()
-        except OSError as error:
-            if error.errno not in self._dropped:
-                raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def lasting_output() -> Iterator[None]:
-    """Keeps a closed terminal, a reader that has gone, or a full disk from ending the block.
-
-    A full disk costs standard error its lines. On standard output, which carries a verb's result, it stays an error.
-    """
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        LastingOutput(sys.stdout),
-        LastingOutput(sys.stderr, (*_CLOSED, errno.ENOSPC, errno.EDQUOT)),
-    )
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
 
 
 class ByteCounter:

@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from longstride.launcher.output import exit_codes, file_names, say
+from longstride.launcher.output import exit_codes, file_names, say, settle_output
 from longstride.launcher.ranks.stacks import Neighbour, Reading, Sheet, SheetAddress
 
 _LOOK_SECONDS = 0.5
@@ -247,9 +247,8 @@ def leave_at_once() -> NoReturn:
     """Ends the process without anything that waits for others, such as the end of the process group."""
     for child in multiprocessing.active_children():  # loader workers, which ignore softer signals
         child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    with contextlib.suppress(OSError, ValueError):
+        settle_output()
     os._exit(exit_codes.HUNG)
 
 

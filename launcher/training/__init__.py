@@ -1,5 +1,6 @@
 """The training loop, where a run starts, what its guards do, and the replay of a step. Imports deepspeed."""
 
+from longstride.launcher.training.agreement import check_agreement
 from longstride.launcher.training.guards import Guards, GuardStopError
 from longstride.launcher.training.loop import Trainer
 from longstride.launcher.training.plateau import Plateau

@@ -25,6 +25,7 @@ from longstride.launcher.engine import apply_settings, build_engine
 from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
 from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
+from longstride.launcher.training.agreement import check_agreement
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
 
 _COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
@@ -63,7 +64,9 @@ def replay_step(run: Run, step: int) -> int:
     section = {key: value for key, value in config.deepspeed.items() if key not in without}
     config = config.model_copy(update={"deepspeed": section})
     run = replace(run, config=config)
-    with process_group(ranks, config.train.timeout_seconds, run.folder):
+    with process_group(ranks, config.train.timeout_seconds, run.folder) as watchdog:
+        with exit_on_mistake(ranks.barrier):
+            check_agreement(run, watchdog.hosts, replay=step)
         checkpoint, damaged = first_whole(run.folder, candidates, ranks)
         if ranks.is_first:
             for line in damaged:

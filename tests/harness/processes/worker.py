@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -310,6 +311,12 @@ def spoil(what: str, rank: int, steps: range, how_often: int) -> None:
     loop.train_step = step_and_tell
 
 
+def tell_versions(told: dict[str, str]) -> None:
+    """Has packages installed in other versions, as far as this rank can tell."""
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: told.get(name) or version(name)
+
+
 def spoil_after_load() -> None:
     """Lets what is loaded from a universal form be a little off."""
     import torch
@@ -345,6 +352,8 @@ def convert_and_at(number: int, then: Any) -> None:
 
 def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     """The whole rank, as its environment asks; ends the process. ``stop`` may listen already."""
+    if "VERSIONS" in os.environ:
+        tell_versions(json.loads(os.environ["VERSIONS"]))
     if "SPOIL_AFTER_LOAD" in os.environ:
         spoil_after_load()
     if "KILL_IN_CONVERSION" in os.environ:

@@ -11,7 +11,7 @@ import pytest
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.output import AgreedError, exit_codes, exit_on_mistake, lasting_output, mistake, report, say
-from longstride.launcher.output.messages import LastingOutput
+from longstride.launcher.output.lasting import LastingOutput
 
 
 @pytest.mark.parametrize(

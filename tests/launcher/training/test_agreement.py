@@ -1,0 +1,125 @@
+"""Ranks that were given different runs say so before anything is built, in the same words on each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from longstride.data_pipelines.shards import index_tars
+from longstride.launcher.config.run_config import RunConfig, load_config
+from longstride.launcher.data.run import Run, resolve_steps
+from longstride.launcher.data.run_data import RunData
+from longstride.launcher.output.messages import AgreedError
+from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training import agreement
+from longstride.launcher.training.agreement import check_agreement
+from tests.harness.data.tars import write_tar
+from tests.launcher.data.test_batches import Meeting
+
+Agreed = Callable[..., str | None]
+
+
+@pytest.fixture
+def agreed(monkeypatch: pytest.MonkeyPatch) -> Agreed:
+    """A function of the ranks' configurations -> what all of them say, in the same words; None where they agree."""
+
+    def run(*configs: RunConfig, resume: tuple[str, ...] = ()) -> str | None:
+        Meeting(len(configs)).replace_collectives(monkeypatch)
+
+        def one(rank: int) -> None:
+            ranks = Ranks(rank, rank, len(configs))
+            option = resume[rank] if resume else "never"
+            asked = Run(configs[rank], ranks, RunData(configs[rank], ranks), resume=option)
+            check_agreement(asked, [f"host{each} 4026531836 4026531840" for each in range(len(configs))])
+
+        with ThreadPoolExecutor(len(configs)) as pool:
+            done: list[Future[None]] = [pool.submit(one, rank) for rank in range(len(configs))]
+        errors = [each.exception() for each in done]
+        assert all(error is None or isinstance(error, AgreedError) for error in errors), errors
+        (line,) = {None if error is None else str(error) for error in errors}
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        ("train.learning_rate=0.003", "train.learning_rate=0.03", "train.learning_rate=0.003: is so"),
+        ("model.dropout=0.1", "model.dropout=0", "model.dropout=0.1: is so"),
+        ("model.rotary={}", "model.rotary=null", "model.rotary.base=10000.0: is so"),
+        ("train.seed=0", "train.seed=1", "train.seed=0: is so"),
+        ("deepspeed=zero1_bf16", "deepspeed=zero1_fp32", "deepspeed.bf16.enabled=true: is so"),
+    ],
+)
+def test_first_difference_is_named_with_both_values(
+    agreed: Agreed, config_file: Path, first: str, second: str, line: str
+) -> None:
+    """Of two out of three ranks, the first one that has it otherwise is named."""
+    configs = [load_config(config_file, [override]) for override in (first, first, second)]
+    said = agreed(*configs)
+    assert said is not None and said.startswith(f"{line} for rank 0 on host0, and "), said
+    assert said.endswith(" for rank 2 on host2; give all ranks the same configuration"), said
+    assert "\n" not in said
+
+
+def test_value_that_is_left_out_is_told_from_either_side(agreed: Agreed, config_file: Path) -> None:
+    configs = [load_config(config_file, overrides) for overrides in ([], ["model.convolution=4"])]
+    assert agreed(*configs) == (
+        "model.convolution: is left out for rank 0 on host0, and 4 for rank 1 on host1; "
+        "give all ranks the same configuration"
+    )
+    assert agreed(*configs[::-1]) == (
+        "model.convolution=4: is so for rank 0 on host0, and left out for rank 1 on host1; "
+        "give all ranks the same configuration"
+    )
+
+
+def test_other_data_is_told_before_what_follows_from_it(agreed: Agreed, config_file: Path, tmp_path: Path) -> None:
+    """The steps of a run given in epochs are other ones there."""
+    for name, lengths in {"a": (900, 90), "b": (9000, 90), "c": (900, 91)}.items():
+        tars = tmp_path / f"tars-{name}"
+        tars.mkdir()
+        for split, length in zip(("train", "validation"), lengths, strict=True):
+            write_tar(tars / f"{split}-0.tar", [("text.txt", b"x" * length)])
+        index_tars([str(tars)], tmp_path / name)
+    given = ["train.epochs=1", "train.warmup_steps=0", "model.context=16"]
+    loaded = [load_config(config_file, [*given, f'data.path="{tmp_path / name}"']) for name in "abc"]
+    datas = [RunData(config, Ranks()) for config in loaded]
+    a, b, c = (resolve_steps(config, data) for config, data in zip(loaded, datas, strict=True))
+    assert a.train.steps != b.train.steps
+    for configs, split in (((a, b), "train"), ((a, c), "validation")):
+        assert agreed(*configs) == (
+            f'data.path="{configs[0].data.path}": has another split {split} for rank 0 on host0 than '
+            f"{configs[1].data.path} has for rank 1 on host1; give all hosts the same data"
+        )
+
+
+def test_what_hosts_have_of_their_own_may_differ(agreed: Agreed, config_file: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "moved").symlink_to(data)
+    own = [f"data.path={tmp_path / 'moved'}", "data.workers=2", "data.prefetch=5", "notes=mine"]
+    own += [f"data.remote.cache={tmp_path}", "data.remote.parallel=3", f"train.output={tmp_path / 'mounted'}"]
+    assert agreed(load_config(config_file), load_config(config_file, own)) is None
+
+
+def test_options_are_agreed_on(agreed: Agreed, config_file: Path) -> None:
+    config = load_config(config_file)
+    said = agreed(config, config, resume=("auto", "never"))
+    assert said is not None and said.startswith('--resume="auto": is so for rank 0 on host0, and "never" for rank 1')
+
+
+def test_other_packages_are_told_first(agreed: Agreed, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions, lock = iter(["2.12.1", "2.13.0"]), threading.Lock()
+
+    def recorded() -> dict[str, str]:
+        with lock:
+            return {"torch": next(versions, "2.13.0")}
+
+    monkeypatch.setattr(agreement, "package_versions", recorded)
+    said = agreed(*(load_config(config_file, [f"train.seed={seed}"]) for seed in range(2)))
+    assert said is not None and said.startswith('torch="2.1'), said
+    assert said.endswith("; install the same on all hosts")
