@@ -49,14 +49,21 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
+    except OSError:
+        raise
+    except Exception as error:  # a pickle is a program, and a damaged one may end in anything
         content = unsafe_content(path)
-        if content in (None, _NO_ARCHIVE):
-            content = " ".join(str(error).partition("\n")[2].split())[:200]
+        if content is None or (content == _NO_ARCHIVE and isinstance(error, pickle.UnpicklingError)):
+            content = " ".join((str(error).partition("\n")[2] or repr(error)).split())[:200]
     if not trusted:
         raise ConfigError(f"{path}: {refusal_line(content)}")
     print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
-    return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
+    try:
+        # Formats that torch once wrote cannot be mapped.
+        mapped = mapped and content != _NO_ARCHIVE
+        return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped)
+    except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise ConfigError(f"{path}: cannot be read: {' '.join(repr(error).split())[:200]}") from None
 
 
 def unsafe_content(path: Path | str) -> str | None:

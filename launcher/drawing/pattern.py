@@ -156,8 +156,9 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     from longstride.launcher.checkpoints import master_weights, open_checkpoint
 
     checkpoint = open_checkpoint(source, None, trusted=trusted)
+    weights = master_weights(checkpoint, TRAINED)
     model = SparseTransformer(checkpoint.config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(master_weights(checkpoint, TRAINED))
+    model.load_state_dict(weights)
     return model.eval()
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
-from longstride.launcher.models import AVERAGE, Exported, ModelData, empty_model
+from longstride.launcher.models import AVERAGE, Exported, ModelData, Shapes
 from longstride.launcher.output import file_names, hub_stub, metrics_file
 from longstride.sparse_model import ModelConfig
 
@@ -86,7 +86,7 @@ def model_card(
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
     rows = {
-        "parameters": f"{sum(parameter.numel() for parameter in empty_model(model).parameters()):,}",
+        "parameters": f"{Shapes.of_model(model).parameters:,}",
         "context": f"{model.context:,} {tokens}",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",
