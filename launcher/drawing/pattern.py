@@ -21,6 +21,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
 from longstride.launcher.config import find_config, load_json_object
@@ -164,7 +165,8 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
 
 def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[str]]]:
     """What each head that chooses by content reads of a text, and which head it is, as "layer.head"."""
-    content = text.read_bytes()[: model.config.context]
+    with open_plain(text) as file:
+        content = file.read(model.config.context)
     if len(content) < 2 or max(content) >= model.config.vocabulary:
         limit = f"two bytes at least, all below {model.config.vocabulary}"
         raise ConfigError(f"--text={text}: must have {limit}")

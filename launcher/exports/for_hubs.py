@@ -7,10 +7,12 @@ installed Longstride, or by ``longstride.launcher.hub.register()``.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
 from longstride.launcher.models import AVERAGE, Exported, ModelData, Shapes
@@ -54,8 +56,9 @@ def refresh_stub(folder: Path) -> str:
     if exported.content.get("auto_map") != hub_fields()["auto_map"]:
         rule = f"names no classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
-    if path.is_file() and path.read_bytes() == hub_stub.TEXT.encode():
-        return f"{path}: is this version's already; nothing is written"
+    with suppress(OSError):  # none, no plain file, or a longer one
+        if read_plain(path, len(hub_stub.TEXT.encode())) == hub_stub.TEXT.encode():
+            return f"{path}: is this version's already; nothing is written"
     write_text(path, hub_stub.TEXT)
     return f"{path}: written anew; nothing else is changed"
 
