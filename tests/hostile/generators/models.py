@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 import tarfile
 import zipfile
 import zlib
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from longstride.launcher.checkpoints.manifest import find_foreign, read_manifest, record_files, write_manifest
-from tests.hostile.generators.files import HOSTILE_JSON, NO_FILES, replace, sparse
+from tests.hostile.generators.files import replace, sparse
 
 Damage = Callable[[Path], object]  # of a folder, in place
 
@@ -184,7 +183,9 @@ def _doubled(path: Path) -> None:
 
 def _long(path: Path) -> None:
     header, content = header_of(path)
-    entries = {f"tensor.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1_200_000)}
+    entries = {
+        f"tensor.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1_200_000)
+    }
     with_header(path, header | entries, content)
 
 
@@ -340,10 +341,10 @@ PICKLES: dict[str, Damage] = {
     "a plain pickle": lambda path: path.write_bytes(pickle.dumps({"module": {}})),
     "a plain pickle that runs": lambda path: path.write_bytes(pickle.dumps(Runs(path.with_name("ran")))),
     "an archive that runs": _saved(lambda path: {"module": Runs(path.with_name("ran"))}),
-    "torch's format before archives": _saved(lambda _: {"module": torch.zeros(2)}, _use_new_zipfile_serialization=False),
-    "that format, which runs": _saved(
-        lambda path: Runs(path.with_name("ran")), _use_new_zipfile_serialization=False
+    "torch's format before archives": _saved(
+        lambda _: {"module": torch.zeros(2)}, _use_new_zipfile_serialization=False
     ),
+    "that format, which runs": _saved(lambda path: Runs(path.with_name("ran")), _use_new_zipfile_serialization=False),
     "TorchScript": _script,
     "torch's first tar": _tar,
     "a whole module": _saved(lambda _: torch.nn.Linear(2, 2)),
@@ -365,7 +366,10 @@ PICKLES: dict[str, Damage] = {
     "an archive of a pickle that stops": lambda path: _zip(path, {"archive/data.pkl": b".", "archive/version": b"3\n"}),
     "an archive of a pickle that takes a terabyte": lambda path: _zip(
         path,
-        {"archive/data.pkl": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.", "archive/version": b"3\n"},
+        {
+            "archive/data.pkl": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
+            "archive/version": b"3\n",
+        },
     ),
 }
 
@@ -428,13 +432,8 @@ COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "a varint without end": lambda whole: _checked(whole[:20] + b"\xff" * 40 + whole[-4:]),
     "zeros behind it": lambda whole: _checked(whole[:-4] + bytes(100_000) + whole[-4:]),
     **{f"a bit of byte {place}": _flipped(place) for place in (0, 3, 4, 19, 20, 22, 26, 27, 28, 40, 60, 80, -5, -1)},
-    **{f"a bit of byte {place}, and a right check": _flipped(place, checked=True) for place in (21, 26, 27, 30, 45, 60, 80)},
+    **{
+        f"a bit of byte {place}, and a right check": _flipped(place, checked=True)
+        for place in (21, 26, 27, 30, 45, 60, 80)
+    },
 }
-
-
-def copied(folder: Path, to: Path) -> Path:
-    """A copy of a folder, to be spoilt."""
-    return Path(shutil.copytree(folder, to))
-
-
-__all__ = ["HOSTILE_JSON", "NO_FILES"]
