@@ -59,7 +59,8 @@ class LastingOutput:
             return self._at_once(lambda: self._stream.write(text))
         with self._own():
             self._text.append(text)
-            ends = "\n" in text and self._stream.line_buffering
+            # Unbuffered as well, as launchers start ranks: so that a line stays whole.
+            ends = "\n" in text and (self._stream.line_buffering or getattr(self._stream, "write_through", False))
             if ends or sum(map(len, self._text)) >= _BLOCK_BYTES:
                 kept = self._give()
                 self._wait_patiently()

@@ -83,8 +83,12 @@ def plain_environment() -> dict[str, str]:
 class Rank:
     """A process that runs worker.py, forked from one that has imported everything already."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        self._files = [nameless_file(), nameless_file()]
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], outputs: tuple[int | None, int | None] = (None, None)
+    ) -> None:
+        """``outputs``: files for its standard output and standard error; None: one that ``end`` reads."""
+        self._own = [given is None for given in outputs]
+        self._files = [nameless_file() if given is None else os.dup(given) for given in outputs]
         self._status, status = os.pipe()
         request = json.dumps({"arguments": arguments, "environment": environment}).encode()
         socket.send_fds(_rank_server(), [request], [*self._files, status])
@@ -106,7 +110,8 @@ class Rank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.wait(60.0)
-        output, errors = (os.pread(file, 1 << 26, 0).decode() for file in self._files)
+        files = zip(self._files, self._own, strict=True)
+        output, errors = (os.pread(file, 1 << 26, 0).decode() if own else "" for file, own in files)
         while self._files:
             os.close(self._files.pop())
         return output, errors

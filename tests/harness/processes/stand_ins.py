@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from longstride.launcher.cluster.supervisor import Launch, StopRequest, supervise  # noqa: E402
-from longstride.launcher.output import exit_codes  # noqa: E402  the path comes first
+from longstride.launcher.output import exit_codes, lasting_output  # noqa: E402  the path comes first
 from longstride.launcher.stops import LauncherGone, StopFile, StopFlag  # noqa: E402
 from longstride.launcher.stops.stop_flag import end_now  # noqa: E402
 
@@ -90,4 +90,5 @@ def worker(folder: Path) -> int:
 ROLES = {"parent": parent, "runner": runner, "launch": launch, "rank": rank, "worker": worker}
 
 if __name__ == "__main__":
-    sys.exit(ROLES[sys.argv[1]](Path(sys.argv[2])))
+    with lasting_output():
+        sys.exit(ROLES[sys.argv[1]](Path(sys.argv[2])))

@@ -18,14 +18,14 @@ _WORKER = ROOT / "tests/harness/processes/launched_worker.py"
 _PATIENCE_SECONDS = 240.0
 
 
-def longstride(arguments: list[str]) -> list[str]:
-    """`longstride train` on two processes."""
+def longstride(arguments: list[str], processes: int = 2) -> list[str]:
+    """`longstride train` on so many processes."""
     return [
         sys.executable,
         str(ROOT / "tests/harness/processes/supervised.py"),
         "train",
         "--processes",
-        "2",
+        str(processes),
         *arguments,
     ]
 
@@ -39,7 +39,14 @@ def deepspeed(arguments: list[str]) -> list[str]:
 class Tended:
     """A run under a launcher, in a session of its own; a token in the environment marks its processes."""
 
-    def __init__(self, command: list[str], folder: Path, extra: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        extra: dict[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
         self._token = f"TENDED={secrets.token_hex(8)}"
         self._marks = folder / "marks"
         self._output = folder / f"output-{secrets.token_hex(4)}"
@@ -50,8 +57,8 @@ class Tended:
                 command,
                 env=plain_environment() | variables | extra,
                 cwd="/",
-                stdout=output,
-                stderr=output,
+                stdout=output if stdout is None else stdout,
+                stderr=output if stderr is None else stderr,
                 start_new_session=True,
                 preexec_fn=hear_hangups,
             )
@@ -123,9 +130,18 @@ class Tended:
 
 
 @contextmanager
-def tended(command: list[str], folder: Path, extra: dict[str, str] | None = None) -> Iterator[Tended]:
-    """A run; whatever the test does, none of its processes outlives the block."""
-    run = Tended(command, folder, extra or {})
+def tended(
+    command: list[str],
+    folder: Path,
+    extra: dict[str, str] | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Iterator[Tended]:
+    """A run; whatever the test does, none of its processes outlives the block.
+
+    ``stdout``, ``stderr``: files that it writes to; None: one that ``Tended.output`` reads.
+    """
+    run = Tended(command, folder, extra or {}, stdout, stderr)
     try:
         yield run
     finally:

@@ -74,6 +74,13 @@ def test_line_is_there_when_print_returns(pipe: Pipe) -> None:
     assert os.read(pipe.reader, 100) == b"half"
 
 
+def test_line_to_an_unbuffered_stream_is_whole(pipe: Pipe) -> None:
+    """As the deepspeed launcher starts ranks."""
+    pipe.stream.reconfigure(line_buffering=False, write_through=True)
+    print("a", "line", file=pipe.output)
+    assert os.read(pipe.reader, 100) == b"a line\n"
+
+
 def test_lines_of_threads_stay_whole_and_in_order(pipe: Pipe) -> None:
     def write_lines(name: str) -> None:
         for number in range(1000):
