@@ -71,7 +71,7 @@ WRONG: list[tuple[str, str]] = [
     ("sample run", "run: has no model.safetensors and no model.safetensors.index.json; name a folder"),
     ("sample text", "text: has no config.json; name a folder written by `longstride export RUN --output DIR`"),
     ("sample model --prompt-file missing", "--prompt-file=missing: No such file or directory"),
-    ("sample model --prompt-file data", "--prompt-file=data: Is a directory"),
+    ("sample model --prompt-file data", "--prompt-file=data: is a folder, not a plain file"),
     ("sample model --prompt-image noise", "--prompt-image=noise: the model writes text; take --prompt-file"),
     ("sample model --likelihood missing", "--likelihood=missing: No such file or directory"),
     ("compress missing --model model --output new.lsz", "FILE=missing: No such file or directory"),
