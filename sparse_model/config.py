@@ -13,13 +13,14 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem, check_backend
-from longstride.kernels.patterns import Pattern
+from longstride.kernels.patterns import Pattern, divisors
 from longstride.sparse_model.feed_forwards import DenseFeedForward, feed_forward_schema, feed_forwards_from_json
 from longstride.sparse_model.mixers import attention_schema, mixers_from_json
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import FeedForwardConfig, MixerConfig
 from longstride.sparse_model.strict import StrictModel
 
+MOST_ORDER = 1 << 10  # tokens that an n-gram has
 MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 
 
@@ -93,8 +94,10 @@ class NgramTables(StrictModel):
     ``longstride.sparse_model.ngrams`` has the hash, and the sources.
     """
 
-    orders: tuple[Annotated[int, Field(ge=2)], ...] = Field(default=(2, 3, 4, 5, 6), min_length=1, strict=False)
-    rows: Annotated[int, POSITIVE]  # of each order
+    orders: tuple[Annotated[int, Field(ge=2, le=MOST_ORDER)], ...] = Field(
+        default=(2, 3, 4, 5, 6), min_length=1, strict=False
+    )
+    rows: Annotated[int, Field(gt=0)]  # of each order
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -232,9 +235,9 @@ class ModelConfig(NetworkConfig):
             rows = self.context // count
             return count == 1 or not (self.context % count or (divided and self.heads % count) or before > rows)
 
-        most = self.heads if divided else self.context
-        below = next(count for count in range(min(size - 1, most), 0, -1) if fits(count))
-        above = next((count for count in range(size + 1, most + 1) if fits(count)), None)
+        fitting = [count for count in divisors(self.context) if fits(count)]
+        below = max(count for count in fitting if count < size)
+        above = next((count for count in fitting if count > size), None)
         good = f"{below}{'' if above is None else f' or {above}'} processes"
         rule = f"must be a multiple of the {size} processes that share each context"
         problems = []

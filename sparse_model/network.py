@@ -14,11 +14,21 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError, Problem
+from longstride.kernels.patterns import divisors
 from longstride.sparse_model.strict import StrictModel
 
-POSITIVE = Field(gt=0)
+# Bounds far above every network that there is: what is beyond them is a slip, or means harm.
+MOST_POSITIONS = 1 << 30
+MOST_LAYERS = 10_000
+MOST_HEADS = 1 << 12
+MOST_HEADS_IN_ALL = 1 << 18  # of all layers: each has a pattern
+MOST_WIDTH = 1 << 20
+MOST_CONVOLVED = 1 << 10
+MOST_CHANNELS = 1 << 24  # that a ratio makes of the width
+MOST_TOKENS = 1 << 24  # of a vocabulary: as many as colours of 24 bits
+POSITIVE = Field(gt=0, le=MOST_POSITIONS)
 WHOLE = 1e-6  # how far ratio x width may be from a whole number of channels: in binary 2.3 x 100 is not 230
-MOST_SUBLAYERS = 100_000
+MOST_SUBLAYERS = 2 * MOST_LAYERS
 
 
 class RotaryPositions(StrictModel):
@@ -31,10 +41,10 @@ class NetworkConfig(StrictModel):
     """Sizes and options of a network, whatever its mixers, feed-forwards and embedding are."""
 
     context: Annotated[int, POSITIVE]  # positions
-    layers: Annotated[int, POSITIVE]  # mixers; the paper's N
-    heads: Annotated[int, POSITIVE]
-    width: Annotated[int, POSITIVE]  # the paper's d
-    vocabulary: Annotated[int, POSITIVE] = 256
+    layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)]  # mixers; the paper's N
+    heads: Annotated[int, Field(gt=0, le=MOST_HEADS)]
+    width: Annotated[int, Field(gt=0, le=MOST_WIDTH)]  # the paper's d
+    vocabulary: Annotated[int, Field(gt=0, le=MOST_TOKENS)] = 256
     feed_forward_ratio: Annotated[float, POSITIVE] = 4.0  # of width; the paper's "half-size" is 2
     query_key_ratio: Annotated[float, POSITIVE] = 1.0  # of width; the paper's "half-size" is 0.5
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # after attention and after feed-forward
@@ -47,7 +57,9 @@ class NetworkConfig(StrictModel):
     bias: bool = True  # of linear layers
     rotary: RotaryPositions | None = None
     query_key_norm: bool = False
-    convolution: Annotated[int, Field(ge=2)] | None = None  # positions that a row reads before attention, its own too
+    convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = (
+        None  # positions that a row reads before attention, its own too
+    )
     reversible: bool = False  # two streams: the backward pass computes each block's input from its output
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (
@@ -77,6 +89,9 @@ class NetworkConfig(StrictModel):
         except ConfigError as error:
             yield from error.problems
         heads, width = self.heads, self.width
+        if heads * self.layers > MOST_HEADS_IN_ALL:
+            rule = f"of {self.layers} layers must be at most {MOST_HEADS_IN_ALL:,} heads in all"
+            yield Problem("heads", f"{rule}; at most {MOST_HEADS_IN_ALL // self.layers}", heads)
         if width % heads:
             rule = f"{width} channels must divide into heads={heads}; nearest heads {nearest_divisor(width, heads)}"
             yield Problem("width", rule, width)
@@ -84,8 +99,9 @@ class NetworkConfig(StrictModel):
         for name, multiple in ratios.items():
             ratio = getattr(self, name)
             channels = ratio * width
-            if not math.isfinite(channels):
-                yield Problem(name, f"times width {width} is beyond every number", ratio)
+            if channels > MOST_CHANNELS:
+                rule = f"times width {width} must be at most {MOST_CHANNELS:,} channels; such as"
+                yield Problem(name, f"{rule} {NetworkConfig.model_fields[name].default}", ratio)
                 continue
             good = max(1, round(channels / multiple)) * multiple / width
             if round(channels) < 1 or abs(channels - round(channels)) > WHOLE:
@@ -146,6 +162,6 @@ def _sublayers(order: str) -> str:
     return groups[0]
 
 
-def nearest_divisor(size: int, wanted: int) -> int:
+def nearest_divisor(size: int, wanted: float) -> int:
     """The divisor of ``size`` nearest to ``wanted``; the smaller of two."""
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
+    return min(divisors(size), key=lambda d: abs(d - wanted))

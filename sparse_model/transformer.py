@@ -6,12 +6,14 @@ Letters: B batch, N positions, C width, V vocabulary.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.selections import Selection, within_documents
 from longstride.sparse_model.config import BlockConfig, ModelConfig
@@ -67,6 +69,24 @@ class SparseTransformer(nn.Module):
         """Parameters of the model of a configuration, without allocating it."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in SparseTransformer(config).parameters())
+
+    @staticmethod
+    def of_each_kind(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, int]]:
+        """The model with one block of each kind, in the order of the first of them, and how many there are of each.
+
+        It has shapes, and neither memory nor values: on torch's meta device. However many layers a configuration asks
+        for, it is made in a moment.
+
+        Raises:
+            ConfigError: a tensor has more bytes than can be counted.
+        """
+        kinds = Counter(config.blocks())
+        try:
+            with torch.device("meta"):
+                return SparseTransformer(config, list(kinds), initialize=False), dict(kinds)
+        except RuntimeError as error:  # of torch, which multiplies sizes in 64 bits
+            what = " ".join(str(error).split())[:200]
+            raise ConfigError(f"is larger than any machine can hold; give smaller sizes: {what}") from None
 
     def divide(self, division: Division) -> None:
         """Have this process compute its section of every context alone, together with the others of its group."""

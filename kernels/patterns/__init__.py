@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from longstride.kernels.errors import ConfigError, Problem, nearest
-from longstride.kernels.patterns.base import Pattern, PatternPart
+from longstride.kernels.patterns.base import Pattern, PatternPart, divisors
 from longstride.kernels.patterns.bigbird import BigBird
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import Column

@@ -5,12 +5,15 @@ Letters: N positions, M keys a part reads (M <= N). All positions are 0-indexed.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Intervals, Order
+
+MOST_POSITIONS = 1 << 32  # that a number of a pattern may be: beyond every context, and far below 64 bits
 
 
 @runtime_checkable
@@ -124,17 +127,25 @@ class SinglePart(NaturalOrder, PatternDefaults):
 
 
 def require_positive(name: str, value: object, least: int = 1) -> None:
-    """Raise ConfigError unless the value is an integer of at least 1, or of another ``least``."""
+    """Raise ConfigError unless the value is an integer of at least 1, or of another ``least``, and no absurd one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError.at(name, value, f"must be an integer of at least {least}")
+    if value > MOST_POSITIONS:
+        raise ConfigError.at(name, value, f"must be at most {MOST_POSITIONS}, which is beyond every context")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number from 1 on, ascending: in √number steps, so that a long context is no long wait."""
+    below = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return below + [number // d for d in reversed(below) if d * d != number]
 
 
 def require_divides(name: str, value: int, context: int) -> None:
     """Raise ConfigError, naming the nearest divisors, unless ``value`` divides the context."""
     if context % value == 0:
         return
-    divisors = [d for d in range(1, context + 1) if context % d == 0]
-    below = max(d for d in divisors if d < value) if value > 1 else None
-    above = min((d for d in divisors if d > value), default=None)
+    known = divisors(context)
+    below = max(d for d in known if d < value) if value > 1 else None
+    above = min((d for d in known if d > value), default=None)
     nearest = ", ".join(str(d) for d in (below, above) if d is not None)
     raise ConfigError.at(name, value, f"must divide context {context}; nearest {nearest}")

@@ -14,6 +14,7 @@ from longstride.kernels.patterns.local import Window
 from longstride.kernels.patterns.longformer import FirstKeys
 
 BITS = 0xFFFFFFFF  # 32 of them
+MOST_DRAWS = 1 << 10  # by each block of queries
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class BigBird(PatternDefaults):
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("window", 1), ("globals", 0), ("random", 0), ("seed", 0)):
             require_positive(name, getattr(self, name), least)
+        if self.random > MOST_DRAWS:
+            raise ConfigError.at("random", self.random, f"must be at most {MOST_DRAWS}; such as 3")
         if self.seed > BITS:
             raise ConfigError.at("seed", self.seed, f"must be below 2**32; largest {BITS}")
         if self.index is not None:

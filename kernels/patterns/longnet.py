@@ -13,9 +13,11 @@ from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, positions_of, whole
-from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, require_positive
+from longstride.kernels.patterns.base import Pattern, PatternDefaults, PatternPart, divisors, require_positive
 from longstride.kernels.patterns.block import Block
 from longstride.kernels.patterns.column import column_order
+
+MOST_SEGMENTS = 32  # twice as long each, they would span every context
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class LongNet(PatternDefaults):
             values = getattr(self, name)
             if not isinstance(values, (list, tuple)) or not values:
                 raise ConfigError.at(name, values, "must be a list of integers of at least 1")
+            if len(values) > MOST_SEGMENTS:
+                raise ConfigError.at(name, values, f"must be at most {MOST_SEGMENTS}, as each is twice the one before")
             for number, value in enumerate(values):
                 require_positive(f"{name}[{number}]", value)
             object.__setattr__(self, name, tuple(values))  # JSON has lists, which are not hashable
@@ -63,7 +67,7 @@ class LongNet(PatternDefaults):
     def _check_dilations(self) -> None:
         good = [1]
         for segment, dilation in zip(self.segments, self.dilations[1:], strict=False):
-            good.append(_nearest(dilation, (d for d in _divisors(segment) if d % good[-1] == 0)))
+            good.append(_nearest(dilation, (d for d in divisors(segment) if d % good[-1] == 0)))
         if len(self.segments) != len(self.dilations):
             good += good[-1:] * (len(self.segments) - len(good))
             rule = f"must be one for each of the {len(self.segments)} segments; such as {good[: len(self.segments)]}"
@@ -105,9 +109,9 @@ class LongNet(PatternDefaults):
         """Raise ConfigError unless the last segment, and so every one, divides the context."""
         if context % self.segments[-1] == 0:
             return
-        good = [_nearest(self.segments[-1], _divisors(context))]
+        good = [_nearest(self.segments[-1], divisors(context))]
         for segment in self.segments[-2::-1]:
-            good.insert(0, _nearest(segment, (d for d in _divisors(good[0]) if d < good[0] or good[0] == 1)))
+            good.insert(0, _nearest(segment, (d for d in divisors(good[0]) if d < good[0] or good[0] == 1)))
         rule = f"the last must divide context {context}; nearest {good}"
         raise ConfigError.at("segments", self.segments, rule)
 
@@ -172,10 +176,6 @@ class EarlierSegments:
 
     def _num_keys(self, context: int) -> int:
         return max(0, -(-(context - self.offset) // self.dilation))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nearest(wanted: int, good: Iterable[int]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.patterns.base import (
+    MOST_POSITIONS,
     Pattern,
     PatternDefaults,
     PatternPart,
@@ -21,7 +22,6 @@ from longstride.kernels.patterns.column import Column, Entries
 from longstride.kernels.patterns.local import Local
 
 MOST_FACTORS = 32  # two positions apart each, they would span every context
-FAR = 1 << 62  # a stride beyond every position that still fits in 64 bits
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +74,7 @@ class Strided(PatternDefaults):
 
     def _strides(self) -> list[int]:
         """Of the factors after the first."""
-        return [min(self.stride**power, FAR) for power in range(1, self.num_factors)]
+        return [min(self.stride**power, MOST_POSITIONS) for power in range(1, self.num_factors)]
 
     def period(self) -> int:
         """Any: it goes by distances."""
@@ -86,7 +86,8 @@ class Strided(PatternDefaults):
         if power == 1:
             require_divides("stride", self.stride, context)
         elif context % self._strides()[-1]:
-            good = [s for s in range(1, context + 1) if s**power <= context and context % s**power == 0]
+            most = round(context ** (1 / power)) + 1
+            good = [s for s in range(1, most + 1) if context % s**power == 0]
             near = min(good, key=lambda s: abs(s - self.stride))
             rule = f"its power {power} must divide context {context}; nearest {near}"
             raise ConfigError.at("stride", self.stride, rule)

@@ -21,7 +21,8 @@ from longstride.launcher.checkpoints.checkpoint import DEEPSPEED_TAG, Checkpoint
 from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle
 from longstride.launcher.checkpoints.saved_tables import SavedTables
 from longstride.launcher.engine import states
-from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED
+from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED, Shapes
+from longstride.launcher.output import file_names
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
 SCHEDULE = ("last_epoch", "_step_count")
@@ -55,6 +56,7 @@ class SavedState:
         self._folder = checkpoint.folder
         self._manifest, self._trusted = checkpoint.manifest, checkpoint.trusted
         self._remapped = remapped and not checkpoint.trusted
+        self.model = self.check_size(checkpoint)
         self._names = list(chain.from_iterable(self._manifest.parameter_groups))
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
@@ -63,15 +65,30 @@ class SavedState:
         if checkpoint.config.model.ngrams is not None:
             self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
         with foreign_content_refused(self._folder):
-            self._map()
-            self._check()
+            self._read_state()
 
-    def _check(self) -> None:
-        """Raise ConfigError where the files are of another step, or have a part of the parameters or of their state."""
-        if self.numbers["global_steps"] != self._manifest.step:
-            raise self._broken(
-                f"its manifest says step {self._manifest.step}, and its files {self.numbers['global_steps']}"
-            )
+    @staticmethod
+    def check_size(checkpoint: Checkpoint) -> Shapes:
+        """The tensors of a checkpoint's model, by its configuration alone; before anything is made of that.
+
+        Raises:
+            ConfigError: its files are too small to hold them.
+        """
+        try:
+            shapes = Shapes.of_model(checkpoint.config.model)
+        except ConfigError as error:
+            raise ConfigError(f"{checkpoint.folder / file_names.CONFIG}: {error.under('model')}") from None
+        needed, held = 4 * shapes.parameters, sum(record.bytes for record in checkpoint.manifest.files.values())
+        if needed > held:
+            rule = f"its files have {held:,} bytes, and the model of its {file_names.CONFIG} {needed:,}"
+            raise ConfigError(f"{checkpoint.folder}: {rule}")
+        return shapes
+
+    def _read_state(self) -> None:
+        """Finds every parameter's pieces in the files, and holds them against the configuration."""
+        self._map()
+        if (step := self.numbers["global_steps"]) != self._manifest.step:
+            raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
         if missing := sorted(set(self._names) - self.shapes.keys()):
             raise self._broken(f"without the weights {', '.join(missing)}")
         self._held = {name: self._kinds_of(name) for name in self.shapes}
@@ -84,6 +101,10 @@ class SavedState:
         if len(steps) > 1:
             raise self._broken(f"Adam's steps differ: {sorted(steps)}")
         self.adam_step = steps.pop() if steps else None  # how many it has taken; None before the first
+        saved = {name: tuple(shape) for name, shape in self.model_shapes.items()}
+        self.model.check(
+            saved, f"its weights are not those of the model in its {file_names.CONFIG}:", f"{self._folder}"
+        )
 
     def _map(self) -> None:
         """Opens all files."""
@@ -95,6 +116,11 @@ class SavedState:
         self._masters: list[list[Tensor]] = []  # a list of flat vectors a rank
         self._states: list[Mapping[int, Mapping[str, Tensor]]] = []  # of the optimiser, by vector
         self._read_whole() if self._manifest.zero_stage == 0 else self._read_shards()
+        states_of = (state.values() for each in self._states for state in each.values())
+        # Strides of 0 would make any number of weights of one.
+        for tensor in chain(*self._masters, self.buffers.values(), *states_of):
+            if isinstance(tensor, Tensor) and tensor.nbytes > tensor.untyped_storage().nbytes():
+                raise self._broken(f"a tensor of {tensor.nbytes:,} bytes in {tensor.untyped_storage().nbytes():,}")
 
     @property
     def model_shapes(self) -> dict[str, torch.Size]:
@@ -136,9 +162,11 @@ class SavedState:
                 held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
                 parts.append(held.flatten()[start:stop].float())
             whole = torch.cat(parts)  # a copy: the file can be closed
-            shape = states.shape_of(kind, self.shapes[name])
-            self._taken += whole.nbytes
-            return whole[: shape.numel()].reshape(shape)
+        shape = states.shape_of(kind, self.shapes[name])
+        if whole.numel() < shape.numel():
+            raise self._broken(f"{whole.numel():,} numbers of {kind} of {name}, which has {shape.numel():,}")
+        self._taken += whole.nbytes
+        return whole[: shape.numel()].reshape(shape)
 
     def kind_of(self, weights: str) -> str:
         """The kind of tensors that are these weights, ``TRAINED`` or ``AVERAGE``; ConfigError where there are none."""

@@ -68,8 +68,9 @@ def draw_attention(
     if queries and len(queries) > MOST_QUERIES:
         raise ConfigError(f"--query={queries[-1]}: one picture has room for {MOST_QUERIES} queries; leave some out")
     # On the CPU, whatever trained it: only the model's queries and keys are taken, and the rows are computed here.
+    state = master_weights(checkpoint, weights)
     model = SparseTransformer(config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(master_weights(checkpoint, weights))
+    model.load_state_dict(state)
     name = f"{run.resolve().name}, step {checkpoint.manifest.step}, {config.data.validation_split}"
     who = "mean of all heads" if head is None else f"head {head}"
     who += "" if weights == TRAINED else "; moving average of the weights"

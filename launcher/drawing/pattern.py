@@ -21,6 +21,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.kernels.patterns import Pattern
 from longstride.launcher.config import find_config, load_json_object
@@ -156,14 +157,16 @@ def _model_of(source: Path, trusted: bool) -> SparseTransformer:
     from longstride.launcher.checkpoints import master_weights, open_checkpoint
 
     checkpoint = open_checkpoint(source, None, trusted=trusted)
+    weights = master_weights(checkpoint, TRAINED)
     model = SparseTransformer(checkpoint.config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(master_weights(checkpoint, TRAINED))
+    model.load_state_dict(weights)
     return model.eval()
 
 
 def _choices(model: SparseTransformer, text: Path) -> list[tuple[Chosen, list[str]]]:
     """What each head that chooses by content reads of a text, and which head it is, as "layer.head"."""
-    content = text.read_bytes()[: model.config.context]
+    with open_plain(text) as file:
+        content = file.read(model.config.context)
     if len(content) < 2 or max(content) >= model.config.vocabulary:
         limit = f"two bytes at least, all below {model.config.vocabulary}"
         raise ConfigError(f"--text={text}: must have {limit}")

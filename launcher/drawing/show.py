@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longstride.data_pipelines.plain_files import parse_json, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import TRUST_OPTION, add_trust_argument
 from longstride.launcher.data import add_step_argument
 from longstride.launcher.models import AVERAGE, TRAINED
 from longstride.launcher.output import file_names, metrics_file
 
+MOST_METRICS_BYTES = 1 << 29  # three million lines
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 _PICTURES_WITH = {  # the options that not every picture has
     "query": ("pattern", "attention"),
@@ -132,14 +133,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         ConfigError: the file cannot be read, holds no line yet, or a line that is no measurement.
     """
     try:
-        texts = path.read_text(errors="replace").splitlines(keepends=True)
+        texts = read_plain(path, MOST_METRICS_BYTES).decode(errors="replace").splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     lines = []
     for number, text in enumerate((text for text in texts if text.endswith("\n")), start=1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             unit, bits = metrics_file.bits_of(line)
+            if not (type(line["step"]) is int and isinstance(line["split"], str)) or isinstance(bits, str | bool):
+                raise TypeError
+            bits = None if bits is None else float(bits)
             lines.append({"step": line["step"], "split": line["split"], "unit": unit, "bits": bits})
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}: line {number}: must be an object with step, split, bits_per_byte") from None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import master_weights, open_checkpoint
+from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, add_trust_argument
 from longstride.launcher.data import Run, RunData, add_step_argument, together
 from longstride.launcher.engine import compile_kernels, prepare_accelerator
@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         for refusal in checkpoint.newer_refusals():
             say(f"passed over: {refusal}")
     config = checkpoint.config
+    SavedState.check_size(checkpoint)
     check_sharing(config, ranks)
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
@@ -103,8 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         # A run that goes on may have saved once more while the ranks looked.
         checkpoint = checkpoint.agreed(ranks)
         precision = arguments.precision or checkpoint.manifest.precision
+        weights = master_weights(checkpoint, arguments.weights)  # which are those of the model, before it is made
         model = SparseTransformer(config.model)
-        model.load_state_dict(master_weights(checkpoint, arguments.weights))
+        model.load_state_dict(weights)
         for parameter in model.parameters():  # parameters alone, as DeepSpeed casts them
             parameter.data = parameter.data.to(DTYPES[precision])
         model.to(ranks.device).eval()

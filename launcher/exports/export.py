@@ -8,7 +8,6 @@ model's loss on the checkpoint's probe is compared with the trainer's, with one 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,8 +41,8 @@ from longstride.launcher.models import (
     Exported,
     Fingerprint,
     ModelData,
+    Shapes,
     add_weights_argument,
-    empty_model,
     streamed_model,
     usable_device,
 )
@@ -151,8 +150,8 @@ def export(
     chosen(checkpoint)
     checkpoint.verify()
     state = SavedState(checkpoint, remapped=True)
-    kind, shapes = state.kind_of(options.kind), _shapes(checkpoint, state)
-    needed = DTYPES[options.dtype].itemsize * sum(math.prod(shape) for shape in shapes.values())
+    kind, shapes = state.kind_of(options.kind), state.model
+    needed = DTYPES[options.dtype].itemsize * shapes.parameters
     check_space(output, needed, f"--output={output}", "the weights take")
     with made_whole(output) as folder:
         _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
@@ -165,23 +164,12 @@ def export(
     return checkpoint, checked
 
 
-def _shapes(checkpoint: Checkpoint, state: SavedState) -> dict[str, torch.Size]:
-    """The model's tensors in its own order; ConfigError where they are not those that the checkpoint holds."""
-    shapes = {name: tensor.shape for name, tensor in empty_model(checkpoint.config.model).state_dict().items()}
-    saved = state.model_shapes
-    wrong = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
-    if wrong:
-        rule = f"its weights are not those of the model in its {file_names.CONFIG}: {', '.join(wrong[:3])}"
-        raise ConfigError(f"{checkpoint.folder}: {rule}{' and more' if len(wrong) > 3 else ''}")
-    return shapes
-
-
 def _write(
     folder: Path,
     run_folder: Path,
     checkpoint: Checkpoint,
     tensor: Callable[[str], Tensor],
-    shapes: dict[str, torch.Size],
+    shapes: Shapes,
     options: Options,
     licensed: dict[str, str],
 ) -> None:
@@ -189,8 +177,7 @@ def _write(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, data = config.to_json()["model"], ModelData.of_run(config, run_folder)
     fingerprint = Fingerprint(model)
-    buffers = dict(empty_model(config.model).named_buffers()).keys()
-    write_weights(folder, shapes, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint, buffers)
+    write_weights(folder, shapes.of, tensor, DTYPES[options.dtype], options.shard_bytes, fingerprint, shapes.buffers)
     content: dict[str, Any] = {
         "format": Exported.FORMAT,
         "model": model,

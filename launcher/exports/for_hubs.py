@@ -7,13 +7,15 @@ installed Longstride, or by ``longstride.launcher.hub.register()``.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, write_text
-from longstride.launcher.models import AVERAGE, Exported, ModelData, empty_model
+from longstride.launcher.models import AVERAGE, Exported, ModelData, Shapes
 from longstride.launcher.output import file_names, hub_stub, metrics_file
 from longstride.sparse_model import ModelConfig
 
@@ -54,8 +56,9 @@ def refresh_stub(folder: Path) -> str:
     if exported.content.get("auto_map") != hub_fields()["auto_map"]:
         rule = f"names no classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
-    if path.is_file() and path.read_bytes() == hub_stub.TEXT.encode():
-        return f"{path}: is this version's already; nothing is written"
+    with suppress(OSError):  # none, no plain file, or a longer one
+        if read_plain(path, len(hub_stub.TEXT.encode())) == hub_stub.TEXT.encode():
+            return f"{path}: is this version's already; nothing is written"
     write_text(path, hub_stub.TEXT)
     return f"{path}: written anew; nothing else is changed"
 
@@ -86,7 +89,7 @@ def model_card(
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
     rows = {
-        "parameters": f"{sum(parameter.numel() for parameter in empty_model(model).parameters()):,}",
+        "parameters": f"{Shapes.of_model(model).parameters:,}",
         "context": f"{model.context:,} {tokens}",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",

@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
+
+MOST_BYTES = 1 << 30  # of a named file, which is held in memory: a model takes hours for a hundredth of it
 
 
 def read_file(path: Path, option: str) -> bytes:
     """The bytes of a plain file; ``option`` is what a command line calls it.
 
     Raises:
-        ConfigError: there is none, it is a folder, a pipe or a device, or it cannot be read.
+        ConfigError: there is none, it is a folder, a pipe or a device, too long, or it cannot be read.
     """
     try:
-        if path.is_file() or not path.exists():
-            return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}={path}: {getattr(error, 'strerror', None) or error}") from None
-    what = "a folder" if path.is_dir() else "no plain file (a pipe or a device has no known end)"
-    raise ConfigError(f"{option}={path}: is {what}; name a file")
+        return read_plain(path, MOST_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{option}={path}: {error.strerror or error}") from None
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, Content, Modality
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
 from longstride.launcher.generation.likelihood import likelihood
@@ -183,10 +184,7 @@ def _prompts(
         return read_prompts(paths, option, data, kept, context)
     if arguments.prompt_file is None:
         return [(arguments.prompt or "").encode(errors="surrogateescape")], []
-    try:
-        return [arguments.prompt_file.read_bytes()], []
-    except OSError as error:
-        raise ConfigError(f"--prompt-file={arguments.prompt_file}: {error.strerror}") from None
+    return [read_file(arguments.prompt_file, "--prompt-file")], []
 
 
 def read_prompts(
@@ -212,7 +210,7 @@ def _opened(path: Path, option: str, data: ModelData) -> Iterator[Content]:
     """A file's content as the model writes it; what is wrong with the file is told by the option's name."""
     properties = data.file_properties
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             yield data.modality.open_sample(path, file, properties)
     except DataError as error:
         raise DataError(f"{option}={error}" if str(error).startswith(str(path)) else str(error)) from None

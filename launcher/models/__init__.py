@@ -6,11 +6,11 @@ Needs no deepspeed, so that sampling and serving start at once.
 from longstride.launcher.models.exported import (
     Exported,
     computing_numbers,
-    empty_model,
     load_model,
     streamed_model,
     usable_device,
 )
 from longstride.launcher.models.model_data import ModelData
+from longstride.launcher.models.shapes import Shapes
 from longstride.launcher.models.tensors import ALIGNMENT, DTYPES, MAPPED_BYTES, Fingerprint, write_tensors
 from longstride.launcher.models.weights import AVERAGE, TRAINED, add_weights_argument

@@ -6,7 +6,8 @@ Weights are mapped. A CPU uses them where they lie on the disk, and they take no
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Set
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_json_object
+from longstride.launcher.models.shapes import Shapes, empty_model, refuse
 from longstride.launcher.models.tensors import ALIGNMENT, MAPPED_BYTES, STORED, Fingerprint
 from longstride.launcher.output import file_names
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
-_MOST_NAMES = 3  # of many wrong tensors, in a message
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10  # the most of a safetensors header: in all, and a tensor more
 
 
 class Exported:
@@ -38,10 +40,10 @@ class Exported:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not (folder / file_names.CONFIG).is_file():
+        if not os.path.lexists(folder / file_names.CONFIG):
             raise ConfigError(f"{folder}: has no {file_names.CONFIG}; {_ADVICE}")
         self.content = load_json_object(folder / file_names.CONFIG)
-        self.config = self._read_config()
+        self.config, self._shapes = self._read_config()
         self._open: dict[str, Any] = {}
         self._file_of = self._find_tensors()
         self._taken = 0  # bytes, since files were opened last
@@ -74,77 +76,78 @@ class Exported:
             fingerprint.add(name, self.tensor(name))
         return fingerprint.hexdigest()
 
-    def _read_config(self) -> ModelConfig:
+    def _read_config(self) -> tuple[ModelConfig, Shapes]:
         version, path = self.content.get("format", self.FORMAT), self.folder / file_names.CONFIG
         if type(version) is not int or not 1 <= version <= self.FORMAT:
             raise ConfigError(f"{path}: format={version}: this Longstride reads 1 to {self.FORMAT}")
         if "model" not in self.content:
             raise ConfigError(f"{path}: has no model; {_ADVICE}")
         try:
-            return ModelConfig.model_validate(self.content["model"])
+            config = ModelConfig.model_validate(self.content["model"])
+            return config, Shapes.of_model(config)
         except ConfigError as error:
             raise ConfigError(*(f"{path}: {problem}" for problem in error.under("model").problems)) from None
 
     def _find_tensors(self) -> dict[str, str]:
         """Every tensor's file."""
-        if (self.folder / file_names.WEIGHTS).is_file():
+        if os.path.lexists(self.folder / file_names.WEIGHTS):
             return dict.fromkeys(self._opened(file_names.WEIGHTS).keys(), file_names.WEIGHTS)
         index = self.folder / file_names.WEIGHTS_INDEX
-        if not index.is_file():
+        if not os.path.lexists(index):
             raise ConfigError(f"{self.folder}: has no {file_names.WEIGHTS} and no {index.name}; {_ADVICE}")
         file_of = load_json_object(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise ConfigError(f"{index}: has no weight_map, which tells the file of every tensor")
+        names_in: dict[str, set[str]] = {}
         for name, file in file_of.items():
             # A name alone: a path could lead out of the folder.
             plain = isinstance(file, str) and Path(file).name == file and file.strip(".")
             if not plain or "\\" in file or "\0" in file:
-                raise ConfigError(f"{index}: weight_map.{name}={file!r}: must be the name of a file beside it")
-        for file in sorted(set(file_of.values())):
-            if not (self.folder / file).is_file():
+                raise ConfigError.at(f"{index}: weight_map.{name[:160]}", file, "must be the name of a file beside it")
+            names_in.setdefault(file, set()).add(name)
+        for file, indexed in sorted(names_in.items()):
+            if not os.path.lexists(self.folder / file):
                 raise ConfigError(f"{self.folder}: has no {file}, which {index.name} names")
-            indexed = {name for name, place in file_of.items() if place == file}
-            self._refuse(indexed ^ set(self._opened(file).keys()), f"{file} and {index.name} differ about")
+            refuse(indexed ^ set(self._opened(file).keys()), f"{self.folder}: {file} and {index.name} differ about")
         return file_of
 
     def _opened(self, file: str) -> Any:
+        """A file of tensors, whose header is no longer than the model's can be, and fits what follows it."""
         if file not in self._open:
+            path = self.folder / file
             try:
-                self._open[file] = safe_open(self.folder / file, "pt")
+                with open_plain(path) as weights:
+                    length = int.from_bytes(weights.read(8), "little")
+                most = _HEADER_BYTES + _ENTRY_BYTES * len(self._shapes.of)
+                if length > most:
+                    rule = f"a header of {length:,} bytes, where that of the model in {file_names.CONFIG} has at most"
+                    raise ConfigError(f"{path}: cannot be read as an export: {rule} {most:,}")
+                self._open[file] = safe_open(path, "pt")
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{self.folder / file}: cannot be read as an export: {error}") from None
+                why = getattr(error, "strerror", None) or " ".join(str(error).split())[:400]
+                raise ConfigError(f"{path}: cannot be read as an export: {why}") from None
         return self._open[file]
 
     def _check_tensors(self) -> torch.dtype:
         """The type of all tensors, held against the model's names and shapes."""
-        model = empty_model(self.config)
-        expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        buffers = dict(model.named_buffers())
         weights = file_names.WEIGHTS if file_names.WEIGHTS in self._file_of.values() else file_names.WEIGHTS_INDEX
+        described = {name: self._opened(file).get_slice(name) for name, file in self._file_of.items()}
         mismatch = f"{weights} is not the model of {file_names.CONFIG}:"
-        self._refuse(expected.keys() - self._file_of.keys(), f"{mismatch} it lacks")
-        self._refuse(self._file_of.keys() - expected.keys(), f"{mismatch} it has unknown")
+        self._shapes.check(
+            {name: tuple(each.get_shape()) for name, each in described.items()}, mismatch, f"{self.folder}"
+        )
         stored, wrong = set(), set()
-        for name, file in self._file_of.items():
-            described = self._opened(file).get_slice(name)
-            if name not in buffers:
-                stored.add(described.get_dtype())
-            elif described.get_dtype() != STORED[torch.float32]:
-                wrong.add(f"{name} of {described.get_dtype()} instead of F32")
-            if described.get_shape() != expected[name]:
-                wrong.add(f"{name} of {described.get_shape()} instead of {expected[name]}")
-        self._refuse(wrong, f"{mismatch} it has")
+        for name, each in described.items():
+            if name not in self._shapes.buffers:
+                stored.add(each.get_dtype())
+            elif each.get_dtype() != STORED[torch.float32]:
+                wrong.add(f"{name} of {each.get_dtype()} instead of F32")
+        refuse(wrong, f"{self.folder}: {mismatch} it has")
         types = {text: dtype for dtype, text in STORED.items()}
         if len(stored) > 1 or not stored <= types.keys():
             rule = f"tensors of {', '.join(sorted(stored))}; all must be of one of {', '.join(types)}"
             raise ConfigError(f"{self.folder / weights}: {rule}")
         return types[stored.pop()]
-
-    def _refuse(self, wrong: Set[str], what: str) -> None:
-        """Raise ConfigError that names the first of these tensors; nothing where there are none."""
-        if wrong:
-            more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
-            raise ConfigError(f"{self.folder}: {what} {', '.join(sorted(wrong)[:_MOST_NAMES])}{more}")
 
 
 def load_model(folder: Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> SparseTransformer:
@@ -201,22 +204,6 @@ def usable_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device={name}: cannot be used: {str(error).splitlines()[0]}") from None
-
-
-def empty_model(config: ModelConfig) -> SparseTransformer:
-    """The network with names and shapes of its parameters, and neither memory nor values: on torch's meta device."""
-    with torch.device("meta"), _Uninitialized():
-        return SparseTransformer(config)
-
-
-class _Uninitialized(TorchFunctionMode):
-    """Leaves out initial values: on the meta device they would only load torch's compiler, 75 MB of it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return named["tensor"] if "tensor" in named else args[0]
-        return func(*args, **named)
 
 
 def _placed_state(

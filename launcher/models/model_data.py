@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ class ModelData:
         from longstride.data_pipelines.shards import DataManifest, load_palette
         from longstride.data_pipelines.stores import open_store
 
-        if run is not None and (run / file_names.DATA).is_file():
+        if run is not None and os.path.lexists(run / file_names.DATA):
             return cls.of({"data": load_json_object(run / file_names.DATA)}, config.model)
         sizes = _picture_size(config.model)
         if "://" not in config.data.path:

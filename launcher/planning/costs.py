@@ -43,10 +43,8 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
 
 def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, tuple[Any, int]]]:
     """The model with one of each kind of its blocks, without memory; the block of each kind, and how many it has."""
-    counts = Counter(config.blocks())
-    with torch.device("meta"):
-        model = SparseTransformer(config, list(counts))
-    return model, {kind: (block, counts[kind]) for kind, block in zip(counts, model.blocks, strict=True)}
+    model, counts = SparseTransformer.of_each_kind(config)
+    return model, {kind: (block, count) for (kind, count), block in zip(counts.items(), model.blocks, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from longstride.kernels import ConfigError, Problem, nearest
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import DenseFeedForward
 from longstride.sparse_model.feed_forwards.experts import ExpertsConfig
+from longstride.sparse_model.network import MOST_SUBLAYERS
 from longstride.sparse_model.part import FeedForwardConfig
 
 FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseFeedForward, "experts": ExpertsConfig}
@@ -27,6 +28,9 @@ def feed_forwards_from_json(value: Any) -> tuple[FeedForwardConfig, ...]:
     listed = isinstance(value, list)
     if listed and not value:
         raise ConfigError(Problem("feed_forward", "the list needs at least one object"))
+    if listed and len(value) > MOST_SUBLAYERS:
+        rule = f"{len(value):,} objects; at most {MOST_SUBLAYERS:,}, one for each feed-forward"
+        raise ConfigError(Problem("feed_forward", rule))
     made, errors = [], []
     for number, entry in enumerate(value if listed else [value]):
         try:

@@ -24,12 +24,14 @@ from longstride.sparse_model.feed_forwards.dense import ACTIVATIONS
 from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.part import FeedForwardConfig, Mixed, Work, draw
 
+MOST_EXPERTS = 1 << 16
+
 
 class ExpertsConfig(FeedForwardConfig):
     """Experts, each as wide as a dense feed-forward of the network."""
 
     type: Literal["experts"]
-    count: Annotated[int, Field(ge=1)]  # of experts
+    count: Annotated[int, Field(ge=1, le=MOST_EXPERTS)]
     top: Annotated[int, Field(ge=1, le=2)] = 2  # experts for a row: 2 as GShard, 1 as Switch
     activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"
     balance: Annotated[float, Field(ge=0)] = 0.01  # weight of the auxiliary loss, which is 1 where all are used alike

@@ -20,7 +20,7 @@ from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
-from longstride.sparse_model.network import NetworkConfig
+from longstride.sparse_model.network import MOST_HEADS, MOST_HEADS_IN_ALL, MOST_LAYERS, NetworkConfig
 from longstride.sparse_model.part import MixerConfig
 from longstride.sparse_model.strict import StrictModel
 
@@ -52,6 +52,10 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     listed = isinstance(value, list)  # an explicit cycle: one entry a layer
     if listed and not value:
         raise ConfigError(Problem("attention", "the list needs at least one pattern"))
+    most = min(MOST_LAYERS, MOST_HEADS_IN_ALL // network.heads)
+    if listed and len(value) > most:
+        rule = f"has {len(value):,} entries, of {network.heads} heads each; at most {most:,}, one for each layer"
+        raise ConfigError(Problem("attention", rule))
     cycle: list[MixerConfig] = []
     errors = []
     for number, entry in enumerate(value if listed else [value]):
@@ -137,6 +141,8 @@ def _patterns_of_group(group: Any, first: int, context: int) -> tuple[Pattern, .
     count = group["count"]
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ConfigError.at("count", count, "must be an integer of at least 1")
+    if first + count > MOST_HEADS:  # before so many patterns are made
+        raise ConfigError.at("count", count, f"with those before it must be at most {MOST_HEADS:,} heads")
     own = {key: value for key, value in group.items() if key != "count"}
     pattern, combine = _pattern_and_combination(own, context, beside=["count"])
     if combine == "interleaved":

@@ -32,7 +32,7 @@ from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.mixers.cache import KeptRows
-from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.network import MOST_POSITIONS, POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
@@ -46,7 +46,7 @@ class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
     type: Literal["adaptive_span"]
-    ramp: Annotated[int, Field(ge=2)] = 32  # the paper's R; of 1, a whole span would have no slope
+    ramp: Annotated[int, Field(ge=2, le=MOST_POSITIONS)] = 32  # the paper's R; of 1, a whole span would have no slope
     penalty: Annotated[float, Field(ge=0)]  # the paper's λ: nats that a position of the mean span costs
     initial: Annotated[float, Field(ge=0)] = 0.0  # span of every head before training
     limit: Annotated[int, POSITIVE] | None = None  # the most that a span becomes; null: the context

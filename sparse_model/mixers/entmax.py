@@ -45,6 +45,7 @@ from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
 
 MOST_KEYS = 2048  # of a row; a backward pass holds some ten numbers for each of a piece's
+MOST_COUNTED = 1 << 26  # rows of all patterns, whose keys are counted before anything is made
 SCORES_IN_WORK = 1 << 21  # of a piece: in fp32 8 MiB. Fewer rows at once have fewer columns that not all of them read
 BLOCK_ROWS = (64, 32, 16, 8, 4, 1)  # to choose from
 GATHERED = 16  # rows of products that take as long as gathering a key
@@ -66,7 +67,11 @@ class EntmaxConfig(OfQueriesAndKeys, StrictModel):
             self.pattern.check(context)
         except ConfigError as error:
             raise error.under("pattern") from None
-        longest = max(most_keys(pattern, context) for pattern in dict.fromkeys(self.head_patterns(network)))
+        patterns = dict.fromkeys(self.head_patterns(network))
+        if len(patterns) * context > MOST_COUNTED:
+            rule = f"{len(patterns)} patterns of {context} rows, whose keys are counted: at most {MOST_COUNTED:,} rows"
+            raise ConfigError.at("type", self.type, f"{rule}; take softmax in longer contexts")
+        longest = max(most_keys(pattern, context) for pattern in patterns)
         if longest > MOST_KEYS:
             rule = f"rows read up to {longest:,} keys, and each is computed whole: at most {MOST_KEYS:,}"
             near = f'such as {{"type": "local", "window": {MOST_KEYS}}}'

@@ -40,7 +40,7 @@ from longstride.sparse_model.division import Division, Traffic
 from longstride.sparse_model.mixers.attention import AttentionState
 from longstride.sparse_model.mixers.cache import KeyValues
 from longstride.sparse_model.mixers.convolution import CausalConvolution, RecentRows
-from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
 from longstride.sparse_model.part import HeadWidths, Work, draw, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
 from longstride.sparse_model.strict import StrictModel
@@ -125,7 +125,7 @@ class SynthesizerConfig(StrictModel):
             if value not in (None, False) and not set(kinds) & set(self.kind):
                 yield Problem(key, f"is of {' and '.join(kinds)}, and kind is {given}; leave it out", value)
         if "factorized_dense" in self.kind and network.context % (self.blocks or 1):
-            near = min(_divisors(network.context), key=lambda d: abs(d - (self.blocks or 1)))
+            near = nearest_divisor(network.context, self.blocks or 1)
             yield Problem("blocks", f"must divide context {network.context}; nearest {near}", self.blocks)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
@@ -146,10 +146,6 @@ class SynthesizerConfig(StrictModel):
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Synthesizer:
         """The module."""
         return Synthesizer(network, self, rotary)
-
-
-def _divisors(context: int) -> list[int]:
-    return [d for d in range(1, context + 1) if context % d == 0]
 
 
 class Heads(NamedTuple):
@@ -240,8 +236,7 @@ class Synthesizer(nn.Module):
             self._add_table("dense_keys", (context, hidden), hidden)
         self.blocks = 0
         if "factorized_dense" in self.kinds:
-            root = math.sqrt(context)
-            self.blocks = config.blocks or min(_divisors(context), key=lambda d: abs(d - root))
+            self.blocks = config.blocks or nearest_divisor(context, math.sqrt(context))
             self._add_table("block_keys", (self.blocks, hidden), hidden)
             self._add_table("place_keys", (context // self.blocks, hidden), hidden)
 

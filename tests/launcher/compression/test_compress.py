@@ -196,8 +196,8 @@ def test_files_that_cannot_be_are_refused(verb: str, exported: Path, tmp_path: P
     new = ("--output", tmp_path / "new")
     assert refuse(verb, there, *model, "--output", there).endswith("exists already; nothing is overwritten")
     assert refuse(verb, there, *model, "--output", tmp_path / "no/new").endswith("must lie in a folder that exists")
-    assert "is a folder; name a file" in refuse(verb, tmp_path, *model, *new)
-    assert "is no plain file" in refuse(verb, "/dev/zero", *model, *new)
+    assert "is a folder, not a plain file" in refuse(verb, tmp_path, *model, *new)
+    assert "is a device, not a plain file" in refuse(verb, "/dev/zero", *model, *new)
     assert refuse(verb, tmp_path / "none", *model, *new) == f"FILE={tmp_path / 'none'}: No such file or directory"
     if verb == "compress":
         assert "has no config.json" in refuse(verb, there, "--model", tmp_path, *new)

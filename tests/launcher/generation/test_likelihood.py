@@ -92,7 +92,7 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
     [
         (["--likelihood", "{empty}"], "--likelihood={empty}: holds no bytes: there is nothing to score"),
         (["--likelihood", "nowhere"], "--likelihood=nowhere: No such file or directory"),
-        (["--likelihood", "/"], "--likelihood=/: is a folder; name a file"),
+        (["--likelihood", "/"], "--likelihood=/: is a folder, not a plain file"),
         (["--likelihood", "{file}", "--min-context", "64"], "--min-context=64: must be from 0 to 63"),
         (["--likelihood", "{file}", "--batch", "0"], "--batch=0: must be at least 1"),
         (["--batch", "3"], "--batch: is of --likelihood FILE; leave it out"),

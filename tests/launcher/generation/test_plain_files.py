@@ -57,7 +57,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 
 def test_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"FILE=.*pipe: is no plain file"):
+    with pytest.raises(ConfigError, match=r"FILE=.*pipe: is a pipe, not a plain file"):
         read_file(tmp_path / "pipe", "FILE")
-    with pytest.raises(ConfigError, match=r"FILE=.*: is a folder; name a file"):
+    with pytest.raises(ConfigError, match=r"FILE=.*: is a folder, not a plain file"):
         read_file(tmp_path, "FILE")

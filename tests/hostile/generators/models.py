@@ -1,0 +1,439 @@
+"""Hostile models: what may lie in an export or a checkpoint in the place of its configuration, weights and pickles."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstride.launcher.checkpoints.manifest import find_foreign, read_manifest, record_files, write_manifest
+from tests.hostile.generators.files import replace, sparse
+
+Damage = Callable[[Path], object]  # of a folder, in place
+
+# Values in the place of any number of a configuration.
+NUMBERS: dict[str, object] = {
+    "10**18": 10**18,
+    "38 digits": int("9" * 38),
+    "2**40": 2**40,
+    "10**9": 10**9,
+    "2**31": 2**31,
+    "10**6": 10**6,
+    "0": 0,
+    "-1": -1,
+    "1.5e300": 1.5e300,
+    "a text": "64",
+    "null": None,
+    "true": True,
+    "a list": [64],
+    "an object": {"a": 64},
+}
+# Of the `model` object: paths of its numbers, in an object that has them all between its objects.
+SIZES = ("context", "layers", "heads", "width", "vocabulary", "feed_forward_ratio", "query_key_ratio")
+# What of an object is changed, and what that makes of the object.
+OBJECTS: dict[str, dict[str, Any]] = {
+    "embedding.row_width": {},
+    "embedding.height": {"embedding": {"type": "image", "height": 8, "width": 8, "channels": 1}},
+    "embedding.channels": {"embedding": {"type": "image", "height": 8, "width": 8, "channels": 1}},
+    "attention.window": {},
+    "attention.dilation": {"attention": {"type": "local", "window": 8, "dilation": 1}},
+    "attention.stride": {"attention": {"type": "strided", "stride": 8, "num_factors": 2}},
+    "attention.num_factors": {"attention": {"type": "strided", "stride": 8, "num_factors": 2}},
+    "attention.summary": {"attention": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2}},
+    "attention.num_summaries": {"attention": {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2}},
+    "attention.globals": {"attention": {"type": "longformer", "window": 4, "globals": 2}},
+    "attention.segments": {"attention": {"type": "longnet", "segments": [8, 32], "dilations": [1, 4]}},
+    "attention.random": {"attention": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1}},
+    "attention.block": {"attention": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1}},
+    "attention.seed": {"attention": {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1, "seed": 1}},
+    "attention.key_value_heads": {"attention": {"type": "dense", "key_value_heads": 1}},
+    "attention.clusters": {"attention": {"type": "routing", "clusters": 4, "window": 6}},
+    "attention.buckets": {"attention": {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 2}},
+    "attention.rounds": {"attention": {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 2}},
+    "attention.chunk": {"attention": {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 2}},
+    "attention.top": {"attention": {"type": "moba", "block": 8, "top": 2}},
+    "attention.ramp": {"attention": {"type": "adaptive_span", "ramp": 4, "penalty": 0.0}},
+    "attention.limit": {"attention": {"type": "adaptive_span", "ramp": 4, "penalty": 0.0, "limit": 9}},
+    "attention.rank": {"attention": {"type": "synthesizer", "kind": "factorized_random", "rank": 2}},
+    "attention.hidden": {"attention": {"type": "synthesizer", "kind": "dense", "hidden": 2}},
+    "attention.blocks": {"attention": {"type": "synthesizer", "kind": "factorized_dense", "blocks": 8}},
+    "attention.heads": {"attention": {"heads": [{"count": 2, "type": "dense"}]}},
+    "attention.heads.0.count": {"attention": {"heads": [{"count": 2, "type": "dense"}]}},
+    "feed_forward.count": {"feed_forward": {"type": "experts", "count": 4}},
+    "feed_forward.capacity": {"feed_forward": {"type": "experts", "count": 4, "capacity": 1.0}},
+    "ngrams.rows": {"ngrams": {"rows": 16, "orders": [2, 3]}},
+    "ngrams.orders": {"ngrams": {"rows": 16, "orders": [2, 3]}},
+    "ngrams.orders.1": {"ngrams": {"rows": 16, "orders": [2, 3]}},
+    "convolution": {"convolution": 3},
+    "rotary.base": {"rotary": {"base": 1000}},
+    "norm_epsilon": {"norm_epsilon": 1e-5},
+    "dropout": {"dropout": 0.0},
+    "order": {"order": "(sf)1"},
+}
+# Objects that are wrong as a whole.
+WHOLE: dict[str, dict[str, Any]] = {
+    "a million layers in an order": {"order": "(sf)1000000"},
+    "nested groups of an order": {"order": "(" * 5000 + "sf" + ")9" * 5000},
+    "half a million patterns": {"attention": [{"type": "dense"}] * 500_000},
+    "half a million feed-forwards": {"feed_forward": [{"type": "dense"}] * 500_000},
+    "a thousand groups of heads": {"attention": {"heads": [{"count": 4096, "type": "dense"}] * 1000}},
+    "a hundred thousand segments": {"attention": {"type": "longnet", "segments": [2] * 100_000, "dilations": [1]}},
+    "many heads in many layers": {"layers": 10_000, "heads": 4096, "width": 4096},
+    "as many layers as may be": {"layers": 10_000},
+    "as wide as may be": {"width": 2**20},
+    "as long as may be": {"context": 2**30, "embedding": {"type": "text", "row_width": 2**15}},
+    "as long as may be, and prime": {"context": 2**30 - 35, "attention": {"type": "strided", "stride": 1000}},
+    "as long as may be, in entmax": {
+        "context": 2**30,
+        "embedding": {"type": "tokens"},
+        "attention": {"type": "entmax", "pattern": {"type": "local", "window": 8}},
+    },
+    "scores of all pairs of a long context": {
+        "context": 2**30,
+        "embedding": {"type": "tokens"},
+        "attention": {"type": "synthesizer", "kind": "random"},
+    },
+    "experts as wide as may be": {
+        "width": 2**20,
+        "feed_forward_ratio": 16.0,
+        "feed_forward": {"type": "experts", "count": 2**16},
+    },
+    "an unknown key": {"layer": 1},
+}
+
+
+def changed(model: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy of a `model` object with another value at a dotted path."""
+    content: dict[str, Any] = json.loads(json.dumps(model | OBJECTS.get(path, {})))
+    *parents, last = path.split(".")
+    place: Any = content
+    for part in parents:
+        place = place[int(part) if isinstance(place, list) else part]
+    place[int(last) if isinstance(place, list) else last] = value
+    return content
+
+
+def hostile_models() -> Iterator[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]]:
+    """Names of wrong `model` objects, and what makes each of an honest one."""
+    for path in (*SIZES, *OBJECTS):
+        for name, value in NUMBERS.items():
+            yield f"{path} of {name}", lambda model, path=path, value=value: changed(model, path, value)
+    for name, changes in WHOLE.items():
+        yield name, lambda model, changes=changes: json.loads(json.dumps(model | changes))
+
+
+def set_model(config: Path, make: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Puts another `model` object into a config.json."""
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"model": make(content["model"])}))
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and what follows it."""
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    return json.loads(whole[8:end]), whole[end:]
+
+
+def with_header(path: Path, header: dict[str, Any] | bytes, content: bytes, length: int | None = None) -> None:
+    """Writes such a file; ``length`` is what it says of its header's."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + content)
+
+
+def _changed_header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(path: Path) -> None:
+        header, content = header_of(path)
+        change(header)
+        with_header(path, header, content)
+
+    return damage
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = header[min(name for name in header if name != "__metadata__")]
+    return entry
+
+
+def _set_first(**changes: object) -> Damage:
+    return _changed_header(lambda header: _first(header).update(changes))
+
+
+def _overlapping(header: dict[str, Any]) -> None:
+    places = [entry for name, entry in header.items() if name != "__metadata__"]
+    for entry in places:
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        entry["data_offsets"] = [0, size]
+
+
+def _doubled(path: Path) -> None:
+    header, content = header_of(path)
+    name = min(each for each in header if each != "__metadata__")
+    text = json.dumps(header).encode()
+    with_header(path, text[:-1] + b", " + json.dumps({name: header[name]}).encode()[1:], content)
+
+
+def _long(path: Path) -> None:
+    header, content = header_of(path)
+    entries = {
+        f"tensor.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1_200_000)
+    }
+    with_header(path, header | entries, content)
+
+
+def _cut(share: float) -> Damage:
+    return lambda path: path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+# Of a file of weights, in place.
+WEIGHTS: dict[str, Damage] = {
+    "a header of 2**63 bytes": lambda path: with_header(path, *header_of(path), length=2**63),
+    "a header of 2**64 - 1 bytes": lambda path: with_header(path, *header_of(path), length=2**64 - 1),
+    "a header longer than the file": lambda path: with_header(path, *header_of(path), length=10**6),
+    "a header of no bytes": lambda path: with_header(path, *header_of(path), length=0),
+    "a header cut short": lambda path: with_header(path, *header_of(path), length=100),
+    "a header of 100 MB": _long,
+    "a header of spaces": lambda path: with_header(path, b" " * 1000, b""),
+    "a header of a terabyte that takes no room": lambda path: (
+        path.write_bytes((2**40).to_bytes(8, "little")),
+        sparse(path, 2**41),
+    ),
+    "a terabyte behind it": lambda path: sparse(path, 2**40),
+    "a header that is no object": lambda path: with_header(path, b"[]", b""),
+    "a header that is no JSON": lambda path: with_header(path, b'{"a": ', b""),
+    "a header a hundred thousand deep": lambda path: with_header(path, b'{"a":' * 100_000 + b"}" * 100_000, b""),
+    "a header of no UTF-8": lambda path: with_header(path, b'{"\xff": 1}', b""),
+    "nothing": lambda path: path.write_bytes(b""),
+    "seven bytes": lambda path: path.write_bytes(bytes(7)),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "half of it": _cut(0.5),
+    "all but its last byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "a byte more": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "offsets that overlap": _changed_header(_overlapping),
+    "offsets that run backwards": _set_first(data_offsets=[8, 0]),
+    "offsets beyond the end": _set_first(data_offsets=[2**40, 2**40 + 128]),
+    "offsets of 2**64": _set_first(data_offsets=[0, 2**64]),
+    "offsets below 0": _set_first(data_offsets=[-128, 0]),
+    "offsets that are texts": _set_first(data_offsets=["0", "128"]),
+    "a shape of 2**62 rows": _set_first(shape=[2**62, 2**62]),
+    "a shape of 0": _set_first(shape=[0]),
+    "a shape below 0": _set_first(shape=[-32]),
+    "a shape of a thousand axes": _set_first(shape=[1] * 1000),
+    "no shape": _changed_header(lambda header: _first(header).pop("shape")),
+    "no type": _changed_header(lambda header: _first(header).pop("dtype")),
+    "a type that is none": _set_first(dtype="F33"),
+    "a type of another size": _set_first(dtype="F64"),
+    "integers": _set_first(dtype="I32"),
+    "a name twice": _doubled,
+    "a tensor less": _changed_header(lambda header: header.pop(min(header))),
+    "a tensor more": _changed_header(
+        lambda header: header.update(more={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
+    ),
+    "a tensor of a long name": _changed_header(
+        lambda header: header.update({"x" * 500_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    ),
+    "metadata that are no texts": _changed_header(lambda header: header.update(__metadata__={"a": {"b": 1}})),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+}
+
+
+def shard(folder: Path) -> Path:
+    """Gives the weights of an export an index, which it returns."""
+    path = folder / "model.safetensors"
+    header, _ = header_of(path)
+    path.rename(folder / "a.safetensors")
+    index = folder / "model.safetensors.index.json"
+    places = {name: "a.safetensors" for name in header if name != "__metadata__"}
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    return index
+
+
+def _indexed(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        index = shard(folder)
+        content = json.loads(index.read_text())
+        change(content)
+        index.write_text(json.dumps(content))
+
+    return damage
+
+
+def _all_in(file: object) -> Damage:
+    return _indexed(lambda content: content["weight_map"].update(dict.fromkeys(content["weight_map"], file)))
+
+
+# Of the folder of an export, whose weights get an index.
+INDEXES: dict[str, Damage] = {
+    "a file outside": _all_in("../../../../etc/passwd"),
+    "a file by its whole path": _all_in("/etc/passwd"),
+    "a file that is not there": _all_in("b.safetensors"),
+    "the folder": _all_in("."),
+    "the folder above": _all_in(".."),
+    "no name": _all_in(""),
+    "a zero byte": _all_in("a\0"),
+    "a number": _all_in(7),
+    "a name of 100,000 characters": _all_in("a" * 100_000),
+    "a pipe": lambda folder: (_all_in("pipe")(folder), replace(folder / "pipe", "pipe")),
+    "zeros without end": lambda folder: (_all_in("zeros")(folder), replace(folder / "zeros", "link to zeros")),
+    "another file for one tensor": _indexed(lambda content: content["weight_map"].update({"norm.bias": "config.json"})),
+    "a tensor less": _indexed(lambda content: content["weight_map"].pop("norm.bias")),
+    "a tensor more": _indexed(lambda content: content["weight_map"].update(more="a.safetensors")),
+    "a list": _indexed(lambda content: content.update(weight_map=["a.safetensors"])),
+    "nothing of a map": _indexed(lambda content: content.update(weight_map={})),
+    "a hundred thousand tensors more": _indexed(
+        lambda content: content["weight_map"].update({f"more.{number}": "a.safetensors" for number in range(100_000)})
+    ),
+}
+
+
+class Runs:
+    """A pickle that would make a file where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def _tar(path: Path) -> None:
+    """As torch wrote before version 0.1.10."""
+    with tarfile.open(path, "w") as archive:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            content = pickle.dumps({"protocol_version": 1000, "little_endian": True})
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+
+
+def _script(path: Path) -> None:
+    path.unlink()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+
+def _packed(path: Path) -> None:
+    """The same archive with its pickle packed, and a gigabyte of zeros in it."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, content in members.items():
+            with archive.open(name, "w", force_zip64=True) as member:
+                member.write(content)
+                if name.endswith("data.pkl"):
+                    for _ in range(2048):
+                        member.write(bytes(2**20))
+
+
+def _saved(make: Callable[[Path], object], **options: Any) -> Damage:
+    return lambda path: torch.save(make(path), path, **options)
+
+
+# In the place of a pickle of a checkpoint. What would run makes the file `ran` beside it.
+PICKLES: dict[str, Damage] = {
+    "a plain pickle": lambda path: path.write_bytes(pickle.dumps({"module": {}})),
+    "a plain pickle that runs": lambda path: path.write_bytes(pickle.dumps(Runs(path.with_name("ran")))),
+    "an archive that runs": _saved(lambda path: {"module": Runs(path.with_name("ran"))}),
+    "torch's format before archives": _saved(
+        lambda _: {"module": torch.zeros(2)}, _use_new_zipfile_serialization=False
+    ),
+    "that format, which runs": _saved(lambda path: Runs(path.with_name("ran")), _use_new_zipfile_serialization=False),
+    "TorchScript": _script,
+    "torch's first tar": _tar,
+    "a whole module": _saved(lambda _: torch.nn.Linear(2, 2)),
+    "a tensor": _saved(lambda _: torch.zeros(3)),
+    "a number": _saved(lambda _: 7),
+    "an empty object": _saved(lambda _: {}),
+    "objects of other things": _saved(
+        lambda _: {"module": [], "optimizer": 7, "buffer_names": "ab", "param_shapes": None, "lr_scheduler": {}}
+    ),
+    "a tensor of one number, as large as a disk": _saved(
+        lambda _: {"module": {"embedding.start": torch.zeros(1).expand(2**40)}, "optimizer": {"state": {}}}
+    ),
+    "a text": lambda path: path.write_text("not a pickle"),
+    "nothing": lambda path: path.write_bytes(b""),
+    "half of it": _cut(0.5),
+    "zeros": lambda path: path.write_bytes(bytes(4096)),
+    "a packed archive": _packed,
+    "another archive": lambda path: _zip(path, {"a": b"b"}),
+    "an archive of a pickle that stops": lambda path: _zip(path, {"archive/data.pkl": b".", "archive/version": b"3\n"}),
+    "an archive of a pickle that takes a terabyte": lambda path: _zip(
+        path,
+        {
+            "archive/data.pkl": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
+            "archive/version": b"3\n",
+        },
+    ),
+}
+
+
+def _zip(path: Path, members: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def seal(folder: Path) -> None:
+    """Makes the manifest of a checkpoint tell of what lies there: as whoever means harm does."""
+    manifest = read_manifest(folder)
+    files = record_files(folder, ("manifest.json",))
+    write_manifest(folder, manifest.model_copy(update={"files": files}))
+    assert not find_foreign(folder, read_manifest(folder))
+
+
+def _lsz_varint(number: int) -> bytes:
+    parts = []
+    while number >= 0x80:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+def _checked(whole: bytes) -> bytes:
+    return whole[:-4] + zlib.crc32(whole[:-4]).to_bytes(4, "little")
+
+
+def _sized(size: int) -> Callable[[bytes], bytes]:
+    """Another size of the content, where it was below 16,384 bytes and from 128 on; with a check that is right."""
+    return lambda whole: _checked(whole[:20] + _lsz_varint(size) + whole[22:])
+
+
+def _flipped(place: int, checked: bool = False) -> Callable[[bytes], bytes]:
+    def flip(whole: bytes) -> bytes:
+        at = place % len(whole)
+        spoilt = whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+        return _checked(spoilt) if checked else spoilt
+
+    return flip
+
+
+# Of a compressed file.
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    "a size of 2**60": _sized(2**60),
+    "a size of 2**40": _sized(2**40),
+    "a size of 2**63": _sized(2**63 - 1),
+    "a size of 0": _sized(0),
+    "a size of one more": lambda whole: _checked(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:]),
+    "nothing": lambda whole: b"",
+    "its beginning alone": lambda whole: whole[:4],
+    "half of it": lambda whole: whole[: len(whole) // 2],
+    "all but its last byte": lambda whole: whole[:-1],
+    "a byte more": lambda whole: whole + b"\0",
+    "another format": lambda whole: whole[:3] + b"\x02" + whole[4:],
+    "another model": _flipped(6, checked=True),
+    "another sum": _flipped(23, checked=True),
+    "a varint without end": lambda whole: _checked(whole[:20] + b"\xff" * 40 + whole[-4:]),
+    "zeros behind it": lambda whole: _checked(whole[:-4] + bytes(100_000) + whole[-4:]),
+    **{f"a bit of byte {place}": _flipped(place) for place in (0, 3, 4, 19, 20, 22, 26, 27, 28, 40, 60, 80, -5, -1)},
+    **{
+        f"a bit of byte {place}, and a right check": _flipped(place, checked=True)
+        for place in (21, 26, 27, 30, 45, 60, 80)
+    },
+}
