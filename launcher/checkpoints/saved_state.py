@@ -65,8 +65,7 @@ class SavedState:
         if checkpoint.config.model.ngrams is not None:
             self._tables = SavedTables(checkpoint.folder, checkpoint.manifest, checkpoint.config)
         with foreign_content_refused(self._folder):
-            self._map()
-            self._check()
+            self._read_state()
 
     @staticmethod
     def check_size(checkpoint: Checkpoint) -> Shapes:
@@ -85,12 +84,11 @@ class SavedState:
             raise ConfigError(f"{checkpoint.folder}: {rule}")
         return shapes
 
-    def _check(self) -> None:
-        """Raise ConfigError where the files are of another step, or have a part of the parameters or of their state."""
-        if self.numbers["global_steps"] != self._manifest.step:
-            raise self._broken(
-                f"its manifest says step {self._manifest.step}, and its files {self.numbers['global_steps']}"
-            )
+    def _read_state(self) -> None:
+        """Finds every parameter's pieces in the files, and holds them against the configuration."""
+        self._map()
+        if (step := self.numbers["global_steps"]) != self._manifest.step:
+            raise self._broken(f"its manifest says step {self._manifest.step}, and its files {step}")
         if missing := sorted(set(self._names) - self.shapes.keys()):
             raise self._broken(f"without the weights {', '.join(missing)}")
         self._held = {name: self._kinds_of(name) for name in self.shapes}
@@ -164,11 +162,11 @@ class SavedState:
                 held = self._masters[rank][vector].detach() if kind == MASTER else self._states[rank][vector][kind]
                 parts.append(held.flatten()[start:stop].float())
             whole = torch.cat(parts)  # a copy: the file can be closed
-            shape = states.shape_of(kind, self.shapes[name])
-            if whole.numel() < shape.numel():
-                raise self._broken(f"{whole.numel():,} numbers of {kind} of {name}, which has {shape.numel():,}")
-            self._taken += whole.nbytes
-            return whole[: shape.numel()].reshape(shape)
+        shape = states.shape_of(kind, self.shapes[name])
+        if whole.numel() < shape.numel():
+            raise self._broken(f"{whole.numel():,} numbers of {kind} of {name}, which has {shape.numel():,}")
+        self._taken += whole.nbytes
+        return whole[: shape.numel()].reshape(shape)
 
     def kind_of(self, weights: str) -> str:
         """The kind of tensors that are these weights, ``TRAINED`` or ``AVERAGE``; ConfigError where there are none."""
