@@ -18,6 +18,7 @@ import hashlib
 import os
 import pickle
 import sys
+import zipfile
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ from longstride.launcher.models import write_tensors
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
+_PACKED = "a packed archive, and torch packs none"
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 
 
@@ -44,14 +46,16 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
     """What torch.save wrote to a file; ``mapped`` leaves its tensors on the disk until they are used.
 
     Raises:
-        ConfigError: reading it would run code, and it is not ``trusted``.
+        ConfigError: reading it would run code, and it is not ``trusted``; or it is packed, and could be of any size.
     """
+    if _is_packed(path):
+        raise ConfigError(f"{path}: is {_PACKED}; fetch it again")
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
-    except OSError:
-        raise
     except Exception as error:  # a pickle is a program, and a damaged one may end in anything
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         content = unsafe_content(path)
         if content is None or (content == _NO_ARCHIVE and isinstance(error, pickle.UnpicklingError)):
             content = " ".join((str(error).partition("\n")[2] or repr(error)).split())[:200]
@@ -69,14 +73,25 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
 def unsafe_content(path: Path | str) -> str | None:
     """The code that reading a file would run, in words; None: none. Looks without reading it.
 
-    A file that is no zip archive counts as unsafe: Longstride writes none.
+    A file that is no zip archive counts as unsafe, and so does one that is packed: Longstride writes none.
     """
+    if _is_packed(path):
+        return _PACKED
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (ValueError, RuntimeError, pickle.UnpicklingError):
         return _NO_ARCHIVE
     return ", ".join(sorted(names)) or None
+
+
+def _is_packed(path: Path | str) -> bool:
+    """Whether it is a zip archive of which more bytes would come out than are there."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(member.file_size != member.compress_size for member in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return False  # torch says what else is wrong with it
 
 
 def refusal_line(content: str) -> str:
