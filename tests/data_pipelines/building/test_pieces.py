@@ -20,8 +20,8 @@ from longstride.data_pipelines.shards import DataFolder, sample_documents, verif
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.stores import open_store
 from tests.harness.data.builds import OutOfOrder, folder_bytes, numbered_files, write_files
-from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.published_files import zipped
+from tests.hostile.generators.http_servers import FaultyServer
 
 LETTERS = "a\nßé日本😀"
 SAMPLE_BYTES = 50  # in place of 64 KiB

@@ -14,8 +14,8 @@ from longstride.data_pipelines.datasets.dataset import Archive, PublishedFile
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.stores.cache import lock_file, unlock_file
 from tests.harness.data.builds import folder_bytes
-from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.published_files import zipped
+from tests.hostile.generators.http_servers import FaultyServer
 
 TEXT = np.random.default_rng(1).integers(0, 256, 300_000, dtype=np.uint8).tobytes()
 

@@ -34,9 +34,9 @@ from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.reading import DataFolder, sample_documents
 from longstride.data_pipelines.shards.verify import check_split, verify
 from longstride.data_pipelines.stores import open_store, remote
-from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.streams import open_stream
 from tests.harness.data.tars import add, gnu_tar, write_shards, write_tar
+from tests.hostile.generators.http_servers import FaultyServer
 
 ALL = {"validation_fraction": 0}
 DOCUMENTS = Cut(packing=False)

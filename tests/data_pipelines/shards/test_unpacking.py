@@ -16,8 +16,8 @@ from longstride.data_pipelines.order.contexts import Cut
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, index_tars, verify
-from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.tars import write_shards, write_tar
+from tests.hostile.generators.http_servers import FaultyServer
 
 ALL = {"validation_fraction": 0}
 PACK = {

@@ -20,7 +20,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores import StoredFile, open_store, remote
 from longstride.data_pipelines.stores.cache import Cache
-from tests.harness.data.faulty_server import FAULTS, FaultyServer
+from tests.hostile.generators.http_servers import FAULTS, FaultyServer
 
 ROOT = Path(__file__).resolve().parents[3]
 FORK_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -14,8 +14,8 @@ from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.verify import verify
 from longstride.data_pipelines.stores import remote
-from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.data.streams import open_stream
+from tests.hostile.generators.http_servers import FaultyServer
 
 OPTIONS = {"context": 64, "global_batch": 12, "seed": 5, "shuffle_bytes": 700}
 FORK_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -11,7 +11,7 @@ import pytest
 
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
-from tests.harness.data.faulty_server import FaultyServer
+from tests.hostile.generators.http_servers import FaultyServer
 
 
 @pytest.fixture

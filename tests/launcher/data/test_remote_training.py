@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.harness.data.faulty_server import FaultyServer
 from tests.harness.runs import metrics, spawn
+from tests.hostile.generators.http_servers import FaultyServer
 
 
 def test_training_from_a_failing_server_reads_what_the_disk_holds(
