@@ -38,10 +38,15 @@ class Case(NamedTuple):
     world_size: int
     number: signal.Signals
 
+    @property
+    def parameter(self) -> object:
+        """The case as a test's parameter; all but the sample are for the campaign."""
+        name = f"{self.kind}-{self.streams}-{self.world_size}-{self.number.name}"
+        return pytest.param(self, marks=() if self in SAMPLE else pytest.mark.campaign, id=name)
+
 
 SAMPLE = [Case("pipe", "both", 2, signal.SIGTERM), Case("terminal", "stderr", 1, signal.SIGINT)]
 EVERY = [Case(*case) for case in itertools.product(STALLED, STREAMS, (1, 2), SIGNALS)]
-OTHERS = [case for case in EVERY if case not in SAMPLE]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +75,8 @@ def config_file(data: Path, folder: Path, **train: object) -> Path:
 def started(arguments: list[str], case: Case, folder: Path) -> Iterator[list[Rank]]:
     """The ranks of a run whose readers stall; none outlives the block."""
     with stalled(case.kind) as out, stalled(case.kind) as err:
-        outputs = tuple(
-            file if stalls else None for file, stalls in zip((out, err), STREAMS[case.streams], strict=True)
-        )
+        out_stalls, err_stalls = STREAMS[case.streams]
+        outputs = (out if out_stalls else None, err if err_stalls else None)
         port, ranks = free_port(), []
         shared = plain_environment() | {"MARKS": str(folder / "marks"), "MARK_SECONDS": "0"}
         for rank in range(case.world_size):
@@ -101,7 +105,7 @@ def check_saved(run: Path) -> None:
     assert (run / "checkpoints" / f"step-{steps[-1]:08d}" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("case", [*SAMPLE, *(pytest.param(each, marks=pytest.mark.campaign) for each in OTHERS)])
+@pytest.mark.parametrize("case", [case.parameter for case in EVERY])
 def test_ranks_go_on_and_a_stop_saves(data: Path, tmp_path: Path, case: Case) -> None:
     with started(["--config", str(config_file(data, tmp_path))], case, tmp_path) as ranks:
         wait_for_steps(tmp_path, 20)
@@ -193,7 +197,7 @@ def wait_for_stop_file(folder: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("case", [case for case in EVERY if case.kind == "pipe"])
+@pytest.mark.parametrize("case", [case.parameter for case in EVERY if case.kind == "pipe"])
 def test_stop_of_longstride_train(data: Path, tmp_path: Path, case: Case) -> None:
     """The whole of it, from the command to the ranks."""
     command = longstride(["--config", str(config_file(data, tmp_path))], case.world_size)
