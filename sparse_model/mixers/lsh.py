@@ -35,7 +35,7 @@ from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
 SHORTEST = 1e-6  # length of a query that still has a direction; fp16 knows it
-MOST_ROUNDS = 1 << 10
+MOST_ROUNDS = 128
 
 
 class LshConfig(OfQueriesAndKeys, StrictModel):
