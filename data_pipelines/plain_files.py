@@ -36,6 +36,17 @@ class JSONError(ValueError):
         self.line, self.column = line, column
 
 
+def plain_status(path: Path) -> os.stat_result:
+    """The size and times of a plain file, links followed; nothing is opened.
+
+    Raises:
+        OSError: there is none, or it is no plain file; with the file's name.
+    """
+    status = path.stat()
+    _refuse_kind(path, status.st_mode)
+    return status
+
+
 def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
     """A plain file, open for reading and without a buffer's worth read yet.
 

@@ -37,9 +37,12 @@ from longstride.data_pipelines.modalities.wav import (
     mulaw_to_pcm,
     read_format,
 )
+from longstride.data_pipelines.plain_files import open_plain
 
 BLOCK_FRAMES = 2**16  # converted at once
 _MAX_RATIO = 256  # of two rates: the filters of the resampler grow with it, and no two rates in use are as far apart
+_MOST_RATE = 2**31 - 1  # Hz: twice as many bytes a second fit a WAV file's header
+_BLOCK_BYTES = 2**22  # of a file, read at once: frames may have 65,535 channels
 _PCM_BITS = 16  # of members that are PCM: what mu-law stands for
 _QUALITY = "VHQ"  # of the resampler, with the passband and the noise of 28 bits: far below a step of mu-law
 
@@ -73,9 +76,12 @@ class Audio(Modality):
         if members.get("pcm_bits", _PCM_BITS) != _PCM_BITS:
             raise DataError(f"pcm_bits={members['pcm_bits']}: must be {_PCM_BITS}, or left out for mu-law")
         if "rate" not in asked:
-            return {"rate": _form(path, file).rate, **members}
-        if not 1 <= asked["rate"] < 2**32:
-            raise DataError(f"rate={asked['rate']}: must be from 1 to 2**32 - 1 Hz; such as 12000")
+            rate = _form(path, file).rate
+            if rate > _MOST_RATE:
+                raise DataError(f"{path}: has {rate} Hz, and {_MOST_RATE} are the most; name a --rate such as 12000")
+            return {"rate": rate, **members}
+        if not 1 <= asked["rate"] <= _MOST_RATE:
+            raise DataError(f"rate={asked['rate']}: must be from 1 to 2**31 - 1 Hz; such as 12000")
         return {"rate": asked["rate"], "resampled": 1, **members}
 
     def settle_member(self, path: Path, file: BinaryIO, asked: Properties) -> dict[str, int]:
@@ -83,9 +89,15 @@ class Audio(Modality):
         is_pcm = isinstance(form, WavFormat) and form.tag == PCM
         return {"rate": form.rate, **({"pcm_bits": _PCM_BITS} if is_pcm else {})}
 
+    def check_properties(self, properties: Properties) -> None:
+        if not 1 <= properties.get("rate", 0) <= _MOST_RATE:
+            raise DataError(f"rate: {properties.get('rate', 'missing')}")
+        if properties.get("pcm_bits", _PCM_BITS) != _PCM_BITS:
+            raise DataError(f"pcm_bits: {properties['pcm_bits']}")
+
     def measure(self, path: Path, properties: Properties) -> int:
         """The frames of a file at the set's rate, by its header."""
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             form = _fitting(path, file, properties)
         return frames_at(path, form, properties["rate"])
 
@@ -176,8 +188,9 @@ class _WavContent:
         end = min(offset + size, form.frames)
         self.file.seek(form.offset + offset * form.frame_bytes)
         blocks = []
-        for start in range(offset, end, BLOCK_FRAMES):
-            block = self.file.read(min(BLOCK_FRAMES, end - start) * form.frame_bytes)
+        step = _step(form)
+        for start in range(offset, end, step):
+            block = self.file.read(min(step, end - start) * form.frame_bytes)
             if form.tag == MULAW and form.channels == 1:
                 blocks.append(block)  # not even the two zeros change places
             else:
@@ -240,12 +253,18 @@ class _StreamedContent:
         form = self._form
         if isinstance(form, WavFormat):
             self._file.seek(form.offset)
-            for start in range(0, form.frames, BLOCK_FRAMES):
-                block = self._file.read(min(BLOCK_FRAMES, form.frames - start) * form.frame_bytes)
+            step = _step(form)
+            for start in range(0, form.frames, step):
+                block = self._file.read(min(step, form.frames - start) * form.frame_bytes)
                 yield form.samples(block)
             return
         for samples in decoded(self._path, self._file, BLOCK_FRAMES):
             yield samples, 4
+
+
+def _step(form: WavFormat) -> int:
+    """Frames of a WAV file that are converted at once."""
+    return min(BLOCK_FRAMES, max(1, _BLOCK_BYTES // form.frame_bytes))
 
 
 def _form(path: Path, file: BinaryIO) -> Form:

@@ -16,6 +16,8 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 
 _FULL_SCALE = 2**31
+_BLOCK_SAMPLES = 2**20  # of all channels, decoded at once: there may be 1,024
+_MOST_PARTS = 1000  # tags, or streams side by side, that a file begins with
 _UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's word for a file that does not say
 _SEARCHED = 2**16  # bytes: of padding, tags or broken frames before a header; an Ogg page has at most 65,307
 _TAG_HEAD, _OGG_HEAD = 10, 27  # bytes of an ID3v2 tag, and of an Ogg page, before their part of variable length
@@ -52,7 +54,8 @@ def decoded(path: Path, file: BinaryIO, block_frames: int) -> Iterator[np.ndarra
         # soundfile seeks after every read, to where it is already. That costs an MP3 decoder the bits that the next
         # frame borrows from those before it.
         sound.seekable = lambda: False
-        while len(block := sound.read(block_frames, dtype="float64", always_2d=True)):
+        frames = min(block_frames, max(1, _BLOCK_SAMPLES // sound.channels))
+        while len(block := sound.read(frames, dtype="float64", always_2d=True)):
             if np.isnan(block).any():
                 raise DataError(f"{path}: holds samples that are no numbers (NaN); write it anew or exclude it")
             # Lossy formats may decode beyond full scale.
@@ -153,7 +156,10 @@ def _after_tags(file: BinaryIO, place: int) -> int:
     """Where the ID3 tags that begin at ``place`` end: one of version 1, then any number of version 2."""
     if _bytes_at(file, place, 3) == b"TAG":
         place += 128
-    while (head := _bytes_at(file, place, _TAG_HEAD))[:3] == b"ID3" and len(head) == _TAG_HEAD:
+    for _ in range(_MOST_PARTS):
+        head = _bytes_at(file, place, _TAG_HEAD)
+        if head[:3] != b"ID3" or len(head) < _TAG_HEAD:
+            break
         size = 0
         for seven_bits in head[6:]:
             size = size << 7 | seven_bits & 0x7F
@@ -177,7 +183,7 @@ def _info_in(buffer: bytes, place: int, start: int) -> _Info | None:
 def _first_ogg_serials(file: BinaryIO) -> Iterator[int]:
     """Of the streams at the file's beginning, which stand side by side."""
     place = 0
-    while True:
+    for _ in range(_MOST_PARTS):
         head = _bytes_at(file, place, _OGG_HEAD + 255)
         if len(head) < _OGG_HEAD or head[:4] != b"OggS" or not head[5] & 0x02:  # the page begins no stream
             return

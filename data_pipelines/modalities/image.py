@@ -24,6 +24,7 @@ from longstride.data_pipelines.modalities.modality import (
     token_bytes,
     whole_number,
 )
+from longstride.data_pipelines.plain_files import open_plain
 
 CHANNELS = 3  # red, green, blue
 _DRAWN_CHANNELS = (1, CHANNELS)
@@ -69,6 +70,13 @@ class Image(Modality):
             height, width = picture_size(path, file)
         return {"height": height, "width": width, "channels": CHANNELS, "resized": int(bool(asked))}
 
+    def check_properties(self, properties: Properties) -> None:
+        for name in (*self.asks, "channels", "resized"):
+            if name not in properties:
+                raise DataError(f"{name}: missing")
+        if min(_shape(properties)) < 1 or properties["channels"] != CHANNELS:
+            raise DataError(f"pictures of {_shape(properties)} (height, width, channels)")
+
     def document_bytes(self, properties: Properties) -> int:
         """Of every picture, as all have one size."""
         return math.prod(_shape(properties))
@@ -78,7 +86,7 @@ class Image(Modality):
         if not properties["resized"]:
             from longstride.data_pipelines.modalities.picture import picture_size
 
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 _check_size(path, picture_size(path, file), properties)
         return self.document_bytes(properties)
 

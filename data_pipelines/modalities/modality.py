@@ -110,6 +110,9 @@ class Modality(ABC):
         Raises DataError for a document that does not fit the set.
         """
 
+    def check_properties(self, properties: Properties) -> None:  # noqa: B027
+        """Raises DataError for whole numbers that cannot be a set's properties, or where one is missing."""
+
     def document_bytes(self, properties: Properties) -> int | None:
         """Content bytes of every document where all have equally many, else None."""
         return None

@@ -6,6 +6,7 @@ from typing import BinaryIO
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.data_pipelines.records import parquet_fields
 
 
@@ -39,7 +40,7 @@ class Text(Modality):
         """The file's bytes; what is compressed is gone through once, as its end does not say how much it holds."""
         if properties.get("raw"):
             return path.stat().st_size
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             kind = _compression(path, file)
             if kind is None:
                 return path.stat().st_size

@@ -16,6 +16,7 @@ from longstride.data_pipelines.errors import DataError
 
 PCM, MULAW, _EXTENSIBLE = 1, 7, 0xFFFE  # format tags of the RIFF registry
 _TAG_GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")  # after the tag in an extensible header's GUID
+_MOST_CHUNKS = 10_000  # before the sound; editors write a few dozen
 _CONVERT = "convert it first, such as with `sox IN.wav -b 16 OUT.wav`"
 _BIAS = 132  # moves the borders of G.711's segments to powers of two; in units of 16 bits, 33 in its own of 14
 _CLIP = 32635  # the largest magnitude that the last segment holds with the bias
@@ -69,7 +70,9 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat:
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
         raise DataError(f"{path}: is no WAV file (it begins with no RIFF WAVE header); {_CONVERT}")
     encoding: tuple[int, int, int, int] | None = None
-    while len(chunk := file.read(8)) == 8:
+    for _ in range(_MOST_CHUNKS):
+        if len(chunk := file.read(8)) < 8:
+            raise DataError(f"{path}: is a WAV file without sound (cut short before its data); fetch it again")
         name, size = chunk[:4], int.from_bytes(chunk[4:], "little")
         start = file.tell()
         if name == b"fmt ":
@@ -87,7 +90,7 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat:
                 raise DataError(f"{path}: {size} bytes of sound are no whole frames of {frame_bytes}; {_CONVERT}")
             return WavFormat(*encoding, offset=start, frames=size // frame_bytes)
         file.seek(start + size + size % 2)  # chunks begin at even places
-    raise DataError(f"{path}: is a WAV file without sound (cut short before its data); fetch it again")
+    raise DataError(f"{path}: is a broken WAV file (no sound in its first {_MOST_CHUNKS:,} chunks); {_CONVERT}")
 
 
 def _parse_format(path: Path, content: bytes) -> tuple[int, int, int, int]:

@@ -37,7 +37,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from io import BytesIO
+from itertools import zip_longest
 from pathlib import PurePosixPath
+from tarfile import RECORDSIZE
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +47,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
 from longstride.data_pipelines.settings import REBUILD
 from longstride.data_pipelines.stores import Store, StoredFile, reading_file
 
@@ -59,7 +62,14 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 IndexRow = tuple[int, int, int, int, int]  # as INDEX_DTYPE has it
+MOST_SAMPLES = 2**23  # of a shard: its index is held whole
+_MOST_MEMBER_BYTES = 2**28  # of a sample with its header, which is read at once; the largest picture has 200 MB
+_MOST_TAIL_BYTES = 2 * RECORDSIZE  # behind the last member of a shard that we wrote
+_MOST_PALETTE_BYTES = 2**18
+_LARGEST = 2**63  # no file has as many bytes
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _BUILT_NAME = re.compile(r"[a-z]+-\d{5,}\.tar")
+_PLACE = re.compile(rb'^  "tars": .*$', re.MULTILINE)  # the one line that a person may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +124,28 @@ class ShardRecord:
         """The key of sample ``number`` of a built shard of that name."""
         return f"{shard_name.removesuffix('.tar')}-{number:07d}"
 
+    @classmethod
+    def parse(cls, content: Any) -> "ShardRecord":
+        """A shard's line. Raises ValueError where a field is missing, of another type, or no shard can have it."""
+        if not isinstance(content, dict) or content.keys() != set(cls.__slots__):
+            raise ValueError(f"a shard must have {', '.join(cls.__slots__)}")
+        record = cls(**content)
+        if type(record.name) is not str:
+            raise ValueError(f"name={record.name!r:.99}: must be a text")
+        _check_counts(record.name, {name: content[name] for name in ("documents", "content_bytes", "file_bytes")}, 0)
+        _check_counts(record.name, {"samples": record.samples}, 1)
+        if record.samples > MOST_SAMPLES:
+            raise ValueError(f"{record.name}: samples={record.samples}: {MOST_SAMPLES:,} are the most")
+        for digest in (record.sha256, record.index_sha256):
+            if type(digest) is not str or not _SHA256.fullmatch(digest):
+                raise ValueError(f"{record.name}: {digest!r:.99} is no SHA-256")
+        return record
+
     def load_index(self, store: Store) -> np.ndarray:
-        """The index: (samples,) INDEX_DTYPE. Raises DataError where it is missing or not what was built."""
+        """The index: (samples,) INDEX_DTYPE. Raises DataError where it is missing or not what was built.
+
+        What it says of places in the shard is another matter: see ``check_places``.
+        """
         file = self.index_file
         content, path = read_checked(store, file, "the index"), store.path_for_messages(file.name)
         index = np.frombuffer(content, dtype=INDEX_DTYPE, offset=len(content) - self.samples * INDEX_DTYPE.itemsize)
@@ -179,43 +209,66 @@ class DataManifest:
     def parse(cls, path: str, content: bytes) -> "DataManifest":
         """The manifest in a file's content; ``path`` is for messages. Raises DataError as ``load`` does."""
         try:
-            whole = json.loads(content)
-        except (RecursionError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read as JSON ({error}); {REBUILD}") from error
+            whole = parse_json(content)
+        except JSONError as error:
+            place = "" if error.line is None else f", line {error.line} column {error.column}"
+            raise DataError(f"{path}: cannot be read as JSON ({error}{place}); {REBUILD}") from error
         if not isinstance(whole, dict) or whole.get("format") != cls.FORMAT:
             raise DataError(f'{path}: not a manifest of this kind (it must say "format": "{cls.FORMAT}"); {REBUILD}')
         version = whole.get("format_version")
-        if version not in (cls.FORMAT_VERSION, cls.INDEXED_VERSION, cls.PALETTE_VERSION, cls.WIDE_VERSION):
+        known = (cls.FORMAT_VERSION, cls.INDEXED_VERSION, cls.PALETTE_VERSION, cls.WIDE_VERSION)
+        if type(version) is not int or version not in known:
             raise DataError(
-                f"{path}: format_version={version!r}, and this version reads {cls.FORMAT_VERSION} to "
+                f"{path}: format_version={version!r:.99}, and this version reads {cls.FORMAT_VERSION} to "
                 f"{cls.WIDE_VERSION}; update Longstride or rebuild"
             )
         try:
-            splits = {
-                name: SplitRecord(split["documents"], tuple(ShardRecord(**shard) for shard in split["shards"]))
-                for name, split in whole["splits"].items()
-            }
             tars = whole["tars"] if version == cls.INDEXED_VERSION else None
             if version == cls.WIDE_VERSION:
                 tars = whole.get("tars")
-            palette = StoredFile(**whole["palette"]) if version == cls.PALETTE_VERSION else None
-            manifest = cls(whole["modality"], whole["properties"], splits, whole["made"], tars, palette)
-            fingerprint = manifest.fingerprint
-            if manifest.pieces is not None and manifest.pieces.name != cls.PIECES_NAME:
-                raise ValueError(f"pieces: {manifest.pieces.name!r}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            palette = None
+            if version == cls.PALETTE_VERSION:
+                palette = _parse_file(whole["palette"], Palette.FILE_NAME, _MOST_PALETTE_BYTES)
+            modality, properties, made = whole["modality"], whole["properties"], whole["made"]
+            if not all(isinstance(each, dict) for each in (whole["splits"], properties, made)):
+                raise ValueError("splits, properties and made must be objects")
+            if type(modality) is not str:
+                raise ValueError(f"modality={modality!r:.99}: must be a text")
+            _check_counts("properties", properties, 0)
+            splits = {name: _parse_split(name, split) for name, split in whole["splits"].items()}
+            manifest = cls(modality, properties, splits, made, tars, palette)
+            if made.get("pieces") is not None:
+                _parse_file(made["pieces"], cls.PIECES_NAME, _LARGEST)
+            if not all(isinstance(made.get(name, {}), dict) for name in ("settings", "left_out")):
+                raise ValueError("made.settings and made.left_out must be objects")
+            _check_counts("made.left_out", made.get("left_out", {}), 0)
+            if modality in MODALITIES:
+                MODALITIES[modality].check_properties(properties)
+        except (KeyError, ValueError) as error:
             raise DataError(f"{path}: incomplete or misspelt ({error}); {REBUILD}") from error
-        if fingerprint != whole.get("fingerprint"):
+        if manifest.fingerprint != whole.get("fingerprint"):
             raise DataError(f"{path}: edited since it was built (its content does not give its fingerprint); {REBUILD}")
         if tars is not None and (not isinstance(tars, str) or not tars):
-            raise DataError(f"{path}: tars={tars!r}: must say where the tars lie: a path or a URL, such as ../shards")
-        modality_named(manifest.modality)
-        if palette is not None and palette.name != Palette.FILE_NAME:
-            raise DataError(f"{path}: {palette.name!r} is no palette's name; {REBUILD}")
+            raise DataError(
+                f"{path}: tars={tars!r:.99}: must say where the tars lie: a path or a URL, such as ../shards"
+            )
+        modality_named(modality)
         for shard in manifest.shards():
             if not (_BUILT_NAME.fullmatch(shard.name) if tars is None else is_tar_name(shard.name)):
                 raise DataError(f"{path}: {shard.name!r} is no shard name; {REBUILD}")
+        manifest._check_bytes(path, content)
         return manifest
+
+    def _check_bytes(self, path: str, content: bytes) -> None:
+        """Raises DataError for a text of the same values that is not, to the byte, the one that was written."""
+        written = self.to_json().encode()
+        if content != written and (self.tars is None or _PLACE.sub(b"", content) != _PLACE.sub(b"", written)):
+            pairs = enumerate(zip_longest(content.splitlines(True), written.splitlines(True)), 1)
+            line = next(number for number, (here, there) in pairs if here != there)
+            raise DataError(
+                f"{path}: edited since it was built (line {line} has the same values and other bytes, such as line "
+                f"ends); {REBUILD}"
+            )
 
     @property
     def pieces(self) -> StoredFile | None:
@@ -272,6 +325,32 @@ class DataManifest:
         }
 
 
+def _check_counts(where: str, counts: Mapping[str, Any], least: int) -> None:
+    """Raises ValueError for what are no whole numbers from ``least`` to what a file can have."""
+    for name, count in counts.items():
+        if type(count) is not int or not least <= count < _LARGEST:
+            raise ValueError(f"{where}: {name}={count!r:.99}: must be a whole number from {least} on")
+
+
+def _parse_split(name: str, content: Any) -> SplitRecord:
+    """A split of the manifest. Raises ValueError for anything else."""
+    if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or not content["shards"]:
+        raise ValueError(f"{name}: must have documents and shards")
+    split = SplitRecord(content.get("documents", -1), tuple(map(ShardRecord.parse, content["shards"])))
+    _check_counts(name, {"documents": split.documents}, 0)
+    return split
+
+
+def _parse_file(content: Any, name: str, most_bytes: int) -> StoredFile:
+    """A file beside the shards, of that name. Raises ValueError for anything else."""
+    if not isinstance(content, dict) or content.keys() != set(StoredFile.__slots__) or content["name"] != name:
+        raise ValueError(f"{name}: must have its name, size and sha256")
+    _check_counts(name, {"size": content["size"]}, 0)
+    if content["size"] > most_bytes or not _SHA256.fullmatch(str(content["sha256"])):
+        raise ValueError(f"{name}: of {content['size']} bytes by {content['sha256']!r:.99}")
+    return StoredFile(**content)
+
+
 def is_tar_name(name: str) -> bool:
     """Whether this is the path of a tar below a folder, which it does not leave."""
     parts = name.split("/")
@@ -282,6 +361,32 @@ def member_ends(index: np.ndarray, stored_bytes: int) -> np.ndarray:
     """(samples,) INDEX_DTYPE -> (samples,) int64: the offset behind each member's padding."""
     payload_ends = index["content"].astype(np.int64) + stored_bytes * index["length"].astype(np.int64)
     return -(-payload_ends // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def check_places(path: str, record: ShardRecord, index: np.ndarray, manifest: DataManifest) -> None:
+    """Whether samples may lie where an index says: in order, apart, within the shard, and of a size that can be read.
+
+    ``index``: (samples,) INDEX_DTYPE; ``path``, of the shard, is for messages. In a shard that we wrote one member
+    follows the other. Raises DataError.
+    """
+    start, place = index["member"], index["content"]
+    modality = modality_named(manifest.modality)
+    rule = "do not lie one behind the other"
+    # As they are unsigned: what is larger than a file is negative or far away.
+    ends = member_ends(index, manifest.stored_bytes)
+    begins = start.astype(np.int64)
+    sound = (start <= place) & (place < _LARGEST) & (ends > begins) & (ends - begins <= _MOST_MEMBER_BYTES)
+    is_good = bool(sound.all()) and bool((begins[1:] >= ends[:-1]).all()) and int(ends[-1]) <= record.file_bytes
+    if is_good and manifest.tars is None:
+        header = BLOCK_BYTES + len(modality.header(0, manifest.properties))
+        is_good = begins[0] == 0 and bool((begins[1:] == ends[:-1]).all()) and bool((place - start == header).all())
+        if is_good and record.file_bytes - int(ends[-1]) > _MOST_TAIL_BYTES:
+            is_good, rule = False, f"end {record.file_bytes - int(ends[-1]):,} bytes before the shard does"
+    fixed = modality.document_bytes(manifest.properties)
+    if is_good and fixed is not None and bool((index["length"] != fixed).any()):
+        is_good, rule = False, f"are not of {fixed} bytes each"
+    if not is_good:
+        raise DataError(f"{path}: the samples {rule}, as its index has them; {REBUILD}")
 
 
 def index_to_bytes(index: np.ndarray) -> bytes:
@@ -312,7 +417,7 @@ def read_checked(store: Store, file: StoredFile, what: str) -> bytes:
     path = store.path_for_messages(file.name)
     for last in (False, True):
         with reading_file(path):
-            content = store.local(file).read_bytes()
+            content = read_plain(store.local(file), file.size)
         if _sha256(content) == file.sha256:
             return content
         if last or not store.discard(file):

@@ -8,7 +8,6 @@ no byte of a member is believed, be it header, payload or padding, until its CRC
 import hashlib
 import os
 import posixpath
-import tarfile
 import time
 import zlib
 from collections import OrderedDict
@@ -25,12 +24,22 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.data_pipelines.settings import REPAIR, RemoteSettings
-from longstride.data_pipelines.shards.manifest import BLOCK_BYTES, DataManifest, ShardRecord, load_palette, member_ends
+from longstride.data_pipelines.shards.manifest import (
+    BLOCK_BYTES,
+    DataManifest,
+    ShardRecord,
+    check_places,
+    load_palette,
+    member_ends,
+)
+from longstride.data_pipelines.shards.tar_stream import TarStream, shown
 from longstride.data_pipelines.stores import open_store
 
 SCATTERED_BYTES = 2**14  # content of a sample, on the average, from which on it is worth a place of its own
 _MOST_SCATTERED = 500  # samples: systems limit the parts of a read to 1,024
+_HEADERS_BYTES = 2**14  # of a tar, read at once to find a member's name
 _LOST_SECONDS = 600.0
 _KEPT_BYTES = 64 * 2**20  # of indexes held, and one for each lane at least
 
@@ -171,6 +180,7 @@ class Split:
     def _opened(self, record: ShardRecord) -> OpenShard:
         tars = self._folder.tars
         index = record.load_index(self._folder.store)
+        check_places(tars.path_for_messages(record.name), record, index, self.manifest)
         opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
         if self.manifest.tars is not None:  # what lies behind the last sample is none of ours
             return opened
@@ -184,9 +194,9 @@ class Split:
     def _ends_in_zeros(self, shard: OpenShard) -> bool:
         """Whether nothing else stands behind the last member; all before it is under the samples' CRC-32."""
         try:
-            with shard.path.open("rb") as file:
+            with open_plain(shard.path) as file:
                 file.seek(int(shard.ends[-1]))
-                return not any(file.read())
+                return not any(file.read(shard.record.file_bytes - int(shard.ends[-1])))
         except OSError as error:
             path = self._folder.tars.path_for_messages(shard.record.name)
             raise DataError(f"{path}: cannot be read ({error.strerror}); {REPAIR}") from error
@@ -257,12 +267,12 @@ class Split:
         begins = sample
         while begins and not names and not shard.index["ends"][begins - 1]:
             begins -= 1
-        with suppress(OSError, tarfile.TarError), shard.path.open("rb") as file:  # its headers may be damaged
+        with suppress(OSError, DataError), open_plain(shard.path) as file:  # its headers may be damaged
             file.seek(int(shard.index["member"][begins]))
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                member = archive.next()
-                if member is not None and (not names or member.name in names):
-                    return member.name
+            blocks = (block for block in iter(lambda: file.read(_HEADERS_BYTES), b""))
+            member = next(TarStream(str(shard.path), blocks).members(), None)
+            if member is not None and (not names or member.name in names):
+                return shown(member.name)
         return names[0] if names else f"number {sample}"
 
 
@@ -367,10 +377,9 @@ class SampleReader:
             self._buffers[0] = np.empty(size, dtype=np.uint8)
         target = self._buffers[0][:size]
         try:
-            with self._split.open(number).path.open("rb", buffering=0) as file:
-                file.seek(start)
+            with open_plain(self._split.open(number).path) as file:
                 filled = 0
-                while filled < size and (more := file.readinto(target[filled:].data)):
+                while filled < size and (more := os.preadv(file.fileno(), [target[filled:].data], start + filled)):
                     filled += more  # some file systems give less than they were asked for
                 return target[:filled]
         except OSError as error:
@@ -412,7 +421,7 @@ def _read_scattered(path: Path, index: np.ndarray, ends: np.ndarray, out: np.nda
     contents = [out.data[start:stop] for start, stop in pairwise(_cumulated(index["length"]).tolist())]
     parts = [part for pair in zip(frames, contents, strict=False) for part in pair] + frames[-1:]
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
             if os.preadv(file.fileno(), parts, rows[0][0]) != sum(map(len, parts)):
                 return False
     except OSError:

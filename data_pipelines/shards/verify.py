@@ -11,19 +11,22 @@ from pathlib import Path
 import numpy as np
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.plain_files import open_plain
 from longstride.data_pipelines.settings import REBUILD, RemoteSettings
 from longstride.data_pipelines.shards.manifest import (
+    BLOCK_BYTES,
     DataManifest,
     ShardRecord,
+    check_places,
     load_palette,
     member_ends,
-    read_checked,
 )
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
-from longstride.data_pipelines.stores import open_store, reading_file
+from longstride.data_pipelines.stores import StoredFile, open_store, reading_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _CHECKED_AT_START = 1000  # shards
+_READ_BYTES = 2**20
 
 
 def check_split(location: str | Path | DataFolder, split: str) -> None:
@@ -71,10 +74,7 @@ def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
         except DataError as error:
             findings.append(str(error))
     if folder.manifest.pieces is not None:
-        try:
-            read_checked(folder.store, folder.manifest.pieces, "the list of pieces")
-        except DataError as error:
-            findings.append(str(error))
+        findings += _verify_pieces(folder, folder.manifest.pieces)
     for name in folder.manifest.splits:
         split = folder.split(name)
         for number, shard in enumerate(split.shards):
@@ -91,18 +91,34 @@ def _verify_folder(folder: DataFolder, progress: Progress | None) -> list[str]:
     return findings
 
 
+def _verify_pieces(folder: DataFolder, file: StoredFile) -> list[str]:
+    name = folder.store.path_for_messages(file.name)
+    try:
+        path = folder.store.local(file)
+        with reading_file(name):
+            is_whole = _sha256_of(path) == file.sha256
+    except DataError as error:
+        return [str(error)]
+    return [] if is_whole else [f"{name}: the list of pieces is damaged (its SHA-256 is not the manifest's); {REBUILD}"]
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_plain(path) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
     shard, name = split.shards[number], split.path(number)
     findings = []
     try:
         path = folder.tars.local(shard.file)
         index = shard.load_index(folder.store)
-        digest = hashlib.sha256()
+        check_places(name, shard, index, folder.manifest)
         with reading_file(name):
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-            if digest.hexdigest() != shard.sha256:
+            if _sha256_of(path) != shard.sha256:
                 findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
             if folder.manifest.tars is None:
                 findings += _verify_members(name, path, split, shard, index)
@@ -116,31 +132,32 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
 
 
 def _verify_members(name: str, path: Path, split: Split, shard: ShardRecord, index: np.ndarray) -> list[str]:
-    """Of a shard that we wrote: a member a sample, and nothing else."""
+    """Of a shard that we wrote: a member a sample, one behind the other, and then zeros."""
     findings = []
     width = split.manifest.stored_bytes
-    with tarfile.open(path, "r:") as archive, path.open("rb") as file:
-        members = {member.name: member for member in archive}
+    with open_plain(path) as file:
         for number, (row, end) in enumerate(zip(index.tolist(), member_ends(index, width).tolist(), strict=True)):
             start, content, length, crc32, _ = row
             names = split.member_names(shard, number)
-            key = next((name for name in names if name in members), names[0])
-            member = members.pop(key, None)
-            file.seek(start)
-            if member is None or not member.isreg():
+            whole = file.read(end - start)
+            member = tarfile.TarInfo.frombuf(whole[:BLOCK_BYTES], "utf-8", "surrogateescape")
+            key = member.name if member.name in names else names[0]
+            if member.name not in names or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
                 findings.append(f"{name}: sample {key} is missing; {REBUILD}")
-            elif (member.offset, member.offset_data + member.size) != (start, content + width * length):
+            elif start + BLOCK_BYTES + member.size != content + width * length:
                 findings.append(f"{name}: sample {key} is not where the index says; {REBUILD}")
-            elif zlib.crc32(file.read(end - start)) != crc32:
+            elif zlib.crc32(whole) != crc32:
                 findings.append(f"{name}: sample {key} is damaged (CRC-32); {REBUILD}")
-    return findings + [f"{name}: member {stranger} is not in the index; {REBUILD}" for stranger in members]
+        if any(file.read()):
+            findings.append(f"{name}: goes on behind its last sample; {REBUILD}")
+    return findings
 
 
 def _verify_rows(name: str, path: Path, split: Split, number: int, index: np.ndarray) -> list[str]:
     """Of a tar that others wrote: what the index names. The rest is under the SHA-256 alone."""
     findings = []
     ends = member_ends(index, split.manifest.stored_bytes)
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for sample, (start, end, crc32) in enumerate(
             zip(index["member"].tolist(), ends.tolist(), index["crc32"].tolist(), strict=True)
         ):

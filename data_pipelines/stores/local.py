@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, open_plain, plain_status, read_plain
 from longstride.data_pipelines.settings import REBUILD
 
 _BLOCK_BYTES = 2**20  # of a file that is read once and not kept
@@ -93,7 +94,7 @@ class LocalStore(Store):
             raise DataError(f"{self._folder}: no such folder; build one with `longstride data build`")
         with reading_file(self._folder / name):
             try:
-                return (self._folder / name).read_bytes()
+                return read_plain(self._folder / name, MOST_JSON_BYTES)
             except FileNotFoundError:
                 what = "lacks" if any(self._folder.iterdir()) else "the folder is empty: it lacks"
                 raise DataError(
@@ -118,17 +119,18 @@ class LocalStore(Store):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(files):
                 path = Path(folder, name)
-                if name.endswith(endings) and not name.startswith(".") and path.is_file():
-                    sizes[path.relative_to(self._folder).as_posix()] = path.stat().st_size
+                if name.endswith(endings) and not name.startswith("."):
+                    with reading_file(path):
+                        sizes[path.relative_to(self._folder).as_posix()] = plain_status(path).st_size
         return sizes
 
     def size(self, name: str) -> int:
         with reading_file(self._folder / name):
-            return (self._folder / name).stat().st_size
+            return plain_status(self._folder / name).st_size
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
         path = self._folder / name
-        with reading_file(path), path.open("rb") as file:
+        with reading_file(path), open_plain(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
@@ -136,7 +138,7 @@ class LocalStore(Store):
         path = self._folder / file.name
         with reading_file(path):
             try:
-                size = path.stat().st_size
+                size = plain_status(path).st_size
             except (FileNotFoundError, NotADirectoryError):
                 raise DataError(f"{path}: missing, yet the manifest lists it; {REBUILD}") from None
         if size != file.size:

@@ -124,14 +124,14 @@ def test_verify_names_every_damage(copy):
 
 @pytest.mark.parametrize("name", ["train-00001.tar", "train-00001.index.npy", "manifest.json"])
 def test_verify_tells_a_lacking_permission_from_damage(copy, monkeypatch, name):
-    opened = Path.open
+    opened = os.open
 
     def refuse(path, *arguments, **options):
-        if path.name == name:
+        if Path(path).name == name:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     line = f"{copy / name}: cannot be read (Permission denied); allow reading"
     if name == "manifest.json":
         with pytest.raises(DataError) as caught:
