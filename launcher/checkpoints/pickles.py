@@ -62,8 +62,10 @@ def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterato
         yield
     except (ConfigError, AgreedError, torch.OutOfMemoryError):
         raise
-    except (*_UNFORESEEN, EOFError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not alone:
+    except (*_UNFORESEEN, OSError, EOFError, MemoryError) as error:
+        if (isinstance(error, RuntimeError) and not alone) or (
+            isinstance(error, OSError) and error.filename is not None
+        ):
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(f"{where}: holds what no run writes: {what}") from None

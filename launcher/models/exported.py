@@ -26,6 +26,7 @@ from longstride.launcher.output import file_names
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
+_MOST_NAME = 255  # characters of a file's
 _HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 1 << 10  # the most of a safetensors header: in all, and a tensor more
 
 
@@ -79,7 +80,7 @@ class Exported:
     def _read_config(self) -> tuple[ModelConfig, Shapes]:
         version, path = self.content.get("format", self.FORMAT), self.folder / file_names.CONFIG
         if type(version) is not int or not 1 <= version <= self.FORMAT:
-            raise ConfigError(f"{path}: format={version}: this Longstride reads 1 to {self.FORMAT}")
+            raise ConfigError.at(f"{path}: format", version, f"this Longstride reads 1 to {self.FORMAT}")
         if "model" not in self.content:
             raise ConfigError(f"{path}: has no model; {_ADVICE}")
         try:
@@ -102,7 +103,7 @@ class Exported:
         for name, file in file_of.items():
             # A name alone: a path could lead out of the folder.
             plain = isinstance(file, str) and Path(file).name == file and file.strip(".")
-            if not plain or "\\" in file or "\0" in file:
+            if not plain or len(file) > _MOST_NAME or "\\" in file or "\0" in file:
                 raise ConfigError.at(f"{index}: weight_map.{name[:160]}", file, "must be the name of a file beside it")
             names_in.setdefault(file, set()).add(name)
         for file, indexed in sorted(names_in.items()):

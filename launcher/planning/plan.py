@@ -76,14 +76,17 @@ def make_plan(config: RunConfig, processes: list[int], contexts: int | None = No
     """Everything that is planned, as JSON values; bytes and operations are whole numbers.
 
     Raises:
-        ConfigError: the warm-up is longer than the run.
+        ConfigError: the warm-up is longer than the run, or a context too long to be rehearsed.
         DataError: the data is here, and does not fit the run.
     """
     from longstride.launcher.planning import costs, rehearsal
     from longstride.sparse_model import Ngrams
 
-    length = run_length(config, contexts)
     model, train = config.model, config.train
+    if model.context > rehearsal.MOST_POSITIONS:
+        rule = f"takes hours to rehearse; a plan is made of at most {rehearsal.MOST_POSITIONS} positions"
+        raise ConfigError.at("model.context", model.context, rule)
+    length = run_length(config, contexts)
     parts = costs.parameter_parts(model)
     total = sum(parts.values())
     others = total - parts.get(Ngrams.part, 0)
@@ -159,7 +162,7 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
     """Steps and epochs of a run, one from the other where the size of its train split is known.
 
     Raises:
-        ConfigError: the warm-up is longer than the run.
+        ConfigError: the warm-up is longer than the run, or a context too long to be rehearsed.
         DataError: the data is here, and does not fit the run.
     """
     train = config.train

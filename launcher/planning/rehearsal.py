@@ -35,6 +35,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.sparse_model import BlockConfig, Division, SparseTransformer
 
+MOST_POSITIONS = 1 << 24  # of a context: a rehearsal goes through it piece by piece, and a million take ten seconds
 REHEARSED_BLOCKS = 2  # of each kind: the first also makes what blocks share, such as the table of rotary positions
 ON_THEIR_WAY = 2  # inputs of the newest blocks: DeepSpeed frees them once the host has them
 

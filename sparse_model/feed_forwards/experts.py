@@ -36,7 +36,7 @@ class ExpertsConfig(FeedForwardConfig):
     activation: Literal["sigmoid_gelu", "squared_relu"] = "sigmoid_gelu"
     balance: Annotated[float, Field(ge=0)] = 0.01  # weight of the auxiliary loss, which is 1 where all are used alike
     # In training, an expert takes at most this times its even share of a context's choices. null: all that choose it.
-    capacity: Annotated[float, Field(gt=0)] | None = None
+    capacity: Annotated[float, Field(gt=0, le=MOST_EXPERTS)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -117,6 +117,9 @@ def _patterns_of_groups(entry: dict[str, Any], network: NetworkConfig) -> tuple[
         raise ConfigError(
             Problem("heads", 'must be a list of patterns with counts; such as [{"count": 4, "type": "dense"}]')
         )
+    if len(groups) > network.heads:
+        rule = f"has {len(groups):,} groups, for heads={network.heads}; at most one for each head"
+        raise ConfigError(Problem("heads", rule))
     patterns: list[Pattern] = []
     errors = []
     for number, group in enumerate(groups):

@@ -32,12 +32,13 @@ from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import Part, Selection
 from longstride.sparse_model.mixers.attention import ALL_HEADS, Attention, OfQueriesAndKeys, check_key_value_heads
 from longstride.sparse_model.mixers.cache import KeptRows
-from longstride.sparse_model.network import MOST_POSITIONS, POSITIVE, NetworkConfig
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import Mixed, Work
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
 
+MOST_RAMP = 1 << 14  # positions
 LEAST_BLOCK = 16  # rows of a block, where the ramp is shorter: products of fewer rows take no less time
 SCORES_IN_WORK = 1 << 22  # of the ramp, at once: in fp32 16 MiB
 
@@ -46,7 +47,7 @@ class AdaptiveSpanConfig(OfQueriesAndKeys, StrictModel):
     """Adaptive spans as the configuration asks for them."""
 
     type: Literal["adaptive_span"]
-    ramp: Annotated[int, Field(ge=2, le=MOST_POSITIONS)] = 32  # the paper's R; of 1, a whole span would have no slope
+    ramp: Annotated[int, Field(ge=2, le=MOST_RAMP)] = 32  # the paper's R; of 1, a whole span would have no slope
     penalty: Annotated[float, Field(ge=0)]  # the paper's λ: nats that a position of the mean span costs
     initial: Annotated[float, Field(ge=0)] = 0.0  # span of every head before training
     limit: Annotated[int, POSITIVE] | None = None  # the most that a span becomes; null: the context

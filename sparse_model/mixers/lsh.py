@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,6 +35,7 @@ from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
 SHORTEST = 1e-6  # length of a query that still has a direction; fp16 knows it
+MOST_ROUNDS = 128
 
 
 class LshConfig(OfQueriesAndKeys, StrictModel):
@@ -41,7 +43,7 @@ class LshConfig(OfQueriesAndKeys, StrictModel):
 
     type: Literal["lsh"]
     buckets: Annotated[int, POSITIVE]  # of a round: an even number, or one
-    rounds: Annotated[int, POSITIVE] = 1
+    rounds: Annotated[int, Field(gt=0, le=MOST_ROUNDS)] = 1
     chunk: Annotated[int, POSITIVE]  # members of a bucket: a query reads its own chunk and the one before
 
     def check(self, network: NetworkConfig, context: int) -> None:
