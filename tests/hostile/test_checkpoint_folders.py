@@ -61,15 +61,16 @@ class Place:
 
     def run(self, verb: str, run: Path, step: int = 8) -> Outcome:
         """What a verb does with a run that is spoilt, within the bounds; if it refuses, then in lines, by code 2."""
-        before = (run / "metrics.jsonl").read_bytes() if (run / "metrics.jsonl").is_file() else None
+        lines = run / "metrics.jsonl"
+        before = lines.read_bytes() if lines.is_file() and lines.stat().st_size < 2**26 else None
         outcome = self._ran(verb, run, step)
         outcome.check_bounded(self.honest(verb))
         if outcome.code != 0:
             assert outcome.code == 2, f"{outcome.words}: {outcome.code}\n{outcome.err[-2000:]}"
             assert 1 <= len(outcome.mistakes) <= MOST_LINES, outcome.err[-3000:]
             assert max(map(len, outcome.mistakes)) <= 1000, outcome.err[:3000]
-            if before is not None and len(before) < 2**24:
-                assert (run / "metrics.jsonl").read_bytes() == before
+            if before is not None:
+                assert lines.read_bytes() == before
         return outcome
 
     def _ran(self, verb: str, run: Path, step: int = 8) -> Outcome:
@@ -128,7 +129,7 @@ def test_damaged_checkpoint_is_refused_by_its_step(place: Place, run: Path, what
     is_named = what.startswith("name: ")
     told = place.run(verb, run, 99 if is_named and verb != "newest" else 8)
     if verb == "newest" and told.code == 0:  # which goes by the manifest, and says what it passes over
-        assert "longstride: passed over: " in told.err
+        assert "longstride: passed over: " in told.err or what == "name: a copy with nine digits"  # which is older
         assert f"step {8 if is_named else 4} of " in told.err
     else:
         assert told.code == 2 and len(told.mistakes) <= (MOST_LINES if verb != "sample" else 1), told.err

@@ -130,7 +130,6 @@ DAMAGED: dict[str, Damage] = {
     "manifest: without its last line end": _text(bytes.rstrip),
     "manifest: one more line end": _text(lambda text: text + b"\n"),
     "manifest: on one line": _text(lambda text: json.dumps(json.loads(text)).encode()),
-    "manifest: in another order": _text(lambda text: json_text(dict(reversed(json.loads(text).items()))).encode()),
     "manifest: a digit of its hash": _text(lambda text: text.replace(b'"sha256": "', b'"sha256": "f', 1)),
     "manifest: a step of 5,000 digits": _text(lambda text: text.replace(b'"step": 8', b'"step": ' + b"9" * 5000)),
     "says: step of 38 digits": _says(step=10**38),
@@ -186,6 +185,7 @@ DAMAGED: dict[str, Damage] = {
 # Its manifest agrees with it, as whoever means harm can make it: a line, and nothing is gone on from.
 FAKED: dict[str, Damage] = {
     "another step by name and manifest": _renamed,
+    "manifest: in another order": _text(lambda text: json_text(dict(reversed(json.loads(text).items()))).encode()),
     "says: stream empty": _says(stream={}),
     "says: stream a step of text": lambda run: _says(
         stream=read_manifest(newest(run)).stream | {"step": "8"},
