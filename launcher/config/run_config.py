@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
+from longstride.data_pipelines.settings import MOST_SECONDS, SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
@@ -43,8 +43,19 @@ class RemoteConfig(StrictModel):
     cache: str | None = Field(default=None, min_length=1, description="folder; null: longstride in the user's cache")
     cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
     attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
-    timeout_seconds: float = Field(default=_REMOTE.timeout_seconds, gt=0, description="of one that stalls")
+    timeout_seconds: float = Field(
+        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="of one that stalls"
+    )
     parallel: int = Field(default=_REMOTE.parallel, gt=0, le=1024, description="files fetched ahead at once")
+    most_bytes: int = Field(
+        default=_REMOTE.most_bytes, gt=0, description="of a manifest, or another file whose size is not known before"
+    )
+    least_bytes_per_second: float = Field(
+        default=_REMOTE.least_bytes_per_second, gt=0, le=MOST_SECONDS, description="of a fetch, its attempts together"
+    )
+    window_seconds: float = Field(
+        default=_REMOTE.window_seconds, gt=0, le=MOST_SECONDS, description="that a fetch may fall behind that rate"
+    )
 
 
 class PackingConfig(StrictModel):
