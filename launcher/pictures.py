@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ matplotlib.use("Agg")  # before pyplot: there may be no screen
 
 from matplotlib import pyplot as plt
 
+from longstride.data_pipelines.durable import write_new
 from longstride.kernels import ConfigError
 
 
@@ -26,14 +28,15 @@ def check_output(output: Path, option: str = "--output") -> None:
 
 
 def save_picture(figure: Any, output: Path, option: str = "--output") -> None:
-    """Write a figure into a new file, and free its memory.
+    """Write a figure into a new file, which appears whole, and free its memory.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    plt.close(figure)
     try:
-        with output.open("xb") as file:
-            figure.savefig(file, format="png", dpi=120)
+        write_new(output, picture.getvalue())
     except OSError as error:
         raise ConfigError(f"{option}={output}: cannot be written: {error.strerror}") from None
-    plt.close(figure)

@@ -14,7 +14,6 @@ A record is written when its shard and index are on the disk: a shard with a rec
 ``data``, or without records, nothing is worth keeping: the build ended, or finished no shard.
 """
 
-import errno
 import fcntl
 import json
 import logging
@@ -27,14 +26,13 @@ from pathlib import Path
 
 from longstride.data_pipelines.building.planning import BuildPlan, BuildSettings
 from longstride.data_pipelines.building.shard_writer import Piece, is_planned
-from longstride.data_pipelines.durable import durable_file, flush_folder
+from longstride.data_pipelines.durable import NO_LOCKS, durable_file, flush_folder, make_folders
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.palette import Palette
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
 _KEPT = "nothing is overwritten: name another output, or remove this one first"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _log = logging.getLogger(__name__)
 
@@ -326,7 +324,7 @@ def _lock(folder: Path, output: Path) -> int:
     path = folder / "lock"
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folders(folder)
         except OSError as error:
             raise _cannot_be_made(output, error.strerror or str(error)) from error
         with os_errors_as_data_errors(folder):
@@ -351,6 +349,6 @@ def _lock_descriptor(descriptor: int, path: Path) -> None:
     except BlockingIOError as error:
         raise DataError(f"{path.parent}: another build into the same output is under way; wait for its end") from error
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise DataError(f"{path}: cannot be locked ({error.strerror})") from error
         _log.warning("%s: the file system has no locks; start no second build into the same output", path)

@@ -8,14 +8,14 @@ that could be read without all before it: such tars are copied once, uncompresse
 import io
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from filecmp import cmp
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from longstride.data_pipelines.durable import durable_file
+from longstride.data_pipelines.durable import durable_file, flush_folder, make_folders, whole_folder, working_folder
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
@@ -30,6 +30,7 @@ PIECE_BYTES = 2**16  # of a long member: a row of the index each, which is check
 _HEAD_BYTES = 2**16  # of a member, which tell what file it is
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key and extension, as WebDataset divides a member's name
 _PASSED_OVER = re.compile(r"(.*/)?\.[^/]*$|(.*/)?__[^/]*__($|/)")  # hidden files, and WebDataset's own
+_ASIDE = ".index.partial"  # in a folder that is there: what is written for it
 _SOURCE_BYTES = 2**20  # of a tar, read at once
 _UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
 
@@ -72,15 +73,15 @@ def index_tars(
     if not unpack and (packed := [tar for tar in taken if tar.source != tar.name]):
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
     copied = {tar.name for tar in taken if unpack and not (is_beside and tar.source == tar.name)}
-    _check_output(output, [tar.name for tar in taken], copied)
+    aside = output / _ASIDE
+    was_killed = aside.is_dir()
+    _check_output(output, [tar.name for tar in taken], copied, was_killed)
     reader = _Reader(open_store(base, remote), kind, ending, complete, copied, properties or {})
     reader.left_out["tars_of_no_split"] = len(tars) - len(taken)
     is_new = not output.exists()
-    with os_errors_as_data_errors(output):
-        output.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".index-", dir=output))
-    try:
-        records = reader.read_splits(dealt, aside, progress)
+    filled = whole_folder(output) if is_new else working_folder(aside)
+    with closing(reader.store), os_errors_as_data_errors(output), filled as folder:
+        records = reader.read_splits(dealt, folder, progress)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
             modality=modality,
@@ -89,20 +90,41 @@ def index_tars(
             made={"settings": {"extension": ending}, "left_out": reader.left_out},
             tars="." if unpack else place,
         )
-        with os_errors_as_data_errors(output):
-            for shard in manifest.shards():
-                (output / shard.index_name).parent.mkdir(parents=True, exist_ok=True)
-                for name in (shard.index_name, *({shard.name} & copied)):
-                    (aside / name).rename(output / name)
-        with durable_file(output / DataManifest.FILE_NAME, aside) as file:  # last: it makes a data folder of all
+        with durable_file(folder / DataManifest.FILE_NAME, folder) as file:
             file.write(manifest.to_json().encode())
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        reader.store.close()
-        if is_new:
-            with suppress(OSError):
-                output.rmdir()  # where nothing came of it
+        if not is_new:
+            _lay_down(folder, output, was_killed)
     return manifest
+
+
+def _lay_down(aside: Path, output: Path, was_killed: bool) -> None:
+    """Moves all files to where they belong, the manifest last: it makes a data folder of all.
+
+    A file that an index that ``was_killed`` has laid there already is as it should be. Where one cannot be moved, none
+    of them stays. Raises DataError for one that is there otherwise, and OSError.
+    """
+    names = [path.relative_to(aside) for path in sorted(aside.rglob("*")) if path.is_file()]
+    names.sort(key=lambda name: name == Path(DataManifest.FILE_NAME))
+    moved: list[Path] = []
+    try:
+        for name in names:
+            target = output / name
+            if os.path.lexists(target):
+                if not (was_killed and target.is_file() and cmp(aside / name, target, shallow=False)):
+                    raise _taken(target)
+                continue
+            make_folders(target.parent)
+            if name == names[-1]:
+                for folder in {target.parent for target in moved}:
+                    flush_folder(folder)
+            (aside / name).rename(target)
+            moved.append(target)
+        flush_folder(output)
+    except BaseException:
+        for target in reversed(moved):
+            with suppress(OSError):
+                target.unlink()
+        raise
 
 
 class _Reader:
@@ -291,13 +313,20 @@ class _BlocksFile(io.RawIOBase):
         return filled
 
 
-def _check_output(output: Path, names: Sequence[str], copied: Collection[str]) -> None:
-    """Whether manifest, indexes of the tars of these names, and copies of some have place."""
+def _check_output(output: Path, names: Sequence[str], copied: Collection[str], was_killed: bool) -> None:
+    """Whether manifest, indexes of the tars of these names, and copies of some have place.
+
+    What an index that ``was_killed`` may have laid there is compared when it is made again.
+    """
     if "://" in str(output) or not str(output):
         raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")
     if os.path.lexists(output) and not output.is_dir():
         raise DataError(f"{output}: there already, and no folder; name another output")
     indexes = (name.removesuffix(".tar") + ".index.npy" for name in names)
-    for name in (DataManifest.FILE_NAME, *indexes, *sorted(copied)):
+    for name in (DataManifest.FILE_NAME, *(() if was_killed else (*indexes, *sorted(copied)))):
         if os.path.lexists(output / name):
-            raise DataError(f"{output / name}: there already; nothing is overwritten: name another output")
+            raise _taken(output / name)
+
+
+def _taken(path: Path) -> DataError:
+    return DataError(f"{path}: there already; nothing is overwritten: name another output")

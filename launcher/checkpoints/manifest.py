@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from longstride.data_pipelines.durable import naming
 from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.probe import ProbeRecord
@@ -137,7 +138,7 @@ def record_files(folder: Path, known: Container[str] = ()) -> dict[str, FileReco
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         name = path.relative_to(folder).as_posix()
         if name not in known:
-            with path.open("rb") as file:
+            with naming(path), path.open("rb") as file:
                 os.fsync(file.fileno())
                 records[name] = _record(file)
     return records
@@ -208,7 +209,7 @@ def write_text(path: Path, text: str) -> None:
     """Writes a text so that the path holds the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with partial.open("x", encoding="utf-8") as file:  # not into what a link there leads to
+    with naming(path), partial.open("x", encoding="utf-8") as file:  # not into what a link there leads to
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -11,6 +11,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+from longstride.data_pipelines.durable import make_folders, write_new
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
@@ -80,10 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.submit and shutil.which("sbatch") is None:
         raise ConfigError("--submit: sbatch is not on PATH; submit from a host of the cluster, or leave --submit out")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     try:
-        with script.open("x") as file:
-            file.write(text)
+        write_new(script, text.encode())
     except FileExistsError:
         raise ConfigError(
             f"{script}: is there already; submit it, or give another --job-name or --output-dir"

@@ -26,6 +26,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
@@ -272,9 +273,9 @@ def write_positions(output: Path, sums: ExactSums, edges: np.ndarray, line: dict
     count = "bytes" if name == "bits_per_byte" else "tokens"
     bins = {"first": edges[:-1].tolist(), "end": edges[1:].tolist(), count: sums.counts(), name: means}
     beside = output.with_suffix(".json")
+    content = json.dumps({"run": str(run), **line, "positions": bins}) + "\n"
     try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"run": str(run), **line, "positions": bins}) + "\n")
+        write_new(beside, content.encode())
     except OSError as error:
         raise ConfigError(f"--positions={output}: {beside} cannot be written: {error.strerror}") from None
     save_picture(draw_positions(sums, edges, line, run), output, "--positions")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from longstride.data_pipelines.durable import whole_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import (
     Checkpoint,
@@ -33,7 +34,7 @@ from longstride.launcher.exports.for_hubs import hub_fields, hub_files, model_ca
 from longstride.launcher.exports.licenses import license_fields
 from longstride.launcher.exports.programs import FORMATS, export_program
 from longstride.launcher.exports.weight_files import parse_size, write_weights
-from longstride.launcher.exports.whole_folder import check_free, made_whole
+from longstride.launcher.exports.whole_folder import check_free
 from longstride.launcher.models import (
     AVERAGE,
     DTYPES,
@@ -153,7 +154,7 @@ def export(
     kind, shapes = state.kind_of(options.kind), state.model
     needed = DTYPES[options.dtype].itemsize * shapes.parameters
     check_space(output, needed, f"--output={output}", "the weights take")
-    with made_whole(output) as folder:
+    with whole_folder(output) as folder:
         _write(folder, run_folder, checkpoint, partial(state.tensor, kind=kind), shapes, options, licensed)
         checked = "probe: not checked, as --no-check asks"
         if options.check:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import logging
 import warnings
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
+from longstride.data_pipelines.durable import naming, whole_folder
 from longstride.kernels import ConfigError
-from longstride.launcher.exports.whole_folder import check_free, made_whole
+from longstride.launcher.exports.whole_folder import check_free
 from longstride.launcher.models import Exported, load_model
 from longstride.sparse_model import SparseTransformer
 
@@ -107,9 +109,10 @@ def export_program(model: Path, output: Path, format: str, check: bool = True) -
                 rule = f"needs the package {package}, which is not installed"
                 raise ConfigError(f'--format=onnx: {rule}; pip install "longstride[onnx]"')
     traced = traced_program(model, format)
-    with made_whole(output) as folder:
+    with whole_folder(output) as folder:
         path = folder / FORMATS[format]
-        _write_onnx(traced, path) if format == "onnx" else torch.export.save(traced, path)
+        with naming(path):
+            _write_onnx(traced, path) if format == "onnx" else _write_pt2(traced, path)
         checked = "not checked, as --no-check asks"
         if check and format == "onnx" and importlib.util.find_spec("onnxruntime") is None:
             checked = "not checked, as onnxruntime is not installed"
@@ -117,6 +120,13 @@ def export_program(model: Path, output: Path, format: str, check: bool = True) -
             checked = _checked(model, _opened(path, format))
         size = sum(each.stat().st_size for each in folder.iterdir())
     return f"{output / path.name}: {size:,} bytes; {checked}"
+
+
+def _write_pt2(traced: ExportedProgram, path: Path) -> None:
+    """By way of memory: torch's own writer ends the process where a disk is full."""
+    content = io.BytesIO()
+    torch.export.save(traced, content)
+    path.write_bytes(content.getbuffer())
 
 
 def _write_onnx(traced: ExportedProgram, path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+from longstride.data_pipelines import durable
 from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
 
@@ -52,22 +52,9 @@ def write_new(path: Path, content: bytes, option: str = "--output") -> None:
     Raises:
         ConfigError: a file of that name is there by now, or it cannot be written.
     """
-    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        with partial.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(partial, path)  # unlike a rename, it fails where a file is
-        except OSError:  # it is there, or the file system has no hard links
-            if path.exists() or path.is_symlink():
-                raise FileExistsError from None
-            partial.rename(path)
+        durable.write_new(path, content)
     except FileExistsError:
         raise ConfigError(f"{option}={path}: exists already; nothing is overwritten") from None
     except OSError as error:
         raise ConfigError(f"{option}={path}: cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longstride.data_pipelines.durable import naming
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # as a command line names them
 STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors names them
 ALIGNMENT = 64  # bytes: torch aligns its own memory so, and the rounding of matrix products may depend on it
@@ -72,7 +74,7 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         for piece in (len(text).to_bytes(8, "little"), text):
             digest.update(piece)
             file.write(piece)

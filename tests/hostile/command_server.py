@@ -1,6 +1,5 @@
 """Forks a process for each line of JSON on standard input, which does what `longstride WORDS` does; see commands.py.
 
-`rank WORDS` is one rank of a run: what `longstride train` would start.
 Its argument is the folder for what the processes print. The answer is a line: how each ended, and what it took.
 """
 
@@ -20,12 +19,12 @@ from typing import Any, NoReturn
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import longstride.launcher.cli as cli  # noqa: E402
-import longstride.launcher.train as train  # noqa: E402
 from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
 
 mute_accelerator_warning()  # standard output carries the answers
 
 import tests.harness.processes.preloaded  # noqa: E402, F401
+from tests.hostile.generators import faults  # noqa: E402
 
 for verb in cli.VERBS:
     if not verb.passes_words:  # lm_eval may not be here
@@ -47,10 +46,11 @@ def run(case: dict[str, Any], output: Path) -> NoReturn:
     os.chdir(case["folder"])
     for name, value in case["limits"]:
         resource.setrlimit(getattr(resource, name), (value, value))
+    if case["fault"]:
+        faults.arm(*case["fault"], output / "operations")
     code = 1
     try:
-        words = case["words"]
-        code = train.main(words[1:]) if words[0] == "rank" else cli.main(words)
+        code = cli.main(case["words"])
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:
@@ -64,6 +64,7 @@ def run(case: dict[str, Any], output: Path) -> NoReturn:
 def judged(case: dict[str, Any], output: Path) -> dict[str, Any]:
     """How a case ended; nothing of it is left."""
     begun = time.monotonic()
+    (output / "operations").unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
         run(case, output)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.harness.runs import ROOT, plain_environment
+from tests.hostile.generators import faults
 
 SECONDS = 30.0  # that a command may take over what is hostile
 MEMORY_BYTES = 2**30  # above the honest case
@@ -58,7 +59,7 @@ class Commands:
         self._log = (folder / "server.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/hostile/command_server.py"), str(folder)],
-            env=plain_environment(),
+            env=plain_environment() | {"LD_PRELOAD": str(faults.library(folder))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -83,11 +84,13 @@ class Commands:
         folder: Path | None = None,
         environment: Mapping[str, str | None] | None = None,
         limits: Sequence[tuple[str, int]] = (),
+        fault: tuple[Path, str, int] | None = None,
     ) -> Outcome:
         """Runs a command line and kills what is left of it after so many seconds.
 
         ``folder``: its working directory. ``environment``: added, None takes away. ``limits``: of the process, by the
-        names of the module `resource`, such as ("RLIMIT_NOFILE", 64).
+        names of the module `resource`, such as ("RLIMIT_NOFILE", 64). ``fault``: folder, kind and number, as
+        generators/faults.py has them; ``log`` tells the operations.
         """
         line = tuple(map(str, words))
         case = {
@@ -96,6 +99,7 @@ class Commands:
             "folder": str(folder or self._folder),
             "environment": dict(environment or {}),
             "limits": list(limits),
+            "fault": [str(each) if isinstance(each, Path) else each for each in fault] if fault else None,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(case), file=self._process.stdin, flush=True)
@@ -103,3 +107,7 @@ class Commands:
         assert answer, (self._folder / "server.log").read_text()
         out, err = ((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
         return Outcome(line, out=out, err=err, **json.loads(answer))
+
+    def log(self) -> list[faults.Operation]:
+        """What the last command did to files below the folder of its fault."""
+        return faults.read_log(self._folder / "operations")

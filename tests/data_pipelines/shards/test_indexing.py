@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import itertools
@@ -611,3 +612,36 @@ def test_members_that_have_no_bytes_of_their_own_are_refused(tmp_path, kind):
     rule = {"twice": "stands twice in this tar", "sparse": "is sparse"}.get(kind, "is a link or no plain file")
     name = "b.txt" if kind == "twice" else "a.txt"
     assert f"{path}: member {name} {rule}" in refusal([tmp_path / "tars"], tmp_path / "index")
+
+
+def test_index_that_cannot_be_laid_down_leaves_the_tars_alone(tars, tmp_path, monkeypatch):
+    folder, _ = tars
+    before, rename = tree(folder), Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if target == folder / "manifest.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        index_tars([str(folder)], folder, **ALL)
+    assert tree(folder) == before
+
+
+def test_index_that_was_killed_is_gone_on_from_and_nothing_else_is_replaced(tars, tmp_path):
+    """What it has laid down already stays, where it is what belongs there."""
+    folder, _ = tars
+    index_tars([str(folder)], tmp_path / "wanted", **ALL)
+    laid = folder / "train-000.index.npy"
+    laid.write_bytes((tmp_path / "wanted" / laid.name).read_bytes())
+    assert "train-000.index.npy: there already; nothing is overwritten" in refusal([folder], folder)
+    (folder / ".index.partial").mkdir()
+    index_tars([str(folder)], folder, **ALL)
+    assert verify(folder) == [] and not (folder / ".index.partial").exists()
+    (folder / "manifest.json").unlink()
+    laid.write_bytes(b"mine")
+    (folder / ".index.partial").mkdir()
+    with pytest.raises(DataError, match=r"train-000\.index\.npy: there already; nothing is overwritten"):
+        index_tars([str(folder)], folder, **ALL)
+    assert laid.read_bytes() == b"mine" and not (folder / "manifest.json").exists()

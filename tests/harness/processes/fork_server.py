@@ -5,12 +5,12 @@ null, `chunk_rows` of a model that works in chunks; `traced` {rank, work, last}:
 first `save`, in one in the `background`, or while it does `prepare` its folder are logged to `folder`/operations, and
 it is killed at the number `last` of them, or behind them all; `failing` {rank, steps, bytes, folder, stop}: in the
 saves of these steps the rank can write no file longer than that, and null has the folder removed; in step `stop` it
-gets SIGTERM. The answer is a line: the exit codes.
+gets SIGTERM; `fault` {rank, folder, kind, number}: of tests/hostile/generators/faults.py, from the start on, and null
+stands for all ranks; `spoil`, as worker.py has it. The answer is a line: the exit codes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -36,8 +36,9 @@ import longstride.launcher.train as entry  # noqa: E402
 import longstride.launcher.training as training  # noqa: E402
 import longstride.launcher.training.loop as loop  # noqa: E402
 import tests.harness.processes.preloaded  # noqa: E402, F401
-from tests.harness.processes.worker import work_in_chunks  # noqa: E402
+from tests.harness.processes.worker import spoil, work_in_chunks  # noqa: E402
 from tests.harness.runs import rank_environment  # noqa: E402
+from tests.hostile.generators import faults  # noqa: E402
 
 ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launcher would end them
 
@@ -45,14 +46,13 @@ ALONE_SECONDS = 10.0  # that ranks may go on after one has died, until a launche
 def trace(work: str, last: int, log: Path) -> None:
     """Has the first call of a piece of work traced, and this process killed in it or behind it."""
     owner, name = (training, "prepare_folder") if work == "prepare" else (saving.Saver, "save")
-    tracer, original, finish = ctypes.CDLL(None), getattr(owner, name), saving.Saver.finish
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    original, finish = getattr(owner, name), saving.Saver.finish
 
     def traced(*arguments: Any) -> None:
-        tracer.tracer_arm(ctypes.c_long(last), file, work == "background")
+        faults.arm("/", "kill before", last, log, every_thread=work == "background")
         original(*arguments)
         if work != "background":
-            tracer.tracer_disarm()
+            faults.disarm()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def finish_and_end(self: Any) -> None:
@@ -111,10 +111,16 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
     traced = case["traced"]
     if traced and traced["rank"] == rank:
         trace(traced["work"], traced["last"], folder / "operations")
+    if case["spoil"]:
+        what, *numbers = case["spoil"].split(",")
+        spoilt_rank, first, past, how_often = map(int, numbers)
+        spoil(what, spoilt_rank, range(first, past + 1), how_often)
     if failing := case["failing"]:
         fail_saves(failing["rank"], failing["steps"], failing["bytes"], Path(failing["folder"]))
         if failing["stop"]:
             signal_in_step(failing["stop"])
+    if (fault := case["fault"]) and fault["rank"] in (None, rank):
+        faults.arm(fault["folder"], fault["kind"], fault["number"], folder / "operations")
     try:
         code = entry.main(case["arguments"])
     except SystemExit as left:
@@ -127,6 +133,7 @@ def run_rank(case: dict[str, Any], rank: int) -> NoReturn:
 
 def run(case: dict[str, Any]) -> list[int]:
     """The exit codes of a case's ranks: minus the signal for what was killed."""
+    (Path(case["folder"]) / "operations").unlink(missing_ok=True)
     pids = []
     for rank in range(case["world_size"]):
         pid = os.fork()

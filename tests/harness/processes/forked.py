@@ -10,8 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.harness.runs import ROOT, free_port, plain_environment
-
-TRACER = ROOT / "tests/harness/processes/file_tracer.c"
+from tests.hostile.generators import faults
 
 
 class ForkServer:
@@ -19,12 +18,10 @@ class ForkServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        library = folder / "file_tracer.so"
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(TRACER), "-ldl"], check=True)
         self._log = (folder / "server.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/harness/processes/fork_server.py")],
-            env=plain_environment() | {"LD_PRELOAD": str(library)},
+            env=plain_environment() | {"LD_PRELOAD": str(faults.library(folder))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -49,10 +46,12 @@ class ForkServer:
         traced: dict[str, Any] | None = None,
         failing: dict[str, Any] | None = None,
         chunk_rows: int | None = None,
+        fault: dict[str, Any] | None = None,
+        spoil: str | None = None,
     ) -> list[int]:
         """The exit codes of a run's ranks."""
         case = {"arguments": arguments, "world_size": world_size, "port": free_port(), "folder": str(self._folder)}
-        case |= {"traced": traced, "failing": failing, "chunk_rows": chunk_rows}
+        case |= {"traced": traced, "failing": failing, "chunk_rows": chunk_rows, "fault": fault, "spoil": spoil}
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(case), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
@@ -65,4 +64,8 @@ class ForkServer:
 
     def operations(self) -> list[str]:
         """What the traced rank of the last run did to files, the one that killed it included."""
-        return (self._folder / "operations").read_text().splitlines()
+        return [str(each) for each in self.log()]
+
+    def log(self) -> list[faults.Operation]:
+        """The same with all that a record has."""
+        return faults.read_log(self._folder / "operations")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,15 @@ def replace(path: Path, kind: str) -> None:
     """Puts one of NO_FILES in the place of a file."""
     path.unlink(missing_ok=True)
     NO_FILES[kind](path)
+
+
+def write_words(folder: Path) -> None:
+    """Makes a folder of six texts of some 1,500 bytes."""
+    words = random.Random(0)
+    folder.mkdir()
+    for number in range(6):
+        text = " ".join(words.choice(["sparse", "dense", "stride", "byte", "long"]) for _ in range(300))
+        (folder / f"{number}.txt").write_text(text)
 
 
 def sparse(path: Path, size: int) -> None:

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,7 @@ from longstride.launcher.models import AVERAGE
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import SparseTransformer
-from tests.harness.runs import ROOT, files_under, metrics, plain_environment
+from tests.harness.runs import files_under, metrics
 from tests.launcher.training.test_training import EVERY_RUN, MUON, OTHER_RUNS, RUNS
 
 Trained = Callable[..., Path]
@@ -186,17 +184,3 @@ def test_checkpoint_without_a_shard_is_refused(trained: Trained, tmp_path: Path)
     del checkpoint.manifest.files[gone]
     with pytest.raises(AgreedError, match=r"step-00000004: optimiser's files of the ranks \[0\], not of 2"):
         ready_universal(checkpoint, ALONE)
-
-
-@pytest.mark.campaign
-def test_conversion_killed_anywhere_is_made_by_the_next_process(checkpoint: Checkpoint) -> None:
-    """SIGKILL before every call that reads a tensor or touches a file."""
-    command = [
-        sys.executable,
-        str(ROOT / "tests/harness/processes/killed_conversion.py"),
-        str(checkpoint.folder.parent.parent),
-    ]
-    ended = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    state = SavedState(checkpoint)
-    assert int(ended.stdout) >= (len(state.shapes) + 1) * len(state.kinds)

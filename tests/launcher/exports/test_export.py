@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from longstride.data_pipelines import durable
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import saved_state
@@ -23,7 +24,6 @@ from longstride.launcher.checkpoints.manifest import read_checkpoint_config, rea
 from longstride.launcher.checkpoints.saved_state import SavedState
 from longstride.launcher.engine.states import TABLES as TABLES_NAME
 from longstride.launcher.exports import export as export_module
-from longstride.launcher.exports import whole_folder
 from longstride.launcher.exports.export import Options, export
 from longstride.launcher.exports.weight_files import parse_size
 from longstride.launcher.models import AVERAGE
@@ -283,7 +283,7 @@ def test_export_that_fails_leaves_nothing(
         assert list((tmp_path / ".out.partial").iterdir())
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
 
-    monkeypatch.setattr(whole_folder if where == "flush_folder" else export_module, where, fail)
+    monkeypatch.setattr(durable if where == "flush_folder" else export_module, where, fail)
     with pytest.raises(OSError, match="No space"):
         export(run, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,198 @@
+"""Kills, disks that fail and power cuts under verbs that make files: what they make is whole or not there.
+
+The next try makes the same bytes as one that nothing disturbed, and nothing else is left; or it says in one line what
+to do.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from longstride.data_pipelines.building import build
+from tests.harness.data.tars import write_shards
+from tests.harness.processes.forked import ForkServer
+from tests.harness.runs import UNEQUAL, configuration
+from tests.harness.tiny_models import random_export
+from tests.hostile.commands import Commands
+from tests.hostile.generators.faults import FAULTS, Disk, spread
+from tests.hostile.generators.files import write_words
+
+
+class Verb(NamedTuple):
+    """A command line whose outputs lie below {place}; what it takes, and may not change, lies in {given}."""
+
+    line: str
+    outputs: tuple[str, ...]
+    beside: str | None = None  # of what is given: copied into the place before
+
+
+VERBS = {
+    "data build": Verb("data build {given}/sources --output {place}/made/data --shard-bytes 4000", ("made/data",)),
+    "data index": Verb("data index {place}/tars --output {place}/tars --split train=*", ("tars",), beside="tars"),
+    "data index elsewhere": Verb("data index {given}/tars --output {place}/made/data --split train=*", ("made/data",)),
+    "data index --unpack": Verb("data index {given}/packed --unpack --output {place}/data --split train=*", ("data",)),
+    "export": Verb("export {trained} --output {place}/made/model --shard-size 50KB", ("made/model",)),
+    "export --format": Verb("export {given}/model --format pt2 --no-check --output {place}/program", ("program",)),
+    "compress": Verb("compress {given}/short --model {given}/model --output {place}/made.lsz", ("made.lsz",)),
+    "decompress": Verb("decompress {given}/short.lsz --model {given}/model --output {place}/made", ("made",)),
+    "show": Verb("show pattern demo --output {place}/made.png", ("made.png",)),
+    "slurm": Verb(
+        "slurm --config demo --nodes 2 --processes-per-node 1 --time 1:00:00 --output-dir {place}/made --job-name job",
+        ("made/job.sbatch",),
+    ),
+    "evaluate": Verb("evaluate {trained} --positions {place}/made.png", ("made.png", "made.json")),
+}
+SAMPLE = ("data build", "data index", "compress")
+MEASURED = "made.json"  # of `evaluate`: beside the scores it has the seconds that they took
+MOST = 24  # operations of a verb that the campaign tries, spread over all
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Path:
+    """What verbs take."""
+    folder = tmp_path_factory.mktemp("given")
+    write_words(folder / "sources")
+    random_export(folder / "model")
+    (folder / "short").write_bytes(bytes(range(60)))
+    made = commands("compress", folder / "short", "--model", folder / "model", "--output", folder / "short.lsz")
+    assert made.code == 0, made.err
+    write_shards(folder / "tars", samples=(2, 3))
+    (folder / "packed").mkdir()
+    for tar in (folder / "tars").iterdir():
+        (folder / "packed" / f"{tar.name}.gz").write_bytes(gzip.compress(tar.read_bytes(), mtime=0))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, given: Path) -> Path:
+    """A run of four steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    build([given / "sources"], folder / "data", validation_fraction=0.2)
+    (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "run")))
+    with ForkServer(folder) as server:
+        assert server.run(["--config", str(folder / "run.json"), "train.steps=4"], 1) == [0], server.stderr()
+    return folder / "run"
+
+
+class Accidents:
+    """One verb, and what becomes of it and of the next try."""
+
+    def __init__(self, commands: Commands, verb: Verb, words: list[str], given: Path, place: Path) -> None:
+        self._commands, self._verb, self._words, self._given, self._place = commands, verb, words, given, place
+        self._prepare()
+        undisturbed = commands(*words, fault=(place, "kill before", 0))
+        assert undisturbed.code == 0, undisturbed.err
+        self.count = len(commands.log())  # of operations: a record has no more than those that changed something
+        self._wanted = contents(place)
+        self._prepare()
+        self._disk = Disk(place)
+        assert commands(*words, fault=(place, "record", 0)).code == 0
+        self.record = commands.log()
+        assert contents(place) == self._wanted
+
+    def fault(self, kind: str, number: int) -> None:
+        """The verb with a fault at an operation of it, and the next try."""
+        self._prepare()
+        ended = self._commands(*self._words, fault=(self._place, kind, number))
+        where = f"{kind} at {number} of {self.count}: {self._commands.log()[number - 1]}\n{ended.err}"
+        if "kill" in kind:
+            assert ended.code == -9, where
+        elif ended.code == 0:
+            assert all(self._is_whole(output) for output in self._verb.outputs), where
+        else:
+            ended.check_refused()
+        self._check_next_try(where)
+
+    def power_cut(self, number: int, seed: int | None) -> None:
+        """What a power cut after so many operations leaves, and the next try; None: nothing that was not flushed."""
+        disk = copy.deepcopy(self._disk)
+        for operation in self.record[:number]:
+            disk.operate(operation)
+        shutil.rmtree(self._place)
+        self._place.mkdir()
+        disk.write(None if seed is None else random.Random(seed))
+        where = f"power cut after {number} of {len(self.record)}, {seed}: {self.record[number - 1]}"
+        if number == len(self.record):  # it was said to be done
+            assert all(self._is_whole(output) for output in self._verb.outputs), where
+        self._check_next_try(where)
+
+    def _prepare(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._place.mkdir()
+        if self._verb.beside:
+            shutil.copytree(self._given / self._verb.beside, self._place / self._verb.beside)
+
+    def _is_whole(self, output: str) -> bool:
+        mine = {name: content for name, content in contents(self._place).items() if f"{name}/".startswith(f"{output}/")}
+        return mine == {name: content for name, content in self._wanted.items() if f"{name}/".startswith(f"{output}/")}
+
+    def _check_next_try(self, where: str) -> None:
+        there = contents(self._place)
+        for output in self._verb.outputs:
+            is_there = (self._place / output).exists() and output != self._verb.beside
+            assert not is_there or self._is_whole(output), f"{where}: neither whole nor absent: {sorted(there)}"
+        again = self._commands(*self._words)
+        if again.code != 0:  # one is whole: it is not overwritten, and the line says so
+            whole = [output for output in self._verb.outputs if (self._place / output).exists()]
+            refusal = again.check_refused()
+            assert whole and " already" in refusal, f"{where}\n{sorted(there)}\n{refusal}"
+            if len(whole) < len(self._verb.outputs):
+                (self._place / whole[0]).unlink()
+                assert self._commands(*self._words).code == 0, where
+        left = contents(self._place)
+        assert left == self._wanted, f"{where}: {sorted(left)} {sorted(self._wanted)}"
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Every file and every empty folder by its path below the folder, but for what a killed process leaves hidden."""
+    found: dict[str, object] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file():
+            found[name] = json.loads(path.read_bytes()) if name == MEASURED else path.read_bytes()
+        elif not any(path.iterdir()):
+            found[name] = None
+    if isinstance(measured := found.get(MEASURED), dict):
+        found[MEASURED] = {key: value for key, value in measured.items() if key not in UNEQUAL}
+    return {name: content for name, content in found.items() if ".partial" not in name}
+
+
+@pytest.fixture
+def accidents(commands: Commands, given: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest) -> Accidents:
+    """Of the verb of a name."""
+    verb, place = VERBS[name], tmp_path / "place"
+    run = request.getfixturevalue("trained") if "{trained}" in verb.line else None
+    words = verb.line.format(given=given, place=place, trained=run).split()
+    return Accidents(commands, verb, words, given, place)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_verbs_make_is_whole_or_absent(accidents: Accidents, name: str) -> None:
+    """Towards the end, where what is made gets its name."""
+    accidents.fault("kill before", accidents.count - 1)
+    accidents.fault("ENOSPC", accidents.count // 2)
+    accidents.power_cut(len(accidents.record), None)
+    accidents.power_cut(len(accidents.record) - 2, 1)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", VERBS)
+def test_what_verbs_make_is_whole_or_absent_after_all_accidents(accidents: Accidents, name: str) -> None:
+    done = 0
+    for number in spread(accidents.count, MOST):
+        for kind in FAULTS:
+            accidents.fault(kind, number)
+            done += 1
+    for number in spread(len(accidents.record), MOST):
+        for seed in (None, 2 * number, 2 * number + 1):
+            accidents.power_cut(number, seed)
+            done += 1
+    print(f"{name}: {done} accidents at {accidents.count} operations")

@@ -1,0 +1,239 @@
+"""Kills, disks that fail and power cuts in runs: none costs more than what came after the newest checkpoint.
+
+A run that saves, one that goes on, from its newest or an earlier checkpoint or in another layout, and one that a guard
+sends back. Checkpoints and lines are judged without Longstride's own code. The next `--resume auto` ends with the lines
+of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from longstride.data_pipelines.building import build
+from tests.harness.processes.forked import ForkServer
+from tests.harness.runs import UNEQUAL, configuration
+from tests.hostile.generators.faults import FAULTS, Disk, spread
+from tests.hostile.generators.files import write_words
+
+STEPS = 6
+PLAIN = (f"train.steps={STEPS}", "train.evaluate_every=3", "train.evaluate_contexts=1", "train.checkpoint_every=2")
+
+
+class Story(NamedTuple):
+    """A run in which something happens. ``start``: of what, a run of STEPS steps, if of one; see ``started``."""
+
+    changes: tuple[str, ...] = ()
+    resume: str = "auto"
+    start: str | None = None
+    ranks: int = 1
+    spoil: str | None = None
+    floor: int = 0  # the step that is kept whatever happens
+
+
+STORIES = {
+    "saving": Story(("train.keep_last=1", "deepspeed=zero2_fp32"), ranks=2),
+    "saving in the background": Story(
+        ("train.keep_last=1", "train.checkpoint_in_background=true", "deepspeed=zero1_fp32"), ranks=2
+    ),
+    "going on": Story(start="torn", floor=4),
+    "going on from an earlier step": Story(resume="2", start="whole", floor=2),
+    "going on in another layout": Story(("deepspeed=zero2_fp32",), start="torn", floor=4),
+    "rewinding": Story(("train.guards.non_finite=rewind", "deepspeed=zero2_fp32"), ranks=2, spoil="loss,1,5,5,1"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Forks the ranks."""
+    with ForkServer(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Path:
+    """Data, and a run of STEPS steps that has all its checkpoints: every second step's."""
+    folder = tmp_path_factory.mktemp("given")
+    write_words(folder / "sources")
+    build([folder / "sources"], folder / "data", validation_fraction=0.2)
+    (folder / "run.json").write_text(json.dumps(configuration(folder / "data", folder / "whole")))
+    assert server.run(["--config", str(folder / "run.json"), *PLAIN], 1) == [0], server.stderr()
+    return folder
+
+
+class Accidents:
+    """A story in a place of its own, what becomes of it, and how the run goes on."""
+
+    def __init__(self, server: ForkServer, given: Path, story: Story, place: Path) -> None:
+        self._server, self._given, self._story, self._place = server, given, story, place
+        self._run = place / "run"
+        self._words = ["--config", str(given / "run.json"), *PLAIN, *story.changes, f"train.output={self._run}"]
+        self._wanted_from_2: list[dict[str, Any]] = []
+        self.counts: list[int] = []  # of operations, by the rank; a record has those that changed something
+        for rank in range(story.ranks):
+            self._prepare()
+            self._act({"rank": rank, "folder": str(place), "kind": "kill before", "number": 0}, 0)
+            self.counts.append(len(server.log()))
+        self._prepare()
+        self._disk = Disk(place)
+        self._act({"rank": None, "folder": str(place), "kind": "record", "number": 0}, 0)
+        self.record = server.log()
+        self._wanted = lines(self._run)
+        train = [line["step"] for line in self._wanted if line["split"] == "train"]
+        assert train == list(range(1, STEPS + 1))
+
+    def fault(self, kind: str, number: int, rank: int = 0) -> None:
+        """A fault at an operation of a rank, and how the run goes on."""
+        self._prepare()
+        codes = self._act({"rank": rank, "folder": str(self._place), "kind": kind, "number": number})
+        log = self._server.log()
+        where = f"{kind} at {number} of {self.counts[rank]}, rank {rank}: {codes} {log[min(number, len(log)) - 1]}"
+        where = f"{where}\n{self._stderr()}"
+        # In the background threads share the operations of a rank: another run of it may have a few less.
+        assert "kill" not in kind or codes[rank] == -9 or len(log) < number, where
+        assert "kill" in kind or "Traceback" not in self._stderr(), where
+        self._check(where)
+
+    def power_cut(self, number: int, seed: int | None) -> None:
+        """What a power cut after so many operations leaves, and how the run goes on."""
+        disk = copy.deepcopy(self._disk)
+        for operation in self.record[:number]:
+            disk.operate(operation)
+        shutil.rmtree(self._place)
+        self._place.mkdir()
+        disk.write(None if seed is None else random.Random(seed))
+        where = f"power cut after {number} of {len(self.record)}, {seed}: {self.record[number - 1]}"
+        if number == len(self.record):
+            assert newest(self._run) == STEPS, where
+        self._check(where)
+
+    def _prepare(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._place.mkdir()
+        if self._story.start:
+            shutil.copytree(self._given / "whole", self._run)
+        if self._story.start == "torn":
+            shutil.rmtree(self._run / "checkpoints" / f"step-{STEPS:08d}")
+            text = (self._run / "metrics.jsonl").read_text()
+            (self._run / "metrics.jsonl").write_text(text[: len(text) - 30])
+
+    def _act(self, fault: dict[str, Any] | None, code: int | None = None, resume: str | None = None) -> list[int]:
+        words = [*self._words, "--resume", resume or self._story.resume]
+        codes = self._server.run(words, self._story.ranks, fault=fault, spoil=self._story.spoil)
+        assert code is None or codes == [code] * self._story.ranks, self._stderr()
+        return codes
+
+    def _stderr(self) -> str:
+        return "\n".join(self._server.stderr(rank)[-3000:] for rank in range(self._story.ranks))
+
+    def _wanted_lines(self) -> list[dict[str, Any]]:
+        """Of a run that nothing disturbed; one that a guard sends back goes on from where it could be sent back to."""
+        incidents = sorted((self._run / "guards").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        if not incidents or json.loads(incidents[-1].read_bytes())["rewound_to"] != 2:
+            return list(self._wanted)
+        if not self._wanted_from_2:  # as step 4 could not be saved
+            run = self._place / "from-2"
+            failing = {"rank": 0, "steps": [4], "bytes": 1000, "folder": "", "stop": None}
+            words = [*self._words, f"train.output={run}"]
+            codes = self._server.run(words, self._story.ranks, failing=failing, spoil=self._story.spoil)
+            assert set(codes) == {0}, self._stderr()
+            self._wanted_from_2 = lines(run)
+        return list(self._wanted_from_2)
+
+    def _check(self, where: str) -> None:
+        step = newest(self._run)
+        assert step >= self._story.floor, f"{where}: step {step} is the newest"
+        there = [line for line in lines(self._run) if line["step"] <= step]
+        wanted = [line for line in self._wanted_lines() if line["step"] <= step]
+        if there != wanted and wanted and wanted[-1]["split"] != "train" and wanted[-1]["step"] == step:
+            del wanted[-1]  # an evaluation comes after the save of its step: it is made up for
+        assert there == wanted, f"{where}: lines to step {step} are {there}"
+        codes = self._act(None, resume="auto")
+        assert set(codes) == {0}, f"{where}\n---- next try\n{self._stderr()}"
+        going_on = f"going on from {self._run / 'checkpoints'}/step-{step:08d}\n"
+        assert (going_on in self._stderr()) == (step > 0), f"{where}\n---- next try\n{self._stderr()}"
+        assert lines(self._run) == self._wanted_lines(), where
+        assert newest(self._run) == STEPS, where
+        left = [path.name for path in (self._run / "checkpoints").iterdir() if path.name.startswith(".")]
+        assert all(name.endswith(".universal") for name in left), f"{where}: {left}"
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl, without what differs between equal runs."""
+    path = run / "metrics.jsonl"
+    found = []
+    for text in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            line = json.loads(text) if text.endswith(b"\n") else None
+        except ValueError:
+            line = None
+        if line is not None:
+            found.append({key: value for key, value in line.items() if key not in UNEQUAL})
+    return found
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint, 0: there is none. All that are named like one must be whole."""
+    steps = [0]
+    for folder in (run / "checkpoints").glob("step-????????"):
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        files = {
+            path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.rglob("*")
+            if path.is_file() and path != folder / "manifest.json"
+        }
+        assert files == {name: file["sha256"] for name, file in manifest["files"].items()}, folder
+        assert folder.name == f"step-{manifest['step']:08d}"
+        steps.append(manifest["step"])
+    return max(steps)
+
+
+@pytest.fixture
+def accidents(server: ForkServer, given: Path, tmp_path: Path, name: str) -> Accidents:
+    """In the story of a name."""
+    return Accidents(server, given, STORIES[name], tmp_path / "place")
+
+
+@pytest.mark.parametrize("name", ["going on from an earlier step"])
+def test_accidents_cost_a_run_only_what_was_not_saved(accidents: Accidents, name: str) -> None:
+    (count,), recorded = accidents.counts, len(accidents.record)
+    accidents.fault("kill before", count // 8)  # while it goes back
+    accidents.fault("kill after", count // 2)  # in a save
+    accidents.fault("EIO", count // 4)
+    accidents.power_cut(recorded // 8, 0)
+    accidents.power_cut(2 * recorded // 3, None)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", STORIES)
+def test_many_accidents_cost_a_run_only_what_was_not_saved(accidents: Accidents, name: str) -> None:
+    done = 0
+    for kind in FAULTS:
+        for rank, count in enumerate(accidents.counts):
+            for number in spread(count, 6 // len(accidents.counts)):
+                accidents.fault(kind, number, rank)
+                done += 1
+    for number in spread(len(accidents.record), 10):
+        for seed in (None, 2 * number, 2 * number + 1):
+            accidents.power_cut(number, seed)
+            done += 1
+    print(f"{name}: {done} accidents at {accidents.counts} operations of the ranks")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["going on in another layout"])
+def test_accidents_at_every_operation_of_a_conversion(accidents: Accidents, name: str) -> None:
+    numbers = [number for number, each in enumerate(accidents.record, 1) if ".universal" in each.path]
+    for number in numbers:
+        accidents.power_cut(number, number)
+        accidents.fault("kill before", number)
+    assert len(numbers) > 20
+    print(f"{name}: {2 * len(numbers)} accidents")
