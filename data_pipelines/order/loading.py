@@ -12,18 +12,21 @@ same substitute. Processes that share contexts by spans must agree on that too, 
 alone: so under ``substitute`` whole contexts are read and verified, and a span only chooses what is handed on.
 """
 
+import signal
+import warnings
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, pairwise
+from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Contexts, Cut, Span
 from longstride.data_pipelines.order.lanes import Lanes, block_order, shard_order, substitutes
-from longstride.data_pipelines.order.workers import side_by_side
 from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES
 from longstride.data_pipelines.shards import SampleReader
 
@@ -43,7 +46,6 @@ class StreamSettings:
     on_damage: str = "abort"
     workers: int = 0  # processes that read ahead
     prefetch: int = 2  # steps that each worker reads ahead
-    timeout_seconds: float = 900.0  # that a worker is waited for
 
     def __post_init__(self) -> None:
         for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
@@ -181,8 +183,7 @@ def load_rows(
 ) -> Generator[LaneRows, None, None]:
     """The contexts of a rank's lanes at each step from global batch ``first_batch`` on, without end.
 
-    With workers, as many processes read as there are workers, and lanes for. Raises DataError as ``LanesReader`` does,
-    and LostWorkerError where a worker is gone or stands still.
+    With workers, as many processes read as there are workers, and lanes for. Raises DataError as ``LanesReader`` does.
     """
     num_readers = max(1, min(settings.workers, len(own)))
     bounds = [number * len(own) // num_readers for number in range(num_readers + 1)]
@@ -191,9 +192,15 @@ def load_rows(
         for batch in count(first_batch):
             yield readers[0].take(*lanes.position(batch))
     contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
-    shares = [partial(_share, reader, lanes, first_batch) for reader in readers]
-    with closing(side_by_side(shares, settings.prefetch, settings.timeout_seconds)) as steps:
-        for step in steps:
+    parts = _start(_Shares(readers, lanes, first_batch), num_readers, settings.prefetch)
+    try:
+        while True:
+            step = []
+            for _ in readers:
+                part = next(parts)
+                if isinstance(part, DataError):
+                    raise DataError(str(part))
+                step.append(part)
             yield (
                 step[0]
                 if len(step) == 1
@@ -205,15 +212,56 @@ def load_rows(
                     begins=_joined([part.begins for part in step]),
                 )
             )
-
-
-def _share(reader: LanesReader, lanes: Lanes, first_batch: int) -> Iterator[LaneRows]:
-    """A worker's share of every step."""
-    for batch in count(first_batch):
-        yield reader.take(*lanes.position(batch))
+    finally:
+        # Workers end at once when the last reference goes, but only after seconds where a traceback still holds one.
+        del parts
 
 
 def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """One below the other; None where they are none, which all are or none is."""
     given = [part for part in parts if part is not None]
     return np.concatenate(given) if given else None
+
+
+class _Shares(IterableDataset):
+    """What each worker reads: its share of every step. An error travels as a value, without a traceback."""
+
+    def __init__(self, readers: Sequence[LanesReader], lanes: Lanes, first_batch: int) -> None:
+        self._readers, self._lanes, self._first = readers, lanes, first_batch
+
+    def __iter__(self) -> Iterator[LaneRows | DataError]:
+        worker = get_worker_info()
+        assert worker is not None
+        try:
+            for batch in count(self._first):
+                yield self._readers[worker.id].take(*self._lanes.position(batch))
+        except DataError as error:
+            yield error
+
+
+def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[LaneRows | DataError]:
+    with warnings.catch_warnings():
+        # It counts the cores of this machine; readers wait for the disk or the network for the most part.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return iter(
+            DataLoader(
+                shares,
+                batch_size=None,
+                num_workers=workers,
+                prefetch_factor=prefetch,
+                collate_fn=_as_it_is,
+                worker_init_fn=_ignore_stops,
+                generator=torch.Generator(),  # else its seed would be drawn from the one that dropout draws from
+            )
+        )
+
+
+def _ignore_stops(_: int) -> None:
+    """What asks a run to stop reaches its whole group of processes; a worker is needed until its rank has saved."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _as_it_is(rows: Any) -> Any:
+    """Arrays are pickled: tensors would each hold a file of shared memory open."""
+    return rows

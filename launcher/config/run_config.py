@@ -94,12 +94,7 @@ class DataConfig(StrictModel):
     )
     workers: int = Field(default=0, ge=0, le=1024, description="processes a rank that read ahead")
     prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")
-    timeout_seconds: float | None = Field(
-        default=None, gt=0, description="that a worker is waited for; null: half of train.timeout_seconds"
-    )
     remote: RemoteConfig = RemoteConfig()
-
-    left_out_at_default = ("timeout_seconds",)
 
     @field_validator("packing", mode="before")
     @classmethod

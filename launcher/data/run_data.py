@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -25,7 +24,6 @@ from longstride.data_pipelines.order import (
     ByteStream,
     Cut,
     EvaluationBatch,
-    LostWorkerError,
     Span,
     StreamSettings,
     StreamState,
@@ -52,7 +50,7 @@ _PLACES = {
     **DATA_PATHS,
 }
 _BYTE_VALUES = 256
-_FAILED, _HAS_BATCH, _AT_THE_END, _LOST_WORKER = 0, 1, 2, 3  # what a rank tells the others of its next batch
+_FAILED, _HAS_BATCH, _AT_THE_END = 0, 1, 2  # what a rank tells the others of its next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 
@@ -82,11 +80,10 @@ def together(
     Raises:
         AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
         StopAskedError: on every rank, where any rank has been asked to stop.
-        LostWorkerError: on every rank, where any has lost a process that reads for it.
     """
     batches: Iterator[SomeBatch] | None = None
     while True:
-        batch, problem, state = None, None, _AT_THE_END
+        batch, problem = None, None
         try:
             if batches is None:
                 batches = open_batches()
@@ -94,11 +91,8 @@ def together(
         except StopIteration:
             pass
         except DataError as error:
-            problem, state = str(error), _FAILED
-        except LostWorkerError as error:
-            problem, state = f"rank {ranks.rank} on {socket.gethostname()}: {error}", _LOST_WORKER
+            problem = str(error)
         except Exception as error:  # no mistake of the user: its traceback is printed here
-            state = _FAILED
             traceback.print_exception(error)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             problem = f"rank {ranks.rank} cannot take its batch: {what}"
@@ -109,13 +103,11 @@ def together(
             row = torch.cat([counts, batch.sample_ids])
         else:
             row = torch.zeros(4 + rows, dtype=torch.int64)
-            row[0], row[3] = state, stops
+            row[0], row[3] = _AT_THE_END if problem is None else _FAILED, stops
         everyone = ranks.gather_int64(row, device)  # (W, 4 + rows)
         states = everyone[:, 0]
         if bool((states == _AT_THE_END).all()):
             return
-        if bool((states == _LOST_WORKER).any()) and not bool((states == _FAILED).any()):
-            raise LostWorkerError("; ".join(text for text in ranks.gather_objects(problem) if text))
         if batch is None or not bool((states == _HAS_BATCH).all()):
             # Where nobody has failed, only other data can make some ranks end before others.
             ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
@@ -238,7 +230,6 @@ class RunData:
                 on_damage=data.on_damage,
                 workers=data.workers,
                 prefetch=data.prefetch,
-                timeout_seconds=data.timeout_seconds or self._config.train.timeout_seconds / 2,
             )
             return ByteStream(self._folder, settings, data.train_split, state=state)
 
