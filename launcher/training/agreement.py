@@ -20,7 +20,7 @@ from longstride.launcher.output import AgreedError
 _DATA = "data.path"  # where it lies may differ; what lies there may not
 # What a host may have otherwise: where files lie there, how it reads them, and free text. The run folder is known by a
 # file that all ranks must see in it.
-_OWN = ("data.workers", "data.prefetch", "data.remote.", "train.output", "notes")
+_OWN = ("data.workers", "data.prefetch", "data.worker_timeout_seconds", "data.remote.", "train.output", "notes")
 _OWN_ENDS = (".nvme_path", ".output_path")  # of DeepSpeed's folders for what leaves memory, and of its monitors
 _MOST_CHARACTERS = 80  # of a value
 
