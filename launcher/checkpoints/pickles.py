@@ -38,7 +38,7 @@ from longstride.launcher.models import write_tensors
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
-_PACKED = "a packed archive, and torch packs none"
+_BYTEARRAYS = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # torch lets a pickle make them, filled
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 
 
@@ -46,19 +46,16 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
     """What torch.save wrote to a file; ``mapped`` leaves its tensors on the disk until they are used.
 
     Raises:
-        ConfigError: reading it would run code, and it is not ``trusted``; or it is packed, and could be of any size.
+        ConfigError: reading it would run code or take any memory, or it is damaged, and it is not ``trusted``.
     """
-    if _is_packed(path):
-        raise ConfigError(f"{path}: is {_PACKED}; fetch it again")
-    try:
-        with torch.serialization.safe_globals(_PLAIN_CLASSES):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
-    except Exception as error:  # a pickle is a program, and a damaged one may end in anything
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
-        content = unsafe_content(path)
-        if content is None or (content == _NO_ARCHIVE and isinstance(error, pickle.UnpicklingError)):
-            content = " ".join((str(error).partition("\n")[2] or repr(error)).split())[:200]
+    content = _unreadable(path)
+    if content is None:
+        try:
+            with torch.serialization.safe_globals(_PLAIN_CLASSES):
+                return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+        except Exception as error:  # a pickle is a program, and a damaged one may end in anything
+            words = (str(error).partition("\n")[2] or repr(error)).split()
+            content = unsafe_content(path) or " ".join(words)[:200]
     if not trusted:
         raise ConfigError(f"{path}: {refusal_line(content)}")
     print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
@@ -73,25 +70,32 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
 def unsafe_content(path: Path | str) -> str | None:
     """The code that reading a file would run, in words; None: none. Looks without reading it.
 
-    A file that is no zip archive counts as unsafe, and so does one that is packed: Longstride writes none.
+    A file that is no zip archive, or a packed one, counts as unsafe: Longstride writes none.
     """
-    if _is_packed(path):
-        return _PACKED
+    content = _unreadable(path)
+    if content is not None:
+        return content
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (ValueError, RuntimeError, pickle.UnpicklingError):
+    except (ValueError, RuntimeError, OSError, pickle.UnpicklingError):
         return _NO_ARCHIVE
     return ", ".join(sorted(names)) or None
 
 
-def _is_packed(path: Path | str) -> bool:
-    """Whether it is a zip archive of which more bytes would come out than are there."""
+def _unreadable(path: Path | str) -> str | None:
+    """What torch's weights-only unpickler need not be asked about: it could take any memory. None: it may be asked."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return any(member.file_size != member.compress_size for member in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return False  # torch says what else is wrong with it
+            members = archive.infolist()
+            if any(member.file_size != member.compress_size for member in members):
+                return "a packed archive, and torch packs none"
+            pickles = (archive.read(member) for member in members if member.filename.endswith("data.pkl"))
+            if any(call in content for content in pickles for call in _BYTEARRAYS):
+                return "a bytearray, which may be of any size"
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError):
+        return _NO_ARCHIVE
+    return None
 
 
 def refusal_line(content: str) -> str:
