@@ -88,6 +88,15 @@ def _renamed(run: Path) -> None:
     newest(run).rename(newest(run).with_name("step-00000099"))
 
 
+def _stranger_behind(run: Path) -> None:
+    """The newest is damaged, and the one before it is of other data."""
+    (newest(run) / "random-00000.pt").unlink()
+    path = newest(run).with_name("step-00000004") / MANIFEST
+    content = json.loads(path.read_text())
+    content["stream"]["fingerprint"] = "0" * 64
+    path.write_text(json_text(sealed(content)))
+
+
 def _folder_linked(run: Path) -> None:
     folder = newest(run) / "deepspeed"
     folder.rename(run / "elsewhere")
@@ -185,6 +194,7 @@ DAMAGED: dict[str, Damage] = {
 # Its manifest agrees with it, as whoever means harm can make it: a line, and nothing is gone on from.
 FAKED: dict[str, Damage] = {
     "another step by name and manifest": _renamed,
+    "a stranger behind a damaged one": _stranger_behind,
     "manifest: in another order": _text(lambda text: json_text(dict(reversed(json.loads(text).items()))).encode()),
     "says: stream empty": _says(stream={}),
     "says: stream a step of text": lambda run: _says(
