@@ -256,6 +256,8 @@ AROUND: dict[str, Damage] = {
         for kind in NO_FILES
         if kind != "folder"
     },
+    "a pipe in the place of the next checkpoint": lambda run: os.mkfifo(run / f"checkpoints/.{NEWEST}.partial"),
+    "a file in the place of the next checkpoint": lambda run: (run / f"checkpoints/.{NEWEST}.partial").write_text("x"),
     "latest: what leads out": lambda run: (run / "checkpoints/latest").write_text("../../../etc\n"),
     "latest: a pipe in the place of its next content": lambda run: os.mkfifo(run / "checkpoints/.latest.partial"),
     "latest: a link out in the place of its next content": lambda run: (
