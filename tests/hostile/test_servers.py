@@ -1,13 +1,15 @@
-"""From a server that lies come the bytes of the disk, in its order; or one line, within the bounds of time and bytes."""
+"""From a server that lies come the bytes of the disk, in its order; or one line within bounds of time and bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import resource
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.stores import remote
+from longstride.data_pipelines.stores import open_store, remote
 from tests.harness.data.streams import open_stream
-from tests.hostile.generators.http_servers import Exchange, FaultyServer
+from tests.harness.runs import configuration
+from tests.hostile.commands import Commands
+from tests.hostile.generators.http_servers import Exchange, FaultyServer, serving
 from tests.hostile.generators.lies import LIES, SECRET
 
 SECONDS = {"timeout_seconds": 0.3, "window_seconds": 1.5, "least_bytes_per_second": 20_000.0}
@@ -38,8 +42,9 @@ HEALED_SHARDS = HEALED | {"length too short", "trailers without end", "part of a
 HEALED_MANIFEST = HEALED | {"part of another version"}
 EITHER = {"reset"}
 SAMPLE = (
-    "cut at 20,000 bytes", "another range", "endless body", "trickle", "head that trickles", "chunk extension without end",
-    "compressed bomb", "reason of 8,000 letters", "redirect to a file", "redirect on and on", "status line of 95 kB",
+    "cut at 20,000 bytes", "another range", "endless body", "trickle", "head that trickles", "compressed bomb",
+    "chunk extension without end", "reason of 8,000 letters", "redirect to a file", "redirect on and on",
+    "status line of 95 kB",
 )  # fmt: skip
 KINDS = [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.campaign) for kind in LIES]
 
@@ -122,3 +127,51 @@ def test_bytes_are_those_of_the_disk_or_one_line_says_why(
     assert server.sent <= rounds * (settings.attempts + 1) * largest + BUFFERS_BYTES
     assert seconds < rounds * (settings.window_seconds + settings.attempts * settings.timeout_seconds) + 5
     assert not any("cookie" in request.headers for request in server.requests)
+
+
+@pytest.mark.parametrize("kind", ["endless body", "redirect on and on", "compressed bomb", "gone"])
+def test_verification_of_a_folder_behind_a_server_that_lies(commands: Commands, folder: Path, kind: str) -> None:
+    with FaultyServer(folder) as url:
+        honest = commands("data", "verify", url, environment={"no_proxy": "127.0.0.1"})
+    assert honest.code == 0, honest.err
+    with FaultyServer(folder, lie=LIES[kind]) as url:
+        line = commands("data", "verify", url, environment={"no_proxy": "127.0.0.1"}).check_refused(honest)
+    assert line.startswith(f"{url}/{MANIFEST}: ")
+
+
+@pytest.mark.parametrize("kind", ["trickle", pytest.param("head that trickles", marks=pytest.mark.campaign)])
+def test_training_from_a_server_that_is_too_slow(commands: Commands, folder: Path, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "run.json"
+    with FaultyServer(folder, lie=LIES[kind]) as url:
+        run = configuration(folder, tmp_path / "run")
+        run["data"] = {"path": url, "remote": {"cache": str(tmp_path / "cache"), "attempts": 2, **SECONDS}}
+        path.write_text(json.dumps(run))
+        line = commands("train", "--config", path, environment={"no_proxy": "127.0.0.1"}).check_refused()
+    assert line.startswith(f"{url}/{MANIFEST}: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tls_of_a_server_that_speaks_none(folder: Path, settings: RemoteSettings) -> None:
+    with FaultyServer(folder) as url, pytest.raises(DataError, match="given up after 3 attempts") as caught:
+        open_store(url.replace("http:", "https:"), settings).read(MANIFEST)
+    check_message(str(caught.value))
+
+
+def test_pages_without_end_are_not_listed(tmp_path: Path, settings: RemoteSettings) -> None:
+    """Each page of a folder links to a folder below it."""
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = b'<a href="below/">below/</a> <a href="a.tar">a.tar</a>'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    begun = time.monotonic()
+    with serving(Pages) as url, pytest.raises(DataError, match=r"window_seconds=1\.5; name the files themselves"):
+        open_store(url, settings).find(".tar")
+    assert time.monotonic() - begun < 10
