@@ -1,5 +1,6 @@
 """Remote data folders: every fault of a server, resumes, the shared and bounded cache, processes, credentials."""
 
+import functools
 import hashlib
 import logging
 import multiprocessing
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -20,7 +22,8 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores import StoredFile, open_store, remote
 from longstride.data_pipelines.stores.cache import Cache
-from tests.hostile.generators.http_servers import FAULTS, FaultyServer
+from tests.hostile.generators.http_servers import FAULTS, FaultyServer, serving
+from tests.hostile.generators.lies import LIES
 
 ROOT = Path(__file__).resolve().parents[3]
 FORK_BESIDE_THREADS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -137,6 +140,30 @@ def test_fetch_goes_on_where_a_server_without_ranges_broke_off(bucket, opened):
     with server as url:
         assert opened(url, attempts=50).local(files[0]).read_bytes() == (bucket / files[0].name).read_bytes()
     assert len(server.requests) > 1
+
+
+def test_bytes_that_came_at_once_with_a_break_are_kept(bucket, opened):
+    """The manifest's too, where the server says which version they are of."""
+    (file,) = make_files(bucket, 100_000)
+    (bucket / "manifest.json").write_bytes((bucket / file.name).read_bytes())
+    server = FaultyServer(bucket, lie=LIES["cut at 20,000 bytes"])
+    with server as url:
+        store = opened(url, attempts=2)
+        assert store.local(file).read_bytes() == store.read("manifest.json") == (bucket / file.name).read_bytes()
+    for name in (file.name, "manifest.json"):
+        assert [request.offset for request in server.of(name)] == [0, 20_000, 40_000, 60_000, 80_000]
+
+
+def test_files_that_a_page_links_to_are_found(bucket, opened):
+    make_files(bucket, 10)
+    for name in ("deeper/b c.tar", "deeper/.hidden.tar", ".hidden/c.tar", "other.txt"):
+        (bucket / name).parent.mkdir(exist_ok=True)
+        (bucket / name).write_bytes(b"content")
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *arguments: None})
+    with serving(functools.partial(quiet, directory=bucket.parent)) as url:
+        store = opened(f"{url}/bucket")
+        assert list(store.find(".tar")) == ["deeper/b%20c.tar", "train-00000.tar"]
+        assert store.size("deeper/b%20c.tar") == 7
 
 
 def test_errors_that_no_attempt_mends_come_at_once(bucket, opened, monkeypatch):

@@ -70,7 +70,13 @@ def test_open_store_tells_remote_from_local():
         ({"cache_bytes": 0}, "cache_bytes=0: must be a whole number of at least 1"),
         ({"attempts": 0}, "attempts=0"),
         ({"parallel": 1.5}, r"parallel=1\.5"),
+        ({"most_bytes": 0}, "most_bytes=0: must be a whole number of at least 1, such as 67108864"),
         ({"timeout_seconds": 0}, "timeout_seconds=0: must be a positive number"),
+        (
+            {"window_seconds": 1e300},
+            r"window_seconds=1e\+300: must be a positive number of at most 1000000, such as 360",
+        ),
+        ({"least_bytes_per_second": float("nan")}, "least_bytes_per_second=nan: .* such as 1000"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, rule):

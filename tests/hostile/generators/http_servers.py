@@ -1,4 +1,4 @@
-"""A web server that fails in every way a real one does, at a given rate, and reproducibly.
+"""A web server that fails in every way a real one does, at a given rate, and reproducibly; or lies (lies.py).
 
     with FaultyServer(folder, share=0.2, seed=1) as url:
         ...                                    # url + "/train-00000.tar" is folder / "train-00000.tar"
@@ -12,9 +12,9 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,6 +36,7 @@ class Request:
     offset: int  # of the first byte asked for
     fault: str | None
     sent: int = 0  # bytes of the body
+    headers: Mapping[str, str] = field(default_factory=dict)  # by names in small letters
 
 
 class FaultyServer:
@@ -44,6 +45,7 @@ class FaultyServer:
     ``share`` of the requests get a fault, drawn from ``faults`` by (seed, name, how often the name was asked for): what
     a file's requests meet does not depend on the order in which several clients come. ``corrupt`` names files of which
     a byte is flipped, ``statuses`` gives names an answer of their own. ``pause_seconds`` lie between pieces of 64 KiB.
+    ``lie`` answers every request for a file that there is, unless it returns False.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class FaultyServer:
         ignore_range: bool = False,
         corrupt: Collection[str] = (),
         statuses: Mapping[str, int] | None = None,
+        lie: "Callable[[Exchange], bool | None] | None" = None,
     ) -> None:
         self.folder, self.share, self.seed = Path(folder), share, seed
         self.faults, self.stall_seconds, self.pause_seconds = tuple(faults), stall_seconds, pause_seconds
         self.ignore_range, self.corrupt, self.statuses = ignore_range, corrupt, statuses or {}
+        self.lie = lie
         self.requests: list[Request] = []
         self._asked: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -99,6 +103,36 @@ class FaultyServer:
                 request.fault = generator.choice(self.faults)
             self.requests.append(request)
         return generator
+
+
+@dataclass
+class Exchange:
+    """A request and the way to answer it, byte by byte."""
+
+    request: Request
+    content: bytes  # of the file
+    number: int  # of the requests for this file, from 1
+    connection: socket.socket
+    ended: threading.Event  # of the server
+
+    def send(self, *pieces: bytes) -> None:
+        """Raises OSError where the client has gone."""
+        for piece in pieces:
+            self.connection.sendall(piece)
+            self.request.sent += len(piece)
+
+    def forever(self, *pieces: bytes, seconds: float = 0.0) -> None:
+        """Sends the pieces again and again, so many seconds apart, until the client or the server ends."""
+        while not self.ended.wait(seconds):
+            self.send(*pieces)
+
+    def wait(self) -> None:
+        """Until the client has closed the connection, or the server ends."""
+        self.connection.settimeout(0.1)
+        while not self.ended.is_set():
+            with suppress(TimeoutError):
+                if not self.connection.recv(2**16):
+                    return
 
 
 class _Server(ThreadingHTTPServer):
@@ -145,7 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
         name = unquote(parts.path).strip("/")
         asked = None if faulty.ignore_range else _RANGE.fullmatch(self.headers.get("Range", ""))
         start = int(asked[1]) if asked else 0
-        request = Request(self.command, name, parts.query, self.headers.get("Authorization"), start, None)
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        request = Request(self.command, name, parts.query, headers.get("authorization"), start, None, headers=headers)
         generator = faulty.begin(request)
         if request.fault == "drop":
             self.close_connection = True
@@ -157,6 +192,12 @@ class _Handler(BaseHTTPRequestHandler):
         if name in faulty.statuses or not path.is_file():
             self._refuse(faulty.statuses.get(name, 404))
             return
+        if faulty.lie is not None:
+            exchange = Exchange(request, path.read_bytes(), len(faulty.of(name)), self.connection, faulty.ended)
+            with suppress(OSError):  # the client has gone
+                if faulty.lie(exchange) is not False:
+                    self.close_connection = True
+                    return
         content = bytearray(path.read_bytes())
         if name in faulty.corrupt:
             content[len(content) // 2] ^= 1
@@ -204,3 +245,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+@contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of a server of this machine that answers by any handler of the standard library's."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
