@@ -130,7 +130,7 @@ def write_new(path: Path, content: bytes) -> None:
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        with partial.open("xb") as file:
+        with naming(path), partial.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -141,7 +141,7 @@ class Accidents:
             return list(self._wanted)
         if not self._wanted_from_2:  # as step 4 could not be saved
             run = self._place / "from-2"
-            failing = {"rank": 0, "steps": [4], "bytes": 1000, "folder": "", "stop": None}
+            failing = {"rank": 0, "steps": [4], "bytes": 30_000, "folder": "", "stop": None}
             words = [*self._words, f"train.output={run}"]
             codes = self._server.run(words, self._story.ranks, failing=failing, spoil=self._story.spoil)
             assert set(codes) == {0}, self._stderr()
