@@ -151,6 +151,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
 
 def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
     """Joins the other ranks and trains; returns the exit code."""
+    from longstride.data_pipelines.order import LostWorkerError
     from longstride.launcher.checkpoints import NotSavedError, restore
     from longstride.launcher.engine import build_engine
     from longstride.launcher.ranks import process_group, run_lock
@@ -177,6 +178,8 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
                 Trainer(run, engine, guards, plateau, watchdog).train(state)
             except StopAskedError as stopping:
                 code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
+            except LostWorkerError as lost:
+                code, ending = exit_codes.HUNG, f"lost a process that reads data: {lost}; --resume auto goes on"
             except GuardStopError as stopped:
                 code, ending = exit_codes.GUARDED, f"stopped by a guard: {stopped}"
             except NotSavedError as error:

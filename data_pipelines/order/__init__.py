@@ -8,3 +8,4 @@ from longstride.data_pipelines.order.evaluation import EvaluationBatch, evaluati
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.loading import StreamSettings, Substitution
 from longstride.data_pipelines.order.stream import Batch, ByteStream
+from longstride.data_pipelines.order.workers import LostWorkerError

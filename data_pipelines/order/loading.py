@@ -12,21 +12,17 @@ same substitute. Processes that share contexts by spans must agree on that too, 
 alone: so under ``substitute`` whole contexts are read and verified, and a span only chooses what is handed on.
 """
 
-import signal
-import warnings
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Contexts, Cut, Span
 from longstride.data_pipelines.order.lanes import Lanes, block_order, shard_order, substitutes
+from longstride.data_pipelines.order.workers import Workers
 from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES
 from longstride.data_pipelines.shards import SampleReader
 
@@ -46,11 +42,15 @@ class StreamSettings:
     on_damage: str = "abort"
     workers: int = 0  # processes that read ahead
     prefetch: int = 2  # steps that each worker reads ahead
+    worker_timeout_seconds: float = 900.0  # that nothing may come from a worker which is waited for
 
     def __post_init__(self) -> None:
         for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
             if getattr(self, name) < least:
                 raise DataError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if not 0 < self.worker_timeout_seconds < float("inf"):
+            rule = "must be a positive number, such as 900"
+            raise DataError(f"worker_timeout_seconds={self.worker_timeout_seconds!r}: {rule}")
         if self.span is not None:
             self.span.within(self.context)
         shard_order(0, self.seed, 0)  # refuses a seed that cannot be used
@@ -183,24 +183,19 @@ def load_rows(
 ) -> Generator[LaneRows, None, None]:
     """The contexts of a rank's lanes at each step from global batch ``first_batch`` on, without end.
 
-    With workers, as many processes read as there are workers, and lanes for. Raises DataError as ``LanesReader`` does.
+    With workers, as many processes read as there are workers, and lanes for. Raises DataError as ``LanesReader`` does,
+    and LostWorkerError.
     """
     num_readers = max(1, min(settings.workers, len(own)))
     bounds = [number * len(own) // num_readers for number in range(num_readers + 1)]
     readers = [LanesReader(contexts, lanes, own[first:end], settings) for first, end in pairwise(bounds)]
     if settings.workers == 0:
-        for batch in count(first_batch):
-            yield readers[0].take(*lanes.position(batch))
+        yield from _share(readers[0], lanes, first_batch)
     contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
-    parts = _start(_Shares(readers, lanes, first_batch), num_readers, settings.prefetch)
-    try:
+    shares = [_share(reader, lanes, first_batch) for reader in readers]
+    with closing(Workers(shares, settings.prefetch, settings.worker_timeout_seconds)) as workers:
         while True:
-            step = []
-            for _ in readers:
-                part = next(parts)
-                if isinstance(part, DataError):
-                    raise DataError(str(part))
-                step.append(part)
+            step = workers.take()
             yield (
                 step[0]
                 if len(step) == 1
@@ -212,56 +207,14 @@ def load_rows(
                     begins=_joined([part.begins for part in step]),
                 )
             )
-    finally:
-        # Workers end at once when the last reference goes, but only after seconds where a traceback still holds one.
-        del parts
+
+
+def _share(reader: LanesReader, lanes: Lanes, first_batch: int) -> Iterator[LaneRows]:
+    """What one process reads: its lanes at each step from a global batch on, without end."""
+    return (reader.take(*lanes.position(batch)) for batch in count(first_batch))
 
 
 def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """One below the other; None where they are none, which all are or none is."""
     given = [part for part in parts if part is not None]
     return np.concatenate(given) if given else None
-
-
-class _Shares(IterableDataset):
-    """What each worker reads: its share of every step. An error travels as a value, without a traceback."""
-
-    def __init__(self, readers: Sequence[LanesReader], lanes: Lanes, first_batch: int) -> None:
-        self._readers, self._lanes, self._first = readers, lanes, first_batch
-
-    def __iter__(self) -> Iterator[LaneRows | DataError]:
-        worker = get_worker_info()
-        assert worker is not None
-        try:
-            for batch in count(self._first):
-                yield self._readers[worker.id].take(*self._lanes.position(batch))
-        except DataError as error:
-            yield error
-
-
-def _start(shares: _Shares, workers: int, prefetch: int) -> Iterator[LaneRows | DataError]:
-    with warnings.catch_warnings():
-        # It counts the cores of this machine; readers wait for the disk or the network for the most part.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return iter(
-            DataLoader(
-                shares,
-                batch_size=None,
-                num_workers=workers,
-                prefetch_factor=prefetch,
-                collate_fn=_as_it_is,
-                worker_init_fn=_ignore_stops,
-                generator=torch.Generator(),  # else its seed would be drawn from the one that dropout draws from
-            )
-        )
-
-
-def _ignore_stops(_: int) -> None:
-    """What asks a run to stop reaches its whole group of processes; a worker is needed until its rank has saved."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _as_it_is(rows: Any) -> Any:
-    """Arrays are pickled: tensors would each hold a file of shared memory open."""
-    return rows

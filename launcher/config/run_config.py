@@ -83,7 +83,14 @@ class DataConfig(StrictModel):
     )
     workers: int = Field(default=0, ge=0, description="processes a rank that read ahead")
     prefetch: int = Field(default=2, gt=0, description="steps that each worker reads ahead")
+    worker_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="without anything from a worker that is waited for; null: half of train.timeout_seconds",
+    )
     remote: RemoteConfig = RemoteConfig()
+
+    left_out_at_default = ("worker_timeout_seconds",)
 
     @field_validator("packing", mode="before")
     @classmethod
@@ -313,6 +320,10 @@ class RunConfig(StrictModel):
             wrong = [name for name in rules if getattr(self.train, name)]
             if wrong:
                 raise ConfigError(*(Problem(f"train.{name}", rules[name], True) for name in wrong))
+        limit, given = self.train.timeout_seconds, self.data.worker_timeout_seconds
+        if given is not None and given >= limit:
+            rule = f"must be less than train.timeout_seconds {limit:g}, after which other processes give this one up"
+            raise ConfigError.at("data.worker_timeout_seconds", given, f"{rule}; {limit / 2:g}")
         if self.train.sequence_parallel is not None:
             self._check_division(self.train.sequence_parallel)
         if self.data.apart:
@@ -325,6 +336,19 @@ class RunConfig(StrictModel):
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
         return self
+
+    @property
+    def worker_timeout_seconds(self) -> float:
+        """How long nothing may come from a loader worker that is waited for.
+
+        Where nothing else is asked for, half of what other processes wait for this one; but longer than a store, which
+        tries again and again, may take to bring a byte.
+        """
+        if self.data.worker_timeout_seconds is not None:
+            return self.data.worker_timeout_seconds
+        remote = self.data.remote
+        store = 2 * remote.attempts * remote.timeout_seconds if "://" in self.data.path else 0.0
+        return max(self.train.timeout_seconds / 2, store)
 
     def _check_division(self, processes: int) -> None:
         """Whether so many processes can share each context."""

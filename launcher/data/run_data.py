@@ -23,6 +23,7 @@ from longstride.data_pipelines.order import (
     ByteStream,
     Cut,
     EvaluationBatch,
+    LostWorkerError,
     Span,
     StreamSettings,
     StreamState,
@@ -48,7 +49,7 @@ _PLACES = {
     "context_number": "--context-number",
     **DATA_PATHS,
 }
-_FAILED, _HAS_BATCH, _AT_THE_END = 0, 1, 2  # what a rank tells the others of its next batch
+_FAILED, _HAS_BATCH, _AT_THE_END, _LOST = 0, 1, 2, 3  # what a rank tells the others of its next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 
@@ -78,43 +79,50 @@ def together(
     Raises:
         AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
         StopAskedError: on every rank, where any rank has been asked to stop.
+        LostWorkerError: on every rank, where a worker that reads for any rank was killed or stopped.
     """
     batches: Iterator[SomeBatch] | None = None
     while True:
-        batch, problem = None, None
+        batch, problem, state = None, None, _FAILED
         try:
             if batches is None:
                 batches = open_batches()
             batch = next(batches)
+            state = _HAS_BATCH
         except StopIteration:
-            pass
+            state = _AT_THE_END
         except DataError as error:
             problem = str(error)
+        except LostWorkerError as error:
+            state, problem = _LOST, f"rank {ranks.rank}: {error}"
         except Exception as error:  # no mistake of the user: its traceback is printed here
             traceback.print_exception(error)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             problem = f"rank {ranks.rank} cannot take its batch: {what}"
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        stops = int(stop is not None and stop.reason is not None)
+        asked = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            counts = torch.tensor([_HAS_BATCH, int(batch.lengths.sum()), len(substitutions), stops])
+            counts = torch.tensor([state, int(batch.lengths.sum()), len(substitutions), asked])
             row = torch.cat([counts, batch.sample_ids])
         else:
             row = torch.zeros(4 + rows, dtype=torch.int64)
-            row[0], row[3] = _AT_THE_END if problem is None else _FAILED, stops
+            row[0], row[3] = state, asked
         everyone = ranks.gather_int64(row, device)  # (W, 4 + rows)
         states = everyone[:, 0]
         if bool((states == _AT_THE_END).all()):
             return
-        if batch is None or not bool((states == _HAS_BATCH).all()):
+        missing = set(states.tolist()) - {_HAS_BATCH}
+        if missing - {_LOST}:
             # Where nobody has failed, only other data can make some ranks end before others.
             ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
             rule = f"rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
             problems = [text for text in ranks.gather_objects(problem) if text] or [f"data.path: {rule}"]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
-        if bool(everyone[:, 3].any()):
+        if bool(everyone[:, 3].any()):  # before what is lost: that may be a part of the stop
             reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
+        if batch is None or missing:
+            raise LostWorkerError("; ".join(text for text in ranks.gather_objects(problem) if text))
         groups = everyone.unflatten(0, (-1, ranks.sequence_parallel))
         everyone = groups[:, 0]  # those that share contexts have the same
         if not bool((groups == everyone[:, None]).all()):
@@ -204,6 +212,7 @@ class RunData:
                 on_damage=data.on_damage,
                 workers=data.workers,
                 prefetch=data.prefetch,
+                worker_timeout_seconds=self._config.worker_timeout_seconds,
             )
             return ByteStream(self._folder, settings, data.train_split, state=state)
 
