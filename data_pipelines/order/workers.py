@@ -159,7 +159,8 @@ def _ending(code: int | None) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     cause = "; the system does so where memory runs out" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{cause}"
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")  # some have none
+    return f"was ended by {name}{cause}"
 
 
 def _work(
