@@ -400,8 +400,8 @@ def _rest_of(transport: Transport, transfer: Transfer, stop: threading.Event) ->
     """
     shown = transport.url.shown_of(transfer.name)
     patience = _Patience(transfer.settings, stop)
+    furthest = transfer.have  # a file that began anew has come so far before
     while transfer.have != transfer.size:
-        before = transfer.have
         chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
         try:
             yield from transport.stream(transfer, chunk_bytes)
@@ -417,7 +417,8 @@ def _rest_of(transport: Transport, transfer: Transfer, stop: threading.Event) ->
         if transfer.have == transfer.size:
             return
         with transfer.waiting():
-            patience.after(problem, shown, progress=transfer.have > before)
+            patience.after(problem, shown, progress=transfer.have > furthest)
+        furthest = max(furthest, transfer.have)
         try:
             transfer.check_pace()
         except LimitError as error:

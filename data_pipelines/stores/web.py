@@ -175,6 +175,7 @@ def _bytes_to_skip(response: Any, transfer: Transfer) -> int:
         size = None if range_sent[2] == "*" else int(range_sent[2])
         if transfer.size not in (None, size) and size is not None:
             raise DifferentFileError(f"{size} bytes, and it should have {transfer.size}")
+        transfer.check_size(size or 0)
         if transfer.size is None and transfer.have and version != transfer.version:
             transfer.start_over()
             raise HttpStatusError("the file changed while it was fetched")
