@@ -151,6 +151,9 @@ def _problems(asked: _Body, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(name, rule, getattr(asked, name))
     if asked.seed is not None and (type(asked.seed) is not int or not 0 <= asked.seed < _SEEDS):
         yield Problem("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn", asked.seed)
+    if len(asked.logit_bias or {}) > config.vocabulary:  # the same token in many ways: each is added at every byte
+        yield Problem("logit_bias", f"has {len(asked.logit_bias or {}):,} tokens; there are {config.vocabulary}")
+        return
     for token in asked.logit_bias or {}:
         if not (token.isascii() and token.isdigit() and int(token[:9]) < config.vocabulary and len(token) < 9):
             yield Problem("logit_bias", f'{token[:20]!r} is no token; they are "0" to "{config.vocabulary - 1}"')
