@@ -17,6 +17,7 @@ MOST_CHOICES = 128  # of one request, as OpenAI has it
 MOST_STOPS = 16
 _MAX_TOKENS = 16  # where the request says nothing
 _MOST_LOGPROBS = 256
+_MOST_SCORES = 1 << 22  # of one request; each takes about 100 bytes of memory
 _SEEDS = 2**63
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -115,6 +116,11 @@ def parse_completion(body: bytes, config: ModelConfig, name: str, max_bytes: int
         rule = f"this model's maximum context length is {config.context} tokens, which are bytes: "
         rule += f"the prompt has {longest}, and at most {max(0, fitting)} can be sampled"
         raise TooLongError(Problem("max_tokens", rule, count))
+    places = n * sum(count + len(prompt.content) * bool(asked.echo) for prompt in prompts)
+    most = max(_MOST_SCORES, 4 * config.context) // ((asked.logprobs or 0) + 1)
+    if asked.logprobs is not None and places > most:
+        rule = f"is too much for {places:,} bytes in one request; with it {most:,} are the most"
+        raise ConfigError(Problem("logprobs", rule, asked.logprobs))
     samples = [
         SampleRequest(
             prompt=prompt.content,
