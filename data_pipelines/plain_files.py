@@ -87,9 +87,11 @@ def read_plain(path: Path, at_most: int, *, follow_links: bool = True) -> bytes:
         return content
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
     """The value of a JSON text: numbers are finite, integers fit 128 bits, and it is neither larger nor deeper than
     a manifest may be.
+
+    Where a key stands twice in an object its last value counts, unless ``keys_once`` refuses it.
 
     Raises:
         JSONError: it is not; ``line`` is known where it is no JSON at all.
@@ -103,7 +105,13 @@ def parse_json(text: str | bytes) -> Any:
         raise JSONError(f"has more than {_MOST_JSON_VALUES:,} values")
     too_deep = JSONError(f"objects and lists nested more than {_DEEPEST} deep")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_number)
+        value = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_number,
+            object_pairs_hook=_distinct if keys_once else None,
+        )
     except json.JSONDecodeError as error:
         raise JSONError(f"not JSON: {error.msg}", error.lineno, error.colno) from None
     except RecursionError:
@@ -124,6 +132,13 @@ def _refuse_kind(path: Path, mode: int) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise JSONError(f"{name} is not JSON; give a finite number")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise JSONError("a key stands twice in one object")
+    return content
 
 
 def _integer(digits: str) -> int:

@@ -8,17 +8,19 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from longstride.launcher.ranks import is_loopback
+from longstride.launcher.serving.connections import connection_of
 from longstride.launcher.serving.metrics import Metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Parsed = TypeVar("Parsed")
 OPENAI = "/v1/"  # before paths that OpenAI's clients ask for
 # The page needs nothing from anywhere else, and no other page may hold it.
 _HEADERS = {
@@ -33,6 +35,7 @@ _ERRORS = {
     405: "not by this method: /sample and /v1/completions take POST, everything else GET",
     413: "the body is larger than the prompts that a request may have: give shorter ones, or fewer",
 }
+_SMALL_BYTES = 1 << 16  # of a body that always has room, and is parsed at once
 
 
 class Refused(Exception):  # noqa: N818 - an answer
@@ -55,15 +58,47 @@ def openai_error(status: int, line: str, param: str | None = None, code: str | N
     return {"error": {"message": line, "type": kind, "param": param, "code": code}}
 
 
-async def read_body(request: web.Request, seconds: float) -> bytes:
-    """A request's JSON, not yet parsed. Raises Refused."""
-    if request.content_type != "application/json" or "Content-Encoding" in request.headers:
-        # A page of another origin cannot send this type unasked.
-        raise Refused(415, "the body must be JSON, not compressed: send Content-Type: application/json")
-    try:
-        return await asyncio.wait_for(request.read(), seconds)
-    except asyncio.TimeoutError:
-        raise Refused(408, f"the body did not come within {seconds:g} s") from None
+class Bodies:
+    """The bodies that are held at this moment: those that are not small have a room together."""
+
+    def __init__(self, largest: int) -> None:
+        """None yet. ``largest``: bytes of one body; there is room for four, and for 64 MiB."""
+        self._largest, self._room = largest, max(4 * largest, 1 << 26)
+
+    async def parsed(self, request: web.Request, seconds: float, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """What ``parse`` makes of a request's JSON, in a thread where it is long. Raises Refused and what it raises."""
+        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+            # A page of another origin cannot send this type unasked.
+            raise Refused(415, "the body must be JSON, not compressed: send Content-Type: application/json")
+        if (request.content_length or 0) > self._largest:
+            raise Refused(413, _ERRORS[413])
+        body = bytearray()
+        try:
+            with connection_of(request).receiving():
+                await asyncio.wait_for(self._read(request, body), seconds)
+            if len(body) <= _SMALL_BYTES:
+                return parse(bytes(body))
+            return await asyncio.get_running_loop().run_in_executor(None, parse, bytes(body))
+        except web.RequestPayloadError:
+            raise Refused(400, "the body is not sent as the head says: its length, or its chunks, are wrong") from None
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the body did not come within {seconds:g} s") from None
+        finally:
+            self._room += _counted(body)
+
+    async def _read(self, request: web.Request, body: bytearray) -> None:
+        while chunk := await request.content.readany():
+            self._room += _counted(body)
+            body += chunk
+            self._room -= _counted(body)
+            if len(body) > self._largest:
+                raise Refused(413, _ERRORS[413])
+            if self._room < 0 < _counted(body):
+                raise Refused(503, "too many long bodies at once; try again", retry=1)
+
+
+def _counted(body: bytearray) -> int:
+    return len(body) if len(body) > _SMALL_BYTES else 0
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -124,13 +159,35 @@ def _refusal(request: web.Request, refused: Refused) -> web.Response:
     return response
 
 
+def own_names_only(names: Collection[str]) -> Middleware:
+    """Refuses other names than these: a page can make its own name lead to this address (DNS rebinding).
+
+    The address that a request came to is no name that a page could have.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = _parts("//" + request.headers.get("Host", "")).hostname or ""
+        transport = request.transport
+        here = None if transport is None else transport.get_extra_info("sockname")[0]
+        if not (is_loopback(name) or name in names or name == here):
+            line = (
+                f"the Host header names {name[:80]!r}, which is not this server's; if it is, start it with --allow-host"
+            )
+            raise Refused(403, f"{line} {name[:80]}" if name else line)
+        return await handler(request)
+
+    return check
+
+
 @web.middleware
-async def own_names_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse names of other machines: a page can make its own name lead to this address (DNS rebinding)."""
-    name = _parts("//" + request.headers.get("Host", "")).hostname or ""
-    if not is_loopback(name):
-        raise Refused(403, f"the Host header names {name[:80]!r}; this server is on localhost alone")
-    return await handler(request)
+async def watched(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tells the connection that a request is answered. One whose body is not read to its end is its last."""
+    with connection_of(request).answering(request):
+        response = await handler(request)
+        if not request.content.is_eof():
+            response.force_close()
+        return response
 
 
 @web.middleware

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -19,6 +19,7 @@ from aiohttp import web
 from longstride.kernels import ConfigError
 from longstride.launcher.serving.answers import (
     OPENAI,
+    Bodies,
     Refused,
     add_headers,
     answer,
@@ -27,7 +28,7 @@ from longstride.launcher.serving.answers import (
     openai_error,
     own_names_only,
     own_origin_only,
-    read_body,
+    watched,
 )
 from longstride.launcher.serving.completion_request import (
     MOST_CHOICES,
@@ -64,14 +65,13 @@ class Service:
     """The handlers of all routes."""
 
     def __init__(self, config: ModelConfig, about: dict[str, Any], sampler: Sampler, limits: Limits) -> None:
-        self._config, self._about, self._sampler, self._limits = config, about, sampler, limits
+        self._config, self._about, self._sampler, self.limits = config, about, sampler, limits
+        self._bodies = Bodies(largest_body(config, MOST_CHOICES))
 
-    def application(self, loopback: bool) -> web.Application:
-        """All routes; on loopback, for names of this machine alone."""
-        guards = [own_names_only, own_origin_only] if loopback else [own_origin_only]
-        middlewares = [counting(self._sampler.metrics), errors_in_json, *guards]
-        most = largest_body(self._config, MOST_CHOICES)
-        application = web.Application(client_max_size=most, middlewares=middlewares)
+    def application(self, names: Collection[str]) -> web.Application:
+        """All routes, for requests to these names and to addresses of this machine."""
+        middlewares = [watched, counting(self._sampler.metrics), errors_in_json, own_names_only(names), own_origin_only]
+        application = web.Application(middlewares=middlewares)
         for path in _PAGES:
             application.router.add_get(path, self.page)
         application.router.add_get("/health", self.health)
@@ -121,10 +121,12 @@ class Service:
 
     async def sample(self, request: web.Request) -> web.StreamResponse:
         """Samples, and streams bytes as they come."""
-        deadline = asyncio.get_running_loop().time() + self._limits.seconds
-        body = await read_body(request, self._limits.seconds)
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        most = self.limits.max_bytes
         try:
-            sample = parse_request(body, self._config, self._limits.max_bytes)
+            sample = await self._bodies.parsed(
+                request, self.limits.seconds, lambda body: parse_request(body, self._config, most)
+            )
         except MalformedError as error:
             raise Refused(400, str(error)) from None
         except ConfigError as error:
@@ -136,10 +138,12 @@ class Service:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Samples as OpenAI's clients ask for them: whole, or streamed."""
-        deadline = asyncio.get_running_loop().time() + self._limits.seconds
-        body = await read_body(request, self._limits.seconds)
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        name, most = self._about["name"], self.limits.max_bytes
         try:
-            asked = parse_completion(body, self._config, self._about["name"], self._limits.max_bytes)
+            asked = await self._bodies.parsed(
+                request, self.limits.seconds, lambda body: parse_completion(body, self._config, name, most)
+            )
         except UnknownModelError as error:
             raise _unknown(error) from None
         except MalformedError as error:
@@ -161,10 +165,16 @@ class Service:
                     self._check(end)
                     pieces.append((number, end))
             except asyncio.TimeoutError:
-                raise Refused(503, f"took longer than {self._limits.seconds:g} s; ask for less, or stream") from None
-        for number, event in pieces:
-            completion.add(number, event)
-        return answer(completion.whole())
+                raise Refused(503, f"took longer than {self.limits.seconds:g} s; ask for less, or stream") from None
+
+        def whole() -> bytes:
+            for number, event in pieces:
+                completion.add(number, event)
+            return _line(completion.whole())
+
+        # In a thread: scores of many bytes are 40 MB and more.
+        body = await asyncio.get_running_loop().run_in_executor(None, whole)
+        return web.Response(body=body, content_type="application/json")
 
     @asynccontextmanager
     async def _sampled(
@@ -201,7 +211,7 @@ class Service:
         try:
             first = await asyncio.wait_for(events.get(), deadline - _now())
         except asyncio.TimeoutError:
-            raise Refused(503, f"took longer than {self._limits.seconds:g} s to begin", retry=1) from None
+            raise Refused(503, f"took longer than {self.limits.seconds:g} s to begin", retry=1) from None
         self._check(first[1])
         return first
 
@@ -218,7 +228,7 @@ class Service:
         except asyncio.TimeoutError:
             for job in jobs:
                 job.stopped = True
-            await stream.write_at_last(f"took longer than {self._limits.seconds:g} s")
+            await stream.write_at_last(f"took longer than {self.limits.seconds:g} s")
         except ConnectionError:  # the client left, and a byte came before the cancellation
             pass
         return stream.response

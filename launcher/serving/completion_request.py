@@ -17,6 +17,7 @@ MOST_CHOICES = 128  # of one request, as OpenAI has it
 MOST_STOPS = 16
 _MAX_TOKENS = 16  # where the request says nothing
 _MOST_LOGPROBS = 256
+_MOST_SCORES = 1 << 22  # of one request; each takes about 100 bytes of memory
 _SEEDS = 2**63
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -115,6 +116,11 @@ def parse_completion(body: bytes, config: ModelConfig, name: str, max_bytes: int
         rule = f"this model's maximum context length is {config.context} tokens, which are bytes: "
         rule += f"the prompt has {longest}, and at most {max(0, fitting)} can be sampled"
         raise TooLongError(Problem("max_tokens", rule, count))
+    places = n * sum(count + len(prompt.content) * bool(asked.echo) for prompt in prompts)
+    most = max(_MOST_SCORES, 4 * config.context) // ((asked.logprobs or 0) + 1)
+    if asked.logprobs is not None and places > most:
+        rule = f"is too much for {places:,} bytes in one request; with it {most:,} are the most"
+        raise ConfigError(Problem("logprobs", rule, asked.logprobs))
     samples = [
         SampleRequest(
             prompt=prompt.content,
@@ -151,6 +157,9 @@ def _problems(asked: _Body, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(name, rule, getattr(asked, name))
     if asked.seed is not None and (type(asked.seed) is not int or not 0 <= asked.seed < _SEEDS):
         yield Problem("seed", "must be a whole number from 0 to 2**63 - 1; leave it out to have one drawn", asked.seed)
+    if len(asked.logit_bias or {}) > config.vocabulary:  # the same token in many ways: each is added at every byte
+        yield Problem("logit_bias", f"has {len(asked.logit_bias or {}):,} tokens; there are {config.vocabulary}")
+        return
     for token in asked.logit_bias or {}:
         if not (token.isascii() and token.isdigit() and int(token[:9]) < config.vocabulary and len(token) < 9):
             yield Problem("logit_bias", f'{token[:20]!r} is no token; they are "0" to "{config.vocabulary - 1}"')

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
 from longstride.data_pipelines.modalities import modality_named
+from longstride.data_pipelines.plain_files import JSONError, parse_json
 from longstride.kernels import ConfigError, Problem
 from longstride.sparse_model import ModelConfig, wrong_settings
 
@@ -89,30 +89,14 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, of numbers and of keys that stand once. Raises MalformedError."""
+    """The JSON object of a body, of bounded numbers and of keys that stand once. Raises MalformedError."""
     try:
-        content = json.loads(body.decode(), parse_constant=_refuse_constant, object_pairs_hook=_object)
-    except UnicodeDecodeError as error:
-        raise MalformedError(f"the body must be UTF-8; byte {error.start} is not") from None
-    except json.JSONDecodeError as error:
-        raise MalformedError(f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise MalformedError("the body is nested too deep") from None
-    except ValueError as error:  # a constant, a key that stands twice, a number of thousands of digits
-        raise MalformedError(f"the body is not JSON: {error}") from None
+        content = parse_json(body, keys_once=True)
+    except JSONError as error:
+        place = "" if error.line is None else f" (line {error.line}, column {error.column})"
+        raise MalformedError(f"the body: {error}{place}") from None
     if not isinstance(content, dict):
         raise MalformedError('the body must be a JSON object, such as {"prompt": "Once"}')
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError("a key stands twice")
     return content
 
 

@@ -11,9 +11,10 @@ import asyncio
 import errno
 import importlib.util
 import math
+import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_SECONDS = 5.0  # for answers under way to end
 _LAST_STEP_SECONDS = 30.0  # for the byte, or the prompt, that is being computed
+_HOST_NAME = re.compile(r"[\w.-]+|[\da-fA-F:.]+:[\da-fA-F:.]*")  # or an address
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("model", type=Path, metavar="DIR", help="folder written by `longstride export`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, loopback)")
+    names = "of this server, that requests may name as their host, beside the addresses; may stand several times"
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=names)
     parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--name", help="of the model, for clients of /v1 (default: the folder's)")
@@ -74,7 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
         ("--queue", queue, queue >= 0, "must be 0, nobody waits, or more"),
         ("--timeout", timeout, 0 < timeout < math.inf, "must be above 0 and finite"),
     )
-    if problems := [Problem(option, rule, value) for option, value, is_within, rule in ranges if not is_within]:
+    problems = [Problem(option, rule, value) for option, value, is_within, rule in ranges if not is_within]
+    rule = "must be a name or an address alone, such as gpu7.example, without http:// and port"
+    wrong = (each for each in arguments.allow_host if not _HOST_NAME.fullmatch(each))
+    if problems := [*problems, *(Problem("--allow-host", rule, each) for each in wrong)]:
         raise ConfigError(*problems)
     usable_device(arguments.device)
     exported = Exported(arguments.model)
@@ -93,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     about["limits"] = told
     sampler = Sampler(model, arguments.device, limits.waiting, limits.contexts)
     service = Service(config, about, sampler, limits)
-    if asyncio.run(_serve(service, sampler, arguments.host, port, str(arguments.model))) == signal.SIGINT:
+    names = [arguments.host, *arguments.allow_host]
+    if asyncio.run(_serve(service, sampler, arguments.host, port, names, str(arguments.model))) == signal.SIGINT:
         raise KeyboardInterrupt
     return 0
 
@@ -118,7 +126,9 @@ def described(exported: Exported, model: SparseTransformer, device: str) -> dict
     }
 
 
-async def _serve(service: Service, sampler: Sampler, host: str, port: int, what: str) -> signal.Signals:
+async def _serve(
+    service: Service, sampler: Sampler, host: str, port: int, names: Collection[str], what: str
+) -> signal.Signals:
     """Serves until the first signal, which it returns; a second one does what it does to any program."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[signal.Signals] = loop.create_future()
@@ -131,7 +141,7 @@ async def _serve(service: Service, sampler: Sampler, host: str, port: int, what:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
-    async with listening(service, sampler, host, port) as url:
+    async with listening(service, sampler, host, port, names) as url:
         if not is_loopback(host):
             warning = f"--host={host}: whoever reaches this machine can sample; there is no login and no encryption"
             print(f"longstride: warning: {warning}", file=sys.stderr)
@@ -140,34 +150,36 @@ async def _serve(service: Service, sampler: Sampler, host: str, port: int, what:
 
 
 @asynccontextmanager
-async def listening(service: Service, sampler: Sampler, host: str, port: int) -> AsyncIterator[str]:
+async def listening(
+    service: Service, sampler: Sampler, host: str, port: int, names: Collection[str] = ()
+) -> AsyncIterator[str]:
     """A server that answers, as its URL. At the end, requests under way are told, and ended.
 
+    ``names``: that requests may name as their host, beside the addresses of this machine.
+
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be had, or the process may open too few files.
     """
     from aiohttp import web
 
+    from longstride.launcher.serving.connections import Connections
+
     loop = asyncio.get_running_loop()
+    connections = Connections(service.limits.seconds)
     # A client that leaves cancels its handler, which ends its sampling.
-    runner = web.AppRunner(
-        service.application(is_loopback(host)),
-        handle_signals=False,
-        handler_cancellation=True,
-        access_log=None,
-        auto_decompress=False,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
-    )
+    application = service.application({name.lower() for name in names})
+    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
 
     async def close(_: web.Application) -> None:
         await loop.run_in_executor(None, sampler.close, _LAST_STEP_SECONDS)
 
     runner.app.on_shutdown.append(close)
     await runner.setup()
+    assert runner.server is not None
     sampler.start()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            accepting = await connections.listen(runner.server, host, port)
         except OSError as error:
             problems = {
                 errno.EADDRINUSE: f"--port={port}: is in use; take another, or 0 for any that is free",
@@ -175,7 +187,13 @@ async def listening(service: Service, sampler: Sampler, host: str, port: int) ->
             }
             otherwise = f"--host={host}: is no address of this machine; take 127.0.0.1"
             raise ConfigError(problems.get(error.errno or 0, otherwise)) from None
-        name, bound = runner.addresses[0][:2]
-        yield f"http://[{name}]:{bound}/" if ":" in name else f"http://{name}:{bound}/"
+        watch = loop.create_task(connections.watch())
+        try:
+            name, bound = accepting.sockets[0].getsockname()[:2]
+            yield f"http://[{name}]:{bound}/" if ":" in name else f"http://{name}:{bound}/"
+        finally:
+            accepting.close()
+            watch.cancel()
+            connections.close()
     finally:
         await runner.cleanup()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from tests.harness.runs import ROOT, plain_environment
 from tests.hostile.generators import faults
 
@@ -76,6 +78,10 @@ class Commands:
         self._process.kill()
         self._process.communicate()
         self._log.close()
+
+    def running(self) -> list[psutil.Process]:
+        """The processes of the command that runs at this moment, which another thread waits for."""
+        return list(psutil.Process(self._process.pid).children())
 
     def __call__(
         self,

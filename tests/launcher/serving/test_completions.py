@@ -212,6 +212,19 @@ def test_wrong_field_is_refused_by_its_name(changes: dict[str, Any], param: str,
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
+def test_scores_of_one_request_are_bounded() -> None:
+    """More would take gigabytes, of which every client could ask for some."""
+
+    def ask(**changes: Any) -> int:
+        body = json.dumps({"model": "model", "max_tokens": 500, "n": 32} | changes).encode()
+        return len(parse_completion(body, plain_config(context=1024), "model", 1024).samples)
+
+    assert ask(logprobs=256) == ask() == 32
+    for changes in ({"n": 33}, {"prompt": "a" * 20, "echo": True}):
+        with pytest.raises(ConfigError, match=r"logprobs=256: is too much for 16,\d{3} bytes.*; with it 16,320"):
+            ask(logprobs=256, **changes)
+
+
 def test_refusals_have_the_form_of_openai(url: str) -> None:
     error = post(url, 404, model="gpt-4")["error"]
     assert error == {

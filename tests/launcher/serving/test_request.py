@@ -72,7 +72,7 @@ def test_wrong_field_is_told_with_a_good_value(content: dict[str, Any], line: st
     assert str(error.value) == line
 
 
-@pytest.mark.parametrize("temperature", [-0.5, 10**400, None, True, "1", [1]])
+@pytest.mark.parametrize("temperature", [-0.5, None, True, "1", [1]])
 def test_wrong_temperature_is_refused(temperature: object) -> None:
     with pytest.raises(ConfigError, match=r"temperature=.*: must be a number from 0, .*; 1 is as trained"):
         parsed({"temperature": temperature})
@@ -93,14 +93,14 @@ def test_byte_that_the_model_does_not_know_is_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        (b"", "the body is not JSON: line 1, column 1: Expecting value"),
-        (b"{", "the body is not JSON: line 1, column 2"),
+        (b"", "the body: not JSON: Expecting value (line 1, column 1)"),
+        (b"{", "the body: not JSON: Expecting property name"),
         (b"[]", "the body must be a JSON object"),
-        (b"\xff", "the body must be UTF-8; byte 0 is not"),
-        (b'{"seed": 1, "seed": 2}', "the body is not JSON: a key stands twice"),
-        (b'{"top_p": NaN}', "the body is not JSON: NaN is no number"),
-        (b'{"seed": ' + b"1" * 5000 + b"}", "the body is not JSON: "),
-        (b"[" * 100_000, "the body is nested too deep"),
+        (b"\xff", "the body: must be UTF-8; byte 0 is not"),
+        (b'{"seed": 1, "seed": 2}', "the body: a key stands twice"),
+        (b'{"top_p": NaN}', "the body: NaN is not JSON"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "the body: an integer of 5,000 digits"),
+        (b"[" * 100_000, "the body: objects and lists nested more than 64 deep"),
     ],
 )
 def test_what_is_no_json_object_is_refused(body: bytes, line: str) -> None:
@@ -111,5 +111,5 @@ def test_what_is_no_json_object_is_refused(body: bytes, line: str) -> None:
 
 
 def test_temperature_beyond_all_floats_is_refused() -> None:
-    with pytest.raises(ConfigError, match="temperature=Infinity"):
+    with pytest.raises(MalformedError, match="1e999 is beyond the largest number"):
         parse_request(b'{"temperature": 1e999}', config(), 64)

@@ -52,6 +52,7 @@ def test_command_serves_until_it_is_stopped(
         (["--port", "70000"], "--port=70000: must be from 0, any that is free, to 65535"),
         (["--max-bytes", "0"], "--max-bytes=0: must be at least 1"),
         (["--queue", "-1"], "--queue=-1: must be 0, nobody waits, or more"),
+        (["--allow-host", "http://gpu7"], '--allow-host="http://gpu7": must be a name or an address alone'),
         (["--timeout", "nan"], "--timeout=NaN: must be above 0 and finite"),
         (
             ["--port", "0", "--host", "203.0.113.1"],

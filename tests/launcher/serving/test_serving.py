@@ -183,18 +183,18 @@ def test_what_is_no_http_is_refused_and_the_server_goes_on(
     async def test(client: Client) -> None:
         _, _, address, *_ = client.url.split("/")
         host, port = address.split(":")
-        bodies = [
-            b"\x16\x03\x01\x00\xff\r\n\r\n",
-            b"POST /sample HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
-            b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-            b"GET /health HTTP/1.1\r\n\r\n",  # names no host
-        ]
-        for body in bodies:
+        bodies = {
+            b"\x16\x03\x01\x00\xff\r\n\r\n": (b"400",),
+            b"POST /sample HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n": (b"400",),
+            b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n": (b"431",),
+            b"GET /health HTTP/1.1\r\n\r\n": (b"400", b"403"),  # names no host, which newer aiohttp refuses itself
+        }
+        for body, wanted in bodies.items():
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(body)
             status = (await reader.readline()).split()[1]
-            assert status in (b"400", b"403"), (body[:60], status)
             writer.close()
+            assert status in wanted, (body[:60], status)
         async with client.session.get(f"{client.url}health") as response:
             assert response.status == 200
 
@@ -208,9 +208,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     async def test(client: Client) -> None:
         _, _, address, *_ = client.url.split("/")
         host, port = address.split(":")
-        head = (
-            b"POST /sample HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
+        head = b"POST /sample HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         whole = json.dumps({"bytes": 60}).encode()
         for number in range(40):
             _, writer = await asyncio.open_connection(host, int(port))
