@@ -168,7 +168,7 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
     path, mark = tmp_path / "x.pt", tmp_path / "made"
     torch.save({"more": Touching(mark)}, path, _use_new_zipfile_serialization=False)
     assert unsafe_content(path) == "no zip archive of torch's, which would tell what it holds"
-    with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(.*no zip archive of torch.s.*--trust"):
+    with pytest.raises(ConfigError, match=r"holds more than tensors and numbers \(no zip archive of torch.s.*--trust"):
         read_pickle(path)
     assert not mark.exists()
     assert read_pickle(path, trusted=True) == {"more": 0}
