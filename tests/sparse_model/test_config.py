@@ -1,5 +1,6 @@
 """The model's configuration: what it accepts, refuses and derives."""
 
+import time
 import typing
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from longstride.kernels import ConfigError
 from longstride.kernels.attention import BACKENDS
 from longstride.kernels.patterns import PATTERNS, BigBird, Block, Column, Dense, Fixed, Local, LongNet, Strided, Summary
-from longstride.sparse_model import ModelConfig
+from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.mixers import MIXERS
 from tests.harness.configs import ATTENTIONS, model_json, small
 
@@ -151,3 +152,35 @@ def test_the_schema_lists_every_pattern() -> None:
 
 def test_every_backend_may_be_named() -> None:
     assert set(typing.get_args(ModelConfig.model_fields["backend"].annotation)) == {"auto", *BACKENDS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"layers": 10**18}, f"layers={10**18}: must be less than or equal to 10000"),
+        ({"heads": 2**40}, f"heads={2**40}: must be less than or equal to 4096"),
+        ({"width": 2**40}, f"width={2**40}: must be less than or equal to 1048576"),
+        ({"vocabulary": 2**40}, f"vocabulary={2**40}: must be less than or equal to 16777216"),
+        ({"context": int("9" * 38)}, f"context={'9' * 38}: must be less than or equal to 1073741824"),
+        ({"feed_forward_ratio": 1e9}, "feed_forward_ratio=1000000000.0: times width 64 must be at most 16,777,216"),
+        ({"layers": 10_000, "heads": 64}, "heads=64: of 10000 layers must be at most 262,144 heads in all; at most 26"),
+        ({"context": 2**30 - 40, "attention": {"type": "column", "stride": 2**20}}, "attention.stride=1048576: must"),
+        ({"attention": {"type": "local", "window": 2**60}}, f"attention.window={2**60}: must be at most 4294967296"),
+        ({"attention": [{"type": "dense"}] * 10_001}, "attention: has 10,001 entries, of 4 heads each; at most 10,000"),
+        ({"attention": {"heads": [{"count": 10**9, "type": "dense"}]}}, "attention.heads[0].count=1000000000: with"),
+    ],
+)
+def test_absurd_sizes_are_told_at_once(changes: dict[str, Any], line: str) -> None:
+    begun = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        small(**changes)
+    assert str(caught.value).startswith(line) and time.perf_counter() - begun < 2
+
+
+def test_a_model_of_many_layers_is_made_of_one_block_of_each_kind() -> None:
+    model, kinds = SparseTransformer.of_each_kind(small(layers=10_000))
+    assert len(model.blocks) == 1 and list(kinds.values()) == [10_000]
+    with pytest.raises(ConfigError, match="is larger than any machine can hold; give smaller sizes"):
+        SparseTransformer.of_each_kind(
+            small(context=2**30, embedding={"type": "tokens"}, attention={"type": "synthesizer", "kind": "random"})
+        )

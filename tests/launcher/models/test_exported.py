@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.models.exported import Exported, load_model, streamed_model
-from longstride.launcher.models.shapes import empty_model
+from longstride.launcher.models.shapes import Shapes, empty_model
 from longstride.launcher.models.tensors import write_tensors
 from longstride.sparse_model import ModelConfig, SparseTransformer
+from tests.harness.tiny_models import plain_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -218,3 +219,36 @@ def test_index_leads_nowhere_else(sharded: Path, file: object) -> None:
     change_json(sharded / INDEX, lambda content: content["weight_map"].update({"norm.bias": file}))
     with pytest.raises(ConfigError, match=r"weight_map\.norm\.bias=.*: must be the name of a file beside it"):
         load_model(sharded)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ngrams": {"rows": 50}},
+        {"reversible": True, "norm": "rms"},
+        {"layers": 3, "attention": [{"type": "lsh", "buckets": 4, "chunk": 2}, {"type": "dense"}]},
+        {"layers": 2, "order": "s2 f2", "embedding": {"type": "tokens"}},
+    ],
+)
+def test_shapes_are_those_of_the_whole_model(changes: dict) -> None:
+    config = plain_config(**changes)
+    shapes, model = Shapes.of_model(config), empty_model(config)
+    assert list(shapes.of.items()) == [(name, tensor.shape) for name, tensor in model.state_dict().items()]
+    assert shapes.buffers == dict(model.named_buffers()).keys()
+    assert shapes.parameters == sum(each.numel() for each in model.parameters())
+
+
+def test_no_layer_is_made_that_the_weights_have_not(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_json(exported / "config.json", lambda content: content["model"].update(layers=10_000))
+    made = []
+    monkeypatch.setattr("longstride.launcher.models.exported.empty_model", made.append)
+    with pytest.raises(ConfigError, match=r"it lacks blocks\.1\..* more$"):
+        load_model(exported)
+    assert not made
+
+
+def test_header_longer_than_the_models_is_not_read(exported: Path) -> None:
+    (exported / "model.safetensors").write_bytes((2**63).to_bytes(8, "little") + bytes(100))
+    with pytest.raises(ConfigError, match=r"a header of 9,223,372,036,854,775,808 bytes, where that of the model"):
+        load_model(exported)
