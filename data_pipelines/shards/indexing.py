@@ -5,7 +5,9 @@ extension that is asked for, whatever the order of members and whatever lies bet
 that could be read without all before it: such tars are copied once, uncompressed.
 """
 
+import fcntl
 import io
+import json
 import os
 import re
 import shutil
@@ -19,6 +21,7 @@ from longstride.data_pipelines.durable import durable_file
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.formats import HEAD_BYTES, file_format, unpacked
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, open_plain, parse_json, read_plain
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import DataManifest, IndexRow, ShardRecord, SplitRecord
 from longstride.data_pipelines.shards.places import FoundTar, deal_tars, find_tars
@@ -31,6 +34,7 @@ _HEAD_BYTES = 2**16  # of a member, which tell what file it is
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key and extension, as WebDataset divides a member's name
 _PASSED_OVER = re.compile(r"(.*/)?\.[^/]*$|(.*/)?__[^/]*__($|/)")  # hidden files, and WebDataset's own
 _SOURCE_BYTES = 2**20  # of a tar, read at once
+_ASIDE, _LOCK, _PLACED = ".index-", "lock", "placed.json"  # a folder in the output, and what is in it besides
 _UNPACK = "copy the set with its tars uncompressed by --unpack into another folder, with room for them"
 
 
@@ -72,14 +76,18 @@ def index_tars(
     if not unpack and (packed := [tar for tar in taken if tar.source != tar.name]):
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
     copied = {tar.name for tar in taken if unpack and not (is_beside and tar.source == tar.name)}
+    _remove_leftovers(output)
     _check_output(output, [tar.name for tar in taken], copied)
     reader = _Reader(open_store(base, remote), kind, ending, complete, copied, properties or {})
     reader.left_out["tars_of_no_split"] = len(tars) - len(taken)
     is_new = not output.exists()
     with os_errors_as_data_errors(output):
         output.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".index-", dir=output))
+        aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=output))
+        lock = os.open(aside / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
+        with suppress(OSError):  # where a file system has no locks, what a killed command left stays
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         records = reader.read_splits(dealt, aside, progress)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
@@ -89,20 +97,49 @@ def index_tars(
             made={"settings": {"extension": ending}, "left_out": reader.left_out},
             tars="." if unpack else place,
         )
-        with os_errors_as_data_errors(output):
-            for shard in manifest.shards():
-                (output / shard.index_name).parent.mkdir(parents=True, exist_ok=True)
-                for name in (shard.index_name, *({shard.name} & copied)):
-                    (aside / name).rename(output / name)
-        with durable_file(output / DataManifest.FILE_NAME, aside) as file:  # last: it makes a data folder of all
-            file.write(manifest.to_json().encode())
+        names = [name for shard in manifest.shards() for name in (shard.index_name, *({shard.name} & copied))]
+        _put_in_place(aside, output, names, manifest)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        os.close(lock)
         reader.store.close()
         if is_new:
             with suppress(OSError):
                 output.rmdir()  # where nothing came of it
     return manifest
+
+
+def _put_in_place(aside: Path, output: Path, names: Sequence[str], manifest: DataManifest) -> None:
+    """Moves files of these names to the output; the manifest comes last, as it makes a data folder of them.
+
+    What is moved is told before, for ``_remove_leftovers``. Raises DataError.
+    """
+    with os_errors_as_data_errors(output):
+        with durable_file(aside / _PLACED, aside) as file:
+            file.write(json.dumps({name: (aside / name).stat().st_ino for name in names}).encode())
+        for name in names:
+            (output / name).parent.mkdir(parents=True, exist_ok=True)
+            (aside / name).rename(output / name)
+    with durable_file(output / DataManifest.FILE_NAME, aside) as file:
+        file.write(manifest.to_json().encode())
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Removes what killed commands left: their folders, and what they had put in place without a manifest.
+
+    A folder whose command is at work is locked, and stays.
+    """
+    for aside in sorted(output.glob(f"{_ASIDE}*")):
+        with suppress(OSError, ValueError), open_plain(aside / _LOCK, follow_links=False) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (aside / _PLACED).exists() and not (output / DataManifest.FILE_NAME).exists():
+                placed = parse_json(read_plain(aside / _PLACED, MOST_JSON_BYTES, follow_links=False))
+                for name, number in placed.items():
+                    path = output / name
+                    is_inside = not {"", ".", ".."} & set(name.split("/"))
+                    if is_inside and path.is_file() and path.lstat().st_ino == number:  # else it is another file by now
+                        path.unlink()
+            shutil.rmtree(aside)
 
 
 class _Reader:

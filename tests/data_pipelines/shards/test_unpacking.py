@@ -1,11 +1,15 @@
 """Compressed tars are copied uncompressed where that is asked for, and refused by name where not; and members."""
 
 import bz2
+import fcntl
 import gzip
 import io
 import itertools
+import json
 import lzma
+import os
 import tarfile
+from pathlib import Path
 
 import pytest
 import webdataset as wds
@@ -181,3 +185,55 @@ def test_no_more_than_a_block_of_a_compressed_tar_is_held(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**23 and DataFolder(tmp_path / "data").manifest.splits["train"].content_bytes == 2**26
+
+
+def is_killed(folder, output, renames) -> bool:
+    """Whether a command that dies behind so many renames has died."""
+    child = os.fork()
+    if child == 0:
+        left, rename = iter(range(renames)), Path.rename
+
+        def rename_or_die(path, target):
+            if next(left, None) is None:
+                os._exit(9)
+            return rename(path, target)
+
+        Path.rename = rename_or_die
+        index_tars([str(folder)], output, unpack=True, **ALL)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+
+
+def test_what_a_killed_command_left_is_removed_by_the_next(packed, tmp_path):
+    """Killed before each of its renames, the last of which makes the manifest appear."""
+    index_tars([str(packed[0])], tmp_path / "whole", unpack=True, **ALL)
+    kills = 0
+    while True:
+        output = tmp_path / str(kills)
+        if not is_killed(packed[0], output, kills):
+            break
+        index_tars([str(packed[0])], output, unpack=True, **ALL)
+        assert sorted(path.relative_to(output) for path in output.rglob("*")) == sorted(
+            path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*")
+        )
+        kills += 1
+    assert kills > 5
+
+
+def test_leftovers_of_a_command_at_work_and_files_of_others_stay(packed, tmp_path):
+    output = tmp_path / "data"
+    aside = output / ".index-held"
+    aside.mkdir(parents=True)
+    (tmp_path / "mine").write_bytes(b"mine")
+    (output / "theirs").write_bytes(b"theirs")
+    numbers = {"../mine": (tmp_path / "mine").stat().st_ino, "theirs": 0}
+    (aside / "placed.json").write_text(json.dumps(numbers))
+    with (aside / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        index_tars([str(packed[0])], output, unpack=True, **ALL)
+        assert aside.is_dir()
+    (output / "manifest.json").unlink()
+    with pytest.raises(DataError, match="there already; nothing is overwritten"):
+        index_tars([str(packed[0])], output, unpack=True, **ALL)
+    assert not aside.exists()
+    assert (tmp_path / "mine").read_bytes() == b"mine" and (output / "theirs").read_bytes() == b"theirs"
