@@ -7,13 +7,14 @@ A document is a row of bytes that can be read in pieces: a file of the input (``
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol, TypeVar, overload
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import Content, Modality, Properties
+from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
 
@@ -112,7 +113,7 @@ class FileDocument:
         path = self.path  # once: a Path is dearer to make than a small file is to read
 
         def open_file(stack: ExitStack) -> tuple[BinaryIO, Content]:
-            file = stack.enter_context(path.open("rb"))
+            file = stack.enter_context(open_plain(path))
             check_unchanged(path, file, self.file_bytes, self.modified_ns)
             return file, modality.open(path, file, properties)
 
@@ -157,7 +158,7 @@ class RecordDocument:
         def open_file(stack: ExitStack) -> tuple[Path, BinaryIO, RecordReader]:
             path = found.path
             with reading(path):
-                file = stack.enter_context(path.open("rb"))
+                file = stack.enter_context(open_plain(path))
                 check_unchanged(path, file, found.file_bytes, found.modified_ns)
                 return path, file, record_reader(path, file, self.field)
 
@@ -229,6 +230,7 @@ class LeftOut:
 
     empty: int = 0  # files
     symlinks: int = 0
+    no_files: int = 0  # pipes, sockets and devices
     records: dict[str, int] | None = None  # that are null or empty; None: the documents are no records
     endings: set[str] = field(default_factory=set)  # of names that were not asked for; for messages
 
@@ -248,9 +250,10 @@ def find_documents(
     occurrences: dict[bytes, int] = {}
     for file in _files(inputs, suffixes, exclude, left_out):
         if properties is None:
-            with reading(file.path), file.path.open("rb") as opened:
+            with reading(file.path), open_plain(file.path) as opened:
                 properties = modality.settle(file.path, opened, wanted)
-        size = modality.measure(file.path, properties)
+        with reading(file.path):
+            size = modality.measure(file.path, properties)
         if size == 0:
             left_out.empty += 1
             continue
@@ -275,7 +278,7 @@ def find_record_files(
     found: list[tuple[FileDocument, Records]] = []
     occurrences: dict[bytes, int] = {}
     for file in _files(inputs, suffixes, exclude, left_out):
-        with reading(file.path), file.path.open("rb") as opened:
+        with reading(file.path), open_plain(file.path) as opened:
             records = find_records(file.path, opened, field)
         counts["null_records"] += records.null
         counts["empty_records"] += records.empty
@@ -289,6 +292,7 @@ def find_record_files(
 
 def _nothing_found(inputs: Sequence[Path], suffixes: tuple[str, ...], left_out: LeftOut) -> DataError:
     counts = {"empty": left_out.empty, "symlinks": left_out.symlinks}
+    counts |= {"pipes, sockets or devices": left_out.no_files} if left_out.no_files else {}
     counts |= {name.replace("_", " "): count for name, count in (left_out.records or {}).items() if count}
     rule = "name other suffixes or folders"
     if left_out.endings:
@@ -332,6 +336,8 @@ def _files_of(
     if is_file:
         return str(given.parent), [os.fsencode(given.name)]
     if not is_folder:
+        with reading(given), suppress(FileNotFoundError):
+            plain_status(given)  # a pipe or a device is told by its name
         raise DataError(f"{given}: no such file or folder; name an input that exists")
 
     def refuse(error: OSError) -> None:
@@ -355,4 +361,6 @@ def _files_of(
                 left_out.symlinks += 1
             elif path.is_file():
                 paths.append(os.fsencode((under / name).as_posix()))
+            else:
+                left_out.no_files += 1
     return str(given), sorted(paths)

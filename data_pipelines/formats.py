@@ -6,21 +6,25 @@ it.
 """
 
 import gzip
+import io
 import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from longstride.data_pipelines.errors import DataError
 
+TAR = "a tar archive"
 PARQUET = "a Parquet file"  # the one format, of those that are not compressed, that a build can read
 HEAD_BYTES = 512  # of a file, which tell its format: a tar says what it is at byte 257
 _BLOCK_BYTES = 2**18  # unpacked at once
 _ZSTD_INPUT_BYTES = 2**11  # at once: they may hold 64 MiB, which zstandard gives in one
-_ZSTD_WINDOW_BYTES = 2**31  # at most, as `zstd --long=31` writes
+_WINDOW_BYTES = 2**29  # at most, which a decoder looks back: as `zstd --long=29` and `xz -9` write
+# A few bytes may hold any number. No text that is worth training on holds as many for each of its own.
+_MOST_RATIO, _FREE_BYTES = 200, 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,21 @@ def file_format(head: bytes) -> FileFormat | None:
 def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[bytes, None, None]:
     """Blocks of what a compressed file holds, from where it is open on; several parts laid end to end are one.
 
-    ``path`` is for messages. Raises DataError for a file that is damaged or cut short, and for a library that is
-    missing.
+    ``path`` is for messages. Raises DataError for a file that is damaged or cut short, for one of more than a GiB that
+    holds more than 200 times its own bytes, and for a library that is missing.
     """
     assert kind.unpack is not None
+    packed = _Counted(file)
+    held = 0
     try:
-        yield from kind.unpack(file)
+        for block in kind.unpack(cast("BinaryIO", packed)):
+            held += len(block)
+            if held > _FREE_BYTES + _MOST_RATIO * packed.count:
+                raise DataError(
+                    f"{path}: is {kind.name}, and holds more than {_MOST_RATIO} times its own bytes; unpack it first, "
+                    f"such as with `{kind.program} FILE`, if there is room"
+                )
+            yield block
     except DataError:
         raise
     except ImportError as error:
@@ -64,6 +77,22 @@ def unpacked(path: Path | str, file: BinaryIO, kind: FileFormat) -> Generator[by
             raise
         words = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{path}: is {kind.name}, and damaged or cut short ({words}); fetch it again") from error
+
+
+class _Counted(io.RawIOBase):
+    """A file that is read on, and how many bytes of it have been."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.count = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, fewer at the end."""
+        content = self._file.read(size)
+        self.count += len(content)
+        return content
 
 
 class UnpackedContent:
@@ -114,7 +143,7 @@ def _xz(file: BinaryIO) -> Iterator[bytes]:
     import lzma
 
     try:
-        yield from _joined(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
+        yield from _joined(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, 2 * _WINDOW_BYTES))
     except lzma.LZMAError as error:
         raise ValueError(str(error)) from error
 
@@ -147,13 +176,13 @@ def _zstd(file: BinaryIO) -> Iterator[bytes]:
     while given := file.read(_ZSTD_INPUT_BYTES):
         while given:
             if frame is None:
-                frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
+                frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
             try:
                 block = frame.decompress(given)
             except zstandard.ZstdError as error:
                 raise ValueError(str(error)) from error
-            if block:
-                yield block
+            for place in range(0, len(block), _BLOCK_BYTES):
+                yield block[place : place + _BLOCK_BYTES]
             given = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
@@ -164,8 +193,9 @@ def _mark(pattern: bytes) -> re.Pattern[bytes]:
     return re.compile(pattern, re.DOTALL)
 
 
+GZIP = FileFormat("compressed by gzip", _mark(rb"\x1f\x8b\x08"), _gzip, "gunzip")
 _FORMATS = (
-    FileFormat("compressed by gzip", _mark(rb"\x1f\x8b\x08"), _gzip, "gunzip"),
+    GZIP,
     FileFormat("compressed by zstd", _mark(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), _zstd, "zstd -d"),
     FileFormat("compressed by bzip2", _mark(rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"), _bzip2, "bunzip2"),
     FileFormat("compressed by xz", _mark(rb"\xfd7zXZ\0"), _xz, "unxz"),
@@ -175,7 +205,7 @@ _FORMATS = (
     FileFormat("a zip archive", _mark(rb"PK(\x03\x04|\x05\x06|\x07\x08)"), program="unzip"),
     FileFormat("a 7z archive", _mark(rb"7z\xbc\xaf\x27\x1c"), program="7z x"),
     FileFormat("a RAR archive", _mark(rb"Rar!\x1a\x07"), program="unrar x"),
-    FileFormat("a tar archive", _mark(rb".{257}ustar(\x0000|  \0)"), program="tar xf"),
+    FileFormat(TAR, _mark(rb".{257}ustar(\x0000|  \0)"), program="tar xf"),
     FileFormat(PARQUET, _mark(rb"PAR1[\0-\x08\x0e-\x1f]")),
     FileFormat("an Arrow file", _mark(rb"ARROW1\0")),
     FileFormat("an Avro file", _mark(rb"Obj\x01")),

@@ -20,10 +20,12 @@ from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, U
 SUFFIXES = (".jsonl", ".jsonl.bz2", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")  # of files with records
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs put before the first line
 _BLOCK_BYTES = 2**18
-_MOST_LINE_BYTES = 2**30  # a line is held whole, and a file without line ends would be one
+_MOST_LINE_BYTES = 2**25  # a line is held whole, lists in it take twenty times their bytes, and a file without line
+# ends would be one
 _BATCH_ROWS = 64  # of a Parquet file, held at once
 _BUFFER_BYTES = 2**20
-_JSON = json.JSONDecoder(parse_int=float)  # numbers are passed over, and int() refuses those of many digits
+# Numbers are passed over: they would take memory, and int() refuses those of many digits.
+_JSON = json.JSONDecoder(parse_int=lambda _: 0, parse_float=lambda _: 0.0)
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -119,12 +121,12 @@ def _lines(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
         first, *rest = block.split(b"\n")
         parts.append(first)
         held += len(first)
+        if held > _MOST_LINE_BYTES:
+            raise DataError(f"{path}:{number + 1}: a line of more than {_MOST_LINE_BYTES:,} bytes; is it JSON Lines?")
         for part in rest:
             number += 1
             yield b"".join(parts) + b"\n"
             parts, held = [part], len(part)
-        if held > _MOST_LINE_BYTES:
-            raise DataError(f"{path}:{number + 1}: a line of more than {_MOST_LINE_BYTES:,} bytes; is it JSON Lines?")
     if held:
         yield b"".join(parts)
 

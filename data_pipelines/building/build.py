@@ -17,6 +17,7 @@ from longstride.data_pipelines.building.folders import (
     UnfinishedFolder,
     check_apart,
     check_output,
+    check_room,
     open_output,
     real_path,
 )
@@ -160,6 +161,7 @@ class _Coordinator:
         check_output(output, settings)
         check_apart(inputs, output)
         self._plan = plan = make_plan()
+        check_room(output, plan.content_bytes)
         self._output = open_output(output, plan)
         self._records: dict[str, ShardRecord] = {}
         self.done_bytes = 0  # content bytes of the shards that are finished

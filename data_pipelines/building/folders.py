@@ -29,6 +29,7 @@ from longstride.data_pipelines.building.shard_writer import Piece, is_planned
 from longstride.data_pipelines.durable import NO_LOCKS, durable_file, flush_folder, make_folders
 from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.palette import Palette
+from longstride.data_pipelines.plain_files import MOST_JSON_BYTES, parse_json, plain_status, read_plain
 from longstride.data_pipelines.shards import DataManifest, ShardRecord, verify
 from longstride.data_pipelines.stores import open_store
 
@@ -90,6 +91,15 @@ def check_output(output: Path, settings: BuildSettings) -> None:
             raise DataError(f"{output}: holds a data set made with other settings; {_KEPT}")
     except OSError as error:  # no permission for the output, or for a folder above it
         raise _cannot_be_made(output, error.strerror or str(error)) from error
+
+
+def check_room(output: Path, content_bytes: int) -> None:
+    """Raises DataError where a whole empty disk would not hold so much: a file may state any length, without room."""
+    with os_errors_as_data_errors(output):
+        room = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).total
+    if content_bytes > room > 0:  # some file systems do not say
+        rule = f"the input says {content_bytes:,} bytes of content, and the disk has {room:,} in all"
+        raise DataError(f"{output}: {rule}; exclude what is that long, or name an output on a larger disk")
 
 
 def open_output(output: Path, plan: BuildPlan) -> "PresentOutput | UnfinishedBuild":
@@ -237,7 +247,7 @@ class UnfinishedBuild:
         with os_errors_as_data_errors(place.folder):
             if place.holds_finished:
                 try:
-                    begun = json.loads(plan_path.read_bytes())
+                    begun = parse_json(read_plain(plan_path, MOST_JSON_BYTES))
                 except (OSError, ValueError) as error:
                     raise DataError(f"{plan_path}: damaged ({error}); remove {place.folder} to start over") from error
                 if begun != plan.identity:
@@ -263,10 +273,10 @@ class UnfinishedBuild:
         """The record of a shard if it is finished and holds these pieces, else None."""
         place = self.place
         try:
-            record = ShardRecord(**json.loads(place.record_path(name).read_bytes()))
-            sizes = [(place.data / file).stat().st_size for file in (name, record.index_name)]
+            record = ShardRecord.parse(parse_json(read_plain(place.record_path(name), MOST_JSON_BYTES)))
+            sizes = [plain_status(place.data / file).st_size for file in (name, record.index_name)]
             recorded_sizes = [record.file_bytes, record.index_file.size]
-        except (OSError, TypeError, ValueError):
+        except (OSError, ValueError):
             return None
         assert self._plan is not None  # a build that goes on has begun
         is_this_one = record.name == name and is_planned(record, pieces, self._plan.settings.modality)

@@ -17,7 +17,7 @@ import webdataset as wds
 
 from longstride.data_pipelines.documents import Document, OpenInput
 from longstride.data_pipelines.modalities import Modality, Properties
-from longstride.data_pipelines.shards import ShardRecord
+from longstride.data_pipelines.shards import MOST_SAMPLES, ShardRecord
 
 SAMPLE_BYTES = 2**16  # a longer document becomes several samples: each is checked whole, and lost whole if damaged
 
@@ -42,7 +42,7 @@ class Piece:
 
 
 def pack(documents: Iterable[Document], shard_bytes: int, modality: Modality) -> Iterator[list[Piece]]:
-    """The pieces of each shard: in order, as many as fit into ``shard_bytes``, and at least one.
+    """The pieces of each shard: in order, as many as fit into ``shard_bytes`` and an index, and at least one.
 
     Only a document longer than a shard goes on in the next shard: contexts that end with documents are rarely cut.
     """
@@ -53,7 +53,7 @@ def pack(documents: Iterable[Document], shard_bytes: int, modality: Modality) ->
         for offset in range(0, document.size, step):
             piece = Piece(document, offset, min(step, document.size - offset))
             together = document.size if offset == 0 and document.size <= shard_bytes else piece.size
-            if pieces and filled + together > shard_bytes:
+            if pieces and (filled + together > shard_bytes or len(pieces) == MOST_SAMPLES):
                 yield pieces
                 pieces, filled = [], 0
             pieces.append(piece)

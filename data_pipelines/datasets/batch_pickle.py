@@ -19,6 +19,9 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.modalities import CHANNELS
 
 _BYTE_TYPES = (b"u1", b"|u1", b"uint8")
+_MOST_BYTES = 2**27  # of a batch, which is held whole: the published ones have 31 MB
+_MOST_STEPS = 2**20  # of its program: they have a tenth of them
+_MOST_SHOWN = 200  # characters of what a pickle says
 
 
 class RefusedPickleError(Exception):
@@ -32,6 +35,9 @@ class PickledBatch(Planes):
         """See ``Planes``; without ``stop`` all pictures. Raises DataError for a pickle that holds anything else."""
 
         def load(_: ExitStack) -> np.ndarray:
+            if self.member.size > _MOST_BYTES:
+                rule = f"{self.member.size:,} bytes, where a batch has {_MOST_BYTES:,} at most"
+                raise DataError(f"{self.member.shown}: {rule}; fetch it again")
             with OpenInput() as open_file:  # `open_input` keeps the array
                 content = self.member.read(open_file, 0, self.member.size)
             try:
@@ -49,7 +55,7 @@ def batch_rows(content: bytes, row_bytes: int) -> np.ndarray:
     except RefusedPickleError:
         raise
     except Exception as error:  # unpickling may raise anything
-        words = " ".join(str(error).split()) or type(error).__name__
+        words = " ".join(str(error)[:_MOST_SHOWN].split()) or type(error).__name__
         raise RefusedPickleError(f"cannot be read as a pickle ({words})") from error
     data = batch.get(b"data", batch.get("data")) if isinstance(batch, dict) else None
     if not isinstance(data, _Array):
@@ -61,7 +67,8 @@ class _Type:
     """Stands for numpy.dtype."""
 
     def __init__(self, name: Any = None, *_: Any) -> None:
-        self.name = name.encode() if isinstance(name, str) else name
+        # Longer ones are no type's, and one text may be asked for again and again.
+        self.name = name.encode() if isinstance(name, str) and len(name) < 8 else name
 
     def __setstate__(self, state: Any) -> None:
         """Byte order and the like: single bytes have none."""
@@ -117,9 +124,36 @@ _KNOWN = {
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _DTYPE,
 }
-# Out-of-band buffers, arrays of any claimed length, and names that other code registered in this process.
+# Out-of-band buffers, arrays of any claimed length, names that other code registered in this process, and sets.
 _BUFFERS = pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.BYTEARRAY8
-_REFUSED_OPCODES = (*_BUFFERS, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+_SETS = pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET
+_REFUSED_OPCODES = (*_BUFFERS, *_SETS, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+
+
+class _Steps(io.BytesIO):
+    """A pickle's bytes, which are read a few times for each step of its program."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._left = 4 * _MOST_STEPS
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next bytes. Raises RefusedPickleError for a program that has too many steps."""
+        self._left -= 1
+        if self._left < 0:
+            raise RefusedPickleError(f"has more than {_MOST_STEPS:,} steps, which no batch has")
+        return super().read(size)
+
+
+def _without_tuples(run: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """A step that makes items of a dictionary, whose keys are no tuples: of some the hash takes for ever."""
+
+    def checked(unpickler: Any) -> None:
+        if any(isinstance(key, tuple) for key in unpickler.stack[keys]):
+            raise RefusedPickleError("has a key that no batch has")
+        run(unpickler)
+
+    return checked
 
 
 class _Unpickler(pickle._Unpickler):
@@ -129,8 +163,18 @@ class _Unpickler(pickle._Unpickler):
         code: run for code, run in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_OPCODES
     }
 
+    # Where a step finds its keys on the stack.
+    dispatch |= {
+        code[0]: _without_tuples(pickle._Unpickler.dispatch[code[0]], keys)
+        for code, keys in (
+            (pickle.SETITEM, slice(-2, -1)),
+            (pickle.SETITEMS, slice(0, None, 2)),
+            (pickle.DICT, slice(0, None, 2)),
+        )
+    }
+
     def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content), encoding="bytes")
+        super().__init__(_Steps(content), encoding="bytes")
         self._encodable = len(content)  # characters: each is at least a byte of the pickle, encoded once
 
     def find_class(self, module: str, name: str) -> Any:
@@ -138,13 +182,13 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) == ("_codecs", "encode"):
             return _Named(self._encode)
         if (module, name) not in _KNOWN:
-            raise RefusedPickleError(f"asks for {module}.{name}, which no batch of CIFAR-10 does")
+            raise RefusedPickleError(f"asks for {f'{module}.{name}':.{_MOST_SHOWN}}, which no batch of CIFAR-10 does")
         return _KNOWN[module, name]
 
     def _encode(self, text: Any, encoding: Any = None) -> bytes:
         """Stands for codecs.encode, with which Python 3 writes bytes into pickles of protocol 2."""
         if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-            raise RefusedPickleError(f"asks for an encoding, {encoding!r}, that no batch has")
+            raise RefusedPickleError("asks for an encoding that no batch has")
         self._encodable -= len(text)
         if self._encodable < 0:
             raise RefusedPickleError("encodes one text again and again, which no batch does")

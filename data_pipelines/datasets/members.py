@@ -5,20 +5,28 @@ A deflated file is read once, from its beginning to its end: reading on is cheap
 
 import gzip
 import hashlib
+import io
+import os
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from longstride.data_pipelines.documents import OpenInput, changed, check_unchanged
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.formats import GZIP, HEAD_BYTES, TAR, file_format, unpacked
+from longstride.data_pipelines.plain_files import open_plain, plain_status
+from longstride.data_pipelines.shards import TarStream
 
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06")
 _HASH_BYTES = 2**20
+_MOST_AT_ONCE = 2**27  # bytes
+_MOST_MEMBERS = 2**20  # of an archive
 try:
     from lzma import LZMAError
 except ImportError:  # a Python that was built without it cannot read such members
@@ -99,7 +107,7 @@ class Member:
     def _open(self, stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
         """The file on the disk, and the stream behind all layers."""
         path = Path(self.path)
-        file = stack.enter_context(path.open("rb"))
+        file = stack.enter_context(_open_modest(path))
         check_unchanged(path, file, self.file_bytes, self.modified_ns)
         stream: Any = file
         for layer in self.layers:
@@ -110,38 +118,55 @@ class Member:
         return file, stream
 
 
+class _ModestFile(io.BufferedReader):
+    """A file that gives no more at once than a batch has: a zip says itself how long its list of members is."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next bytes. Raises ValueError for more at once than anything needs."""
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        size = left if size is None or size < 0 else min(size, left)
+        if size > _MOST_AT_ONCE:
+            raise ValueError(f"claims that {size:,} bytes belong together, where {_MOST_AT_ONCE:,} are the most")
+        return super().read(size)
+
+
+def _open_modest(path: Path) -> BinaryIO:
+    return cast("BinaryIO", _ModestFile(cast("Any", open_plain(path)).detach()))
+
+
 def members_of(path: Path) -> list[Member]:
     """The files that an archive (.zip, .tar or .tar.gz) holds. Any other file is its own only member.
 
     Raises DataError for a file that cannot be read, and for an archive that is damaged or cut short.
     """
     member = whole_file(path)
-    with _archive_errors(member.shown), path.open("rb") as file:
-        head = file.read(4)
+    with _archive_errors(member.shown), _open_modest(path) as file:
+        head = file.read(HEAD_BYTES)
         file.seek(0)
-        if head in _ZIP_MAGIC:
+        if head[:4] in _ZIP_MAGIC:
             with zipfile.ZipFile(file) as archive:
                 return [
                     replace(member, name=entry.filename, layers=(entry.filename,), size=entry.file_size)
                     for entry in archive.infolist()
                     if not entry.is_dir()
                 ]
+        kind = file_format(head)
         layers: tuple[str | None, ...] = (None,) if head[:2] == _GZIP_MAGIC else ()
-        if not layers and not tarfile.is_tarfile(file):
+        if not layers and (kind is None or kind.name != TAR):
             return [member]
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:gz" if layers else "r:") as tar:
+        blocks = (block for block in iter(lambda: file.read(_HASH_BYTES), b""))
+        with closing(TarStream(str(path), unpacked(path, file, GZIP) if layers else blocks)) as stream:
             return [
-                replace(member, name=entry.name, layers=layers, offset=entry.offset_data, size=entry.size)
-                for entry in tar
-                if entry.isreg()
+                replace(member, name=entry.name, layers=layers, offset=stream.offset, size=entry.size)
+                for entry in islice(stream.members(), _MOST_MEMBERS)
+                if entry.isreg() and not entry.issparse()
             ]
 
 
 def whole_file(path: Path) -> Member:
     """A file on the disk as it is, archive or not. Raises DataError where there is none."""
     with _archive_errors(str(path)):
-        status = path.stat()
+        status = plain_status(path)
     return Member(str(path), path.name, (), 0, status.st_size, status.st_size, status.st_mtime_ns)
 
 

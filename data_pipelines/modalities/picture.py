@@ -19,6 +19,9 @@ from longstride.data_pipelines.errors import DataError
 
 MAX_PIXELS = 2**26  # of a file, or of what is made of it: a few bytes of a file may claim any number
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM")  # Pillow knows more, some of which start other programs
+_MOST_FILE_BYTES = 6 * MAX_PIXELS + 2**20  # of which some formats are read whole: 48 bits a pixel, and a header
+_MOST_METADATA_BYTES = 2**16  # of EXIF, as a JPEG file's: each entry may claim all of it again
+_SLOW, _MOST_SLOW_PIXELS = ("ppm", "ppm_plain"), 2**22  # decoders that Pillow has in Python: a microsecond a pixel
 _ORIENTATION = 0x0112  # EXIF's number for it
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -70,14 +73,23 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _opened(file: BinaryIO) -> Image.Image:
     """The picture by its header, not decoded yet."""
+    size = file.seek(0, 2)
+    if size > _MOST_FILE_BYTES:
+        raise ValueError(f"has {size:,} bytes, where {_MOST_FILE_BYTES:,} are the most")
+    file.seek(0)
     picture = Image.open(file, formats=_FORMATS)
     if picture.width * picture.height > MAX_PIXELS:
         raise Image.DecompressionBombError
+    if any(tile[0] in _SLOW for tile in picture.tile) and picture.width * picture.height > _MOST_SLOW_PIXELS:
+        raise ValueError(f"a PPM of more than {_MOST_SLOW_PIXELS:,} pixels must be binary and have values up to 255")
     return picture
 
 
 def _orientation(picture: Image.Image) -> int:
     """1 to 8, as EXIF numbers them; 1 is upright."""
+    for name in ("exif", "Raw profile type exif"):
+        if len(picture.info.get(name, b"")) > 2 * _MOST_METADATA_BYTES:  # the second in two digits a byte
+            raise ValueError(f"its EXIF has more than {_MOST_METADATA_BYTES:,} bytes")
     # The base class's method: PNG's own decodes the whole picture to look for metadata after it.
     orientation = Image.Image.getexif(picture).get(_ORIENTATION, 1)
     return orientation if orientation in _TURNS else 1
@@ -90,12 +102,12 @@ def _upright(picture: Image.Image) -> Image.Image:
     if picture.mode == "F":
         raise ValueError("its pixels are floating-point numbers")
     if picture.mode.startswith("I"):  # grey of 16 bits, which Pillow would clip to 255
-        upper = np.clip(np.asarray(picture).astype(np.int64) >> 8, 0, 255)
-        picture = Image.fromarray(upper.astype(np.uint8))
+        upper = np.asarray(picture) >> 8
+        picture = Image.fromarray(np.clip(upper, 0, 255, out=upper).astype(np.uint8))
     elif picture.mode in ("LA", "PA", "RGBA") or "transparency" in picture.info:
-        ground = Image.new("RGBA", picture.size, "white")
-        ground.alpha_composite(picture.convert("RGBA"))
-        picture = ground
+        if picture.mode != "RGBA" or "transparency" in picture.info:
+            picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
     picture = picture.convert("RGB")
     return picture.transpose(_TURNS[orientation]) if orientation in _TURNS else picture
 

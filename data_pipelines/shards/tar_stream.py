@@ -59,7 +59,11 @@ class TarStream:
                     f"{self._name}: no header of a tar behind {last}, at byte {start} ({reason}); {_REPAIR}"
                 ) from error
             held = archive.pax_headers
-            if member.size < 0 or len(member.name) > _MOST_NAME_CHARACTERS or len(held) > _MOST_GLOBAL_HEADERS:
+            if (
+                not 0 <= member.size < 2**62
+                or len(member.name) > _MOST_NAME_CHARACTERS
+                or len(held) > _MOST_GLOBAL_HEADERS
+            ):
                 raise self._damaged_header(start)
             if sum(len(name) + len(value) for name, value in held.items()) > _MOST_HEADER_BYTES:
                 raise self._damaged_header(start)

@@ -168,7 +168,7 @@ def test_cifar10_with_a_batch_missing_is_refused(cifar, tmp_path):
         ({"data_batch_1.bin": b"\x0a" * 3073 * 30}, r"data_batch_1\.bin: a label is 10, not under 10"),
         ({"test_batch.bin": b"\0" * 3073}, "holds no picture to train on"),
         ({"data_batch_1": b"\0" * 3073}, r"data_batch_1: cannot be read as a pickle .*; nothing of it was run"),
-        ({"a.tar.gz": b"\x1f\x8b" + b"\0" * 99}, r"a\.tar\.gz: is damaged or cut short"),
+        ({"a.tar.gz": b"\x1f\x8b" + b"\0" * 99}, r"a\.tar\.gz: is compressed by gzip, and damaged or cut short"),
     ],
     ids=["empty", "CIFAR-100", "rows", "nothing", "label", "test alone", "no pickle", "no archive"],
 )
@@ -184,7 +184,7 @@ def test_cifar10_refuses_in_one_line(tmp_path, files, rule):
 def test_archive_that_is_cut_short_is_refused(cifar, tmp_path, share):
     whole = cifar["binary archive"].read_bytes()
     (tmp_path / "cut.tar.gz").write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(DataError, match=r"cut\.tar\.gz: is damaged or cut short"):
+    with pytest.raises(DataError, match=r"cut\.tar\.gz: is compressed by gzip, and damaged or cut short"):
         made("cifar10", tmp_path / "cut.tar.gz", tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir()] == ["cut.tar.gz"]
 
@@ -203,11 +203,11 @@ def test_unrelated_archives_beside_a_dataset_are_passed_over(cifar, cifar_built,
     monkeypatch.setattr(dataset_module, "members_of", lambda path: opened.append(path.name) or members(path))
     made("cifar10", source, tmp_path / "again", shard_bytes=20_000)
     assert opened == ["cifar-10-binary.tar.gz"]
-    with pytest.raises(DataError, match=r"a\.tar\.gz: is damaged or cut short"):
+    with pytest.raises(DataError, match=r"a\.tar\.gz: is compressed by gzip, and damaged or cut short"):
         made("cifar10", source / "a.tar.gz", tmp_path / "other")
     (source / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8bxxxx")
     (source / "cifar-10-binary.tar.gz").rename(mine)
-    with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz: is damaged or cut short"):
+    with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz: is compressed by gzip, and damaged or cut short"):
         made("cifar10", source, tmp_path / "other")
 
 

@@ -1,0 +1,248 @@
+"""Data folders, tars, archives and records that lie: one line each, in bounded time and memory, by every data verb."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from longstride.data_pipelines.building import build
+from tests.harness.data.published_files import pictures, write_cifar, zipped
+from tests.hostile.commands import Commands, Outcome
+from tests.hostile.generators.archives import ARRAYS, BOMBS, NAMES, PICKLES, TARS, gzip_bomb, member, zstd_bomb
+from tests.hostile.generators.files import HOSTILE_JSON, NO_FILES, replace, sparse
+from tests.hostile.generators.shards import FIELDS, LIES, VALUES, set_field
+
+FILES = ("manifest.json", "train-00000.tar", "train-00000.index.npy")
+FIELD_CASES = [(field, value) for field in FIELDS for value in VALUES]
+
+
+@pytest.fixture(scope="session")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder of a few shards."""
+    base = tmp_path_factory.mktemp("honest")
+    for number in range(12):
+        (base / "texts").mkdir(exist_ok=True)
+        (base / "texts" / f"{number}.txt").write_text(f"text {number}\n" * 40)
+    build([base / "texts"], base / "data", validation_fraction=0.2, shard_bytes=1200)
+    return base / "data"
+
+
+@pytest.fixture(scope="session")
+def usual(commands: Commands, honest: Path) -> dict[str, Outcome]:
+    """What the verbs do with an honest folder."""
+    found = {verb: commands("data", verb, honest) for verb in ("verify", "show")}
+    assert [outcome.code for outcome in found.values()] == [0, 0], [outcome.err for outcome in found.values()]
+    return found
+
+
+def sampled(cases: Iterable[object], every: int) -> list[object]:
+    """All cases; what is not each so-manieth is of the campaign."""
+    return [
+        case if not number % every else pytest.param(case, marks=pytest.mark.campaign)
+        for number, case in enumerate(cases)
+    ]
+
+
+def check_found(outcome: Outcome, usual: Outcome) -> None:
+    """Refused by a line, or by `verify` with lines of what is damaged."""
+    if outcome.code == 1 and outcome.words[1] == "verify":
+        outcome.check_bounded(usual)
+        lines = outcome.out.splitlines()
+        assert lines and max(map(len, lines)) <= 1000, outcome.out[:2000]
+    else:
+        outcome.check_refused(usual)
+
+
+@pytest.mark.parametrize("case", sampled(FIELD_CASES, 25), ids=str)
+def test_manifest_of_other_types(
+    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, case: tuple[tuple[object, ...], str]
+) -> None:
+    folder = shutil.copytree(honest, tmp_path / "data")
+    set_field(folder, case[0], VALUES[case[1]])
+    check_found(commands("data", "show", folder), usual["show"])
+
+
+@pytest.mark.parametrize("what", sampled(HOSTILE_JSON, 5))
+@pytest.mark.parametrize("verb", ["verify", "show"])
+def test_manifest_of_other_json(
+    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, verb: str, what: str
+) -> None:
+    folder = shutil.copytree(honest, tmp_path / "data")
+    (folder / "manifest.json").write_bytes(HOSTILE_JSON[what]())
+    check_found(commands("data", verb, folder), usual[verb])
+
+
+@pytest.mark.parametrize("kind", sampled(NO_FILES, 4))
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_in_the_place_of_one(
+    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = shutil.copytree(honest, tmp_path / "data")
+    replace(folder / name, kind)
+    for verb in ("verify", "show"):
+        check_found(commands("data", verb, folder, *["--split", "train"] * (verb == "show")), usual[verb])
+
+
+@pytest.mark.parametrize("what", sampled(LIES, 6))
+def test_sealed_folder_that_lies(
+    commands: Commands, honest: Path, usual: dict[str, Outcome], tmp_path: Path, what: str
+) -> None:
+    folder = shutil.copytree(honest, tmp_path / "data")
+    LIES[what](folder)
+    for verb in ("verify", "show"):
+        check_found(commands("data", verb, folder, *["--split", "train"] * (verb == "show")), usual[verb])
+
+
+@pytest.fixture(scope="session")
+def indexed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What `data index` does with an honest tar."""
+    folder = tmp_path_factory.mktemp("indexed")
+    (folder / "train.tar").write_bytes(member("a.txt") + bytes(1024))
+    outcome = commands("data", "index", folder / "train.tar", "--output", folder / "out", "--validation-fraction", 0)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def index(commands: Commands, tar: Path, *options: str) -> Outcome:
+    output = tar.parent / "out"
+    outcome = commands("data", "index", tar, "--output", output, "--validation-fraction", 0, *options)
+    assert outcome.code == 0 or not output.exists(), list(output.rglob("*"))
+    return outcome
+
+
+@pytest.mark.parametrize("what", sampled(TARS, 5))
+def test_tar_that_lies(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+    tar = tmp_path / "train.tar"
+    tar.write_bytes(TARS[what]())
+    outcome = index(commands, tar)
+    if outcome.code == 0:  # what it holds beside
+        outcome.check_bounded(indexed)
+        manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+        shards = manifest["splits"]["train"]["shards"]
+        expected = 5001 if what == "a thousand global headers" else 5
+        assert [shard["content_bytes"] % expected for shard in shards] == [0]
+    else:
+        outcome.check_refused(indexed)
+
+
+@pytest.mark.parametrize("name", sampled(NAMES, 3))
+def test_name_of_a_member_leads_nowhere(commands: Commands, indexed: Outcome, tmp_path: Path, name: str) -> None:
+    tar = tmp_path / "sub" / "train.tar"
+    tar.parent.mkdir()
+    tar.write_bytes(member(name) + bytes(1024))
+    outcome = index(commands, tar, "--unpack")
+    outcome.check_bounded(indexed)
+    assert outcome.code == 0, outcome.err
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        "train.tar", "manifest.json", "train.index.npy"
+    }  # fmt: skip
+    shown = commands("data", "show", tar.parent / "out")
+    assert shown.code == 0 and "\x1b" not in shown.out + shown.err and "\u202e" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_sparse_tar(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+    BOMBS[what](tmp_path / "train.tar")
+    index(commands, tmp_path / "train.tar").check_refused(indexed)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("ending", "bomb"), [(".tar.gz", gzip_bomb), (".tar.zst", zstd_bomb)])
+def test_bomb(commands: Commands, indexed: Outcome, tmp_path: Path, ending: str, bomb: Callable[[int], bytes]) -> None:
+    tar = tmp_path / f"train{ending}"
+    tar.write_bytes(bomb(2**40 if ending == ".tar.zst" else 2**36))
+    outcome = index(commands, tar, "--unpack")
+    assert "holds more than 200 times its own bytes" in outcome.check_refused(indexed)
+    path = tmp_path / "a.txt"
+    tar.rename(path)
+    built = commands("data", "build", path, "--output", tmp_path / "built", "--validation-fraction", 0)
+    built.check_refused(indexed)
+
+
+@pytest.mark.parametrize("kind", sampled([kind for kind in NO_FILES if kind != "folder"], 3))
+def test_no_file_among_sources(commands: Commands, indexed: Outcome, tmp_path: Path, kind: str) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(3):
+        (texts / f"{number}.txt").write_text(f"{number}\n" * 9)
+    replace(texts / "no.txt", kind)
+    outcome = commands("data", "build", texts, "--output", tmp_path / "data")
+    outcome.check_bounded(indexed)
+    assert outcome.code == 0, outcome.err
+    left_out = "1 symlinks" if "link" in kind else "1 pipes sockets and devices"
+    assert left_out in outcome.err
+    commands("data", "build", texts / "no.txt", "--output", tmp_path / "other").check_refused(indexed)
+    tar = tmp_path / "train.tar"
+    replace(tar, kind)
+    index(commands, tar).check_refused(indexed)
+
+
+RECORDS: dict[str, tuple[Callable[[Path], object], bool]] = {  # and whether it is taken
+    "a line of 10 GB": (lambda path: sparse(path, 10 * 2**30), False),
+    "numbers of 5,000 digits": (lambda path: write(path, b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"), True),
+    "a text of 5,000 digits": (lambda path: write(path, b'{"text": ' + b"9" * 5000 + b"}\n"), False),
+    "100,000 lists deep": (lambda path: write(path, b'{"text": "a", "n": ' + b"[" * 100_000 + b"\n"), False),
+    "30 MB of lists": (lambda path: write(path, b'{"text": "a", "n": [' + b"[]," * 10_000_000 + b"[]]}\n"), True),
+    "30 MB of numbers": (lambda path: write(path, b'{"text": "a", "n": [' + b"1.5," * 7_500_000 + b"1]}\n"), True),
+    "300 MB of a text": (lambda path: write(path, b'{"text": "' + b"x" * 300_000_000 + b'"}\n'), False),
+    "half a character": (lambda path: write(path, b'{"text": "\\ud800"}\n'), False),
+    "zeros": (lambda path: write(path, bytes(4096)), False),
+    "a field of 200 kB": (lambda path: write(path, b'{"' + b"n" * 200_000 + b'": 1}\n'), False),
+}
+
+
+def write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("what", sampled(RECORDS, 3))
+def test_records(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+    make, is_taken = RECORDS[what]
+    make(tmp_path / "a.jsonl")
+    words = ("--output", tmp_path / "data", "--field", "text", "--validation-fraction", 0)
+    outcome = commands("data", "build", tmp_path / "a.jsonl", *words)
+    if is_taken:
+        outcome.check_bounded(indexed)
+        assert outcome.code == 0 and "train 1 bytes of 1 documents" in outcome.err, outcome.err
+    else:
+        outcome.check_refused(indexed)
+
+
+def test_text_of_a_sparse_petabyte(commands: Commands, indexed: Outcome, tmp_path: Path) -> None:
+    sparse(tmp_path / "a.txt", 2**43)
+    outcome = commands("data", "build", tmp_path / "a.txt", "--output", tmp_path / "data", "--validation-fraction", 0)
+    assert "and the disk has" in outcome.check_refused(indexed)
+
+
+@pytest.mark.parametrize("what", sampled(PICKLES, 4))
+def test_batch_of_cifar10(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+    folder = write_cifar(tmp_path / "cifar", {"data_batch_2": pictures(3, 32)}, "python3")
+    (folder / "data_batch_1").write_bytes(PICKLES[what]())
+    words = ("--dataset", "cifar10", "--unpublished", "--input", folder, "--output", tmp_path / "data")
+    commands("data", "build", *words, folder=tmp_path).check_refused(indexed)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("what", sampled(ARRAYS, 4))
+@pytest.mark.parametrize("is_zipped", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_batch_of_imagenet64(commands: Commands, indexed: Outcome, tmp_path: Path, what: str, is_zipped: bool) -> None:
+    (tmp_path / "set").mkdir()
+    content = ARRAYS[what]()
+    if is_zipped:
+        zipped(tmp_path / "set/Imagenet64_train_part1_npz.zip", {"train_data_batch_1.npz": content})
+    else:
+        (tmp_path / "set/train_data_batch_1.npz").write_bytes(content)
+    words = ("--dataset", "imagenet64", "--unpublished", "--input", tmp_path / "set", "--output", tmp_path / "data")
+    commands("data", "build", *words, folder=tmp_path).check_refused(indexed)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("what", sampled(TARS, 6))
+def test_archive_of_a_dataset(commands: Commands, indexed: Outcome, tmp_path: Path, what: str) -> None:
+    (tmp_path / "cifar.tar").write_bytes(TARS[what]())
+    words = ("--dataset", "cifar10", "--unpublished", "--input", tmp_path / "cifar.tar", "--output", tmp_path / "data")
+    commands("data", "build", *words).check_refused(indexed)

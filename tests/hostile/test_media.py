@@ -1,0 +1,103 @@
+"""Pictures and sounds that lie, alone and among honest ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.commands import Commands, Outcome
+from tests.hostile.generators.files import NO_FILES, replace, sparse
+from tests.hostile.generators.media import PICTURES, SOUNDS, png, wav
+from tests.hostile.test_data_folders import sampled
+
+ENDS = {"image": ".png", "audio": ".wav"}
+HONEST = {"image": png(4, 4, rows=(b"\0" + bytes(12)) * 4), "audio": wav()}
+OPTIONS = {"image": ("--image-size", "4x4"), "audio": ("--rate", "8000")}
+
+
+@pytest.fixture(scope="session")
+def honest(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What a build does with an honest file of each modality."""
+    outcomes = {}
+    for modality, content in HONEST.items():
+        folder = tmp_path_factory.mktemp(modality)
+        (folder / f"a{ENDS[modality]}").write_bytes(content)
+        outcomes[modality] = build(commands, folder, modality)
+        assert outcomes[modality].code == 0, outcomes[modality].err
+    return outcomes
+
+
+def build(commands: Commands, folder: Path, modality: str, *options: str) -> Outcome:
+    words = ("--modality", modality, "--output", folder.parent / f"{folder.name}-built", "--validation-fraction", 0)
+    return commands("data", "build", folder, *words, *options)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["as it is", "converted"])
+@pytest.mark.parametrize(
+    ("modality", "what"),
+    [
+        pytest.param(modality, what, marks=[] if number % 7 == 0 else pytest.mark.campaign)
+        for modality, kinds in (("image", PICTURES), ("audio", SOUNDS))
+        for number, what in enumerate(kinds)
+    ],
+)
+def test_file_that_lies(
+    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, modality: str, what: str, asked: bool
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / f"a{ENDS[modality]}").write_bytes({"image": PICTURES, "audio": SOUNDS}[modality][what]())
+    outcome = build(commands, folder, modality, *OPTIONS[modality] if asked else ())
+    outcome.check_refused(honest[modality])
+    assert not (tmp_path / "files-built").exists()
+
+
+@pytest.mark.parametrize("modality", ENDS)
+def test_file_of_a_sparse_terabyte(
+    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, modality: str
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    path = folder / f"a{ENDS[modality]}"
+    path.write_bytes(HONEST[modality] if modality == "image" else wav(before=b"junk\xff\xff\xff\x7f"))
+    sparse(path, 2**40)
+    build(commands, folder, modality).check_refused(honest[modality])
+
+
+@pytest.mark.parametrize("channels", [1024, pytest.param(65_535, marks=pytest.mark.campaign)])
+def test_many_channels_are_mixed_in_bounded_memory(
+    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, channels: int
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    frames = 2**27 // channels
+    (folder / "a.wav").write_bytes(wav(channels=channels, data=b"", size=frames * channels))
+    sparse(folder / "a.wav", 44 + frames * channels)
+    outcome = build(commands, folder, "audio")
+    outcome.check_bounded(honest["audio"])
+    assert outcome.code == 0 and f"train {frames:,} bytes of 1 documents" in outcome.err, outcome.err
+
+
+@pytest.mark.parametrize("kind", ["RGBA", pytest.param("I;16", marks=pytest.mark.campaign)])
+def test_largest_picture_is_converted_in_bounded_memory(
+    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    depth, colours, wide = (8, 6, 4) if kind == "RGBA" else (16, 0, 2)
+    (folder / "a.png").write_bytes(png(8192, 8192, rows=bytes((8192 * wide + 1) * 8192), depth=depth, kind=colours))
+    outcome = build(commands, folder, "image", "--image-size", "4x4")
+    outcome.check_bounded(honest["image"])
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("modality", ENDS)
+@pytest.mark.parametrize("kind", sampled([kind for kind in NO_FILES if kind != "folder"], 4))
+def test_no_file_in_the_place_of_one(
+    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, modality: str, kind: str
+) -> None:
+    path = tmp_path / f"a{ENDS[modality]}"
+    replace(path, kind)
+    words = ("--modality", modality, "--output", tmp_path / "built", "--validation-fraction", 0)
+    commands("data", "build", path, *words).check_refused(honest[modality])
