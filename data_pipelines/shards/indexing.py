@@ -54,10 +54,10 @@ def index_tars(
     ``places`` are folders, tars, patterns (``*``, ``{000..012}``) or URLs of them. ``unpack``: the tars may be
     compressed, and are copied into ``output`` as plain ones, but for plain ones that lie there. ``extension`` names the
     member of a sample that holds its content (None: the modality's own); a sample without it is left out and counted,
-    or refused where all must be ``complete``. ``splits`` are ``NAME=PATTERN``; without any, ``train*`` and ``validation*`` are
-    told by their names, and where there is no validation split ``validation_fraction`` (None: 0.05) of the tars become
-    one. ``properties`` are asked of all members, where these do not tell of themselves. ``progress`` is called with the
-    bytes of tars, (done, in all). Nothing is overwritten.
+    or refused where all must be ``complete``. ``splits`` are ``NAME=PATTERN``; without any, ``train*`` and
+    ``validation*`` are told by their names, and where there is no validation split ``validation_fraction`` (None: 0.05)
+    of the tars become one. ``properties`` are asked of all members, where these do not tell of themselves. ``progress``
+    is called with the bytes of tars, (done, in all). Nothing is overwritten.
 
     Raises DataError, naming tar and member, for what cannot be read as it lies, and for an output that is taken.
     """
