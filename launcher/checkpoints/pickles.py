@@ -107,18 +107,20 @@ def unsafe_content(path: Path | str) -> str | None:
 
 
 def _is_archive(path: Path | str) -> bool:
-    """Whether a file is a zip archive as torch.save writes it, by its table of contents alone.
+    """Whether a file is a zip archive as torch.save writes it, by its table of contents and without its tensors.
 
     Older formats are read as they go on, TorchScript's by another reader; and what is compressed may have any size.
     """
     try:
         with open_plain(Path(path)) as file, zipfile.ZipFile(file) as archive:
             records = archive.infolist()
+            pickled = [record for record in records if record.filename.endswith(".pkl")]
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            if not stored or len(pickled) != 1 or pickled[0].file_size > _MOST_PICKLED_BYTES:
+                return False
+            return b"bytearray" not in archive.read(pickled[0])  # which torch would make of any size
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error):
         return False
-    pickled = [record for record in records if record.filename.endswith(".pkl")]
-    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
-    return stored and len(pickled) == 1 and pickled[0].file_size <= _MOST_PICKLED_BYTES
 
 
 def refusal_line(content: str) -> str:
