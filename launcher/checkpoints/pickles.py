@@ -43,7 +43,6 @@ from longstride.launcher.output import AgreedError
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
-_BYTEARRAYS = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # torch lets a pickle make them, filled
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 _MOST_PICKLED_BYTES = 2**24  # beside the tensors: about 100 for each of them
 # What reading comes to where types, keys, sizes or shapes are others than a run of ours writes.
@@ -121,7 +120,7 @@ def _unreadable(path: Path | str) -> str | None:
             content = archive.read(pickled[0])
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, struct.error):
         return _NO_ARCHIVE
-    return "a bytearray, which may be of any size" if any(call in content for call in _BYTEARRAYS) else None
+    return "a bytearray, which torch would make of any size" if b"bytearray" in content else None
 
 
 def refusal_line(content: str) -> str:
