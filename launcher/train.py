@@ -112,7 +112,6 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         stop.add_source(TimeIsUp(config.train.max_seconds, options.started or psutil.Process().create_time()))
 
     # Late: deepspeed takes seconds to import, which a mistake in the file should not cost.
-    from longstride.data_pipelines.order import LostWorkerError
     from longstride.launcher.data import Run, RunData, check_output, check_replay, profile_steps, resolve_steps
     from longstride.launcher.engine import check_engine, compile_kernels, prepare_accelerator
     from longstride.launcher.ranks import Ranks
@@ -142,11 +141,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         profile_steps=profiled,
     )
     if options.replay is not None:
-        try:
-            return replay_step(run, int(options.replay))
-        except LostWorkerError as lost:
-            say(str(lost))
-            return exit_codes.HUNG
+        return replay_step(run, int(options.replay))
     choose_start(run)
     train, apart = config.train, config.data.apart
     division = Division(ranks.sequence_rank, ranks.sequence_parallel, None, train.sequence_exchange)
@@ -196,10 +191,10 @@ def _train(run: Run, stop: StopFlag, launcher_gone: LauncherGone) -> int:
                 Trainer(run, engine, guards, plateau, watchdog).train(state)
             except StopAskedError as stopping:
                 code, ending = exit_codes.REQUEUE, f"stopped by {stopping}; --resume auto goes on"
+            except LostWorkerError as lost:
+                code, ending = exit_codes.HUNG, f"lost a process that reads data: {lost}; --resume auto goes on"
             except GuardStopError as stopped:
                 code, ending = exit_codes.GUARDED, f"stopped by a guard: {stopped}"
-            except LostWorkerError as lost:
-                code, ending = exit_codes.HUNG, f"{lost}; --resume auto goes on"
             except NotSavedError as error:
                 code, ending = exit_codes.UNFORESEEN, f"error: {error}"
             if ending is not None:

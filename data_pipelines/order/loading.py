@@ -15,7 +15,6 @@ alone: so under ``substitute`` whole contexts are read and verified, and a span 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, pairwise
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy as np
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Contexts, Cut, Span
 from longstride.data_pipelines.order.lanes import Lanes, block_order, shard_order, substitutes
-from longstride.data_pipelines.order.workers import side_by_side
+from longstride.data_pipelines.order.workers import Workers
 from longstride.data_pipelines.settings import ON_DAMAGE, REPAIR, SHUFFLE_BYTES
 from longstride.data_pipelines.shards import SampleReader
 
@@ -43,12 +42,15 @@ class StreamSettings:
     on_damage: str = "abort"
     workers: int = 0  # processes that read ahead
     prefetch: int = 2  # steps that each worker reads ahead
-    timeout_seconds: float = 900.0  # that a worker is waited for
+    worker_timeout_seconds: float = 900.0  # that nothing may come from a worker which is waited for
 
     def __post_init__(self) -> None:
         for name, least in (("shuffle_bytes", 0), ("workers", 0), ("prefetch", 1)):
             if getattr(self, name) < least:
                 raise DataError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if not 0 < self.worker_timeout_seconds < float("inf"):
+            rule = "must be a positive number, such as 900"
+            raise DataError(f"worker_timeout_seconds={self.worker_timeout_seconds!r}: {rule}")
         if self.span is not None:
             self.span.within(self.context)
         shard_order(0, self.seed, 0)  # refuses a seed that cannot be used
@@ -182,18 +184,18 @@ def load_rows(
     """The contexts of a rank's lanes at each step from global batch ``first_batch`` on, without end.
 
     With workers, as many processes read as there are workers, and lanes for. Raises DataError as ``LanesReader`` does,
-    and LostWorkerError where a worker is gone or stands still.
+    and LostWorkerError.
     """
     num_readers = max(1, min(settings.workers, len(own)))
     bounds = [number * len(own) // num_readers for number in range(num_readers + 1)]
     readers = [LanesReader(contexts, lanes, own[first:end], settings) for first, end in pairwise(bounds)]
     if settings.workers == 0:
-        for batch in count(first_batch):
-            yield readers[0].take(*lanes.position(batch))
+        yield from _share(readers[0], lanes, first_batch)
     contexts.split.close()  # a fork in the midst of a fetch could stand still in the child
-    shares = [partial(_share, reader, lanes, first_batch) for reader in readers]
-    with closing(side_by_side(shares, settings.prefetch, settings.timeout_seconds)) as steps:
-        for step in steps:
+    shares = [_share(reader, lanes, first_batch) for reader in readers]
+    with closing(Workers(shares, settings.prefetch, settings.worker_timeout_seconds)) as workers:
+        while True:
+            step = workers.take()
             yield (
                 step[0]
                 if len(step) == 1
@@ -208,9 +210,8 @@ def load_rows(
 
 
 def _share(reader: LanesReader, lanes: Lanes, first_batch: int) -> Iterator[LaneRows]:
-    """A worker's share of every step."""
-    for batch in count(first_batch):
-        yield reader.take(*lanes.position(batch))
+    """What one process reads: its lanes at each step from a global batch on, without end."""
+    return (reader.take(*lanes.position(batch)) for batch in count(first_batch))
 
 
 def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:

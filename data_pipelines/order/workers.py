@@ -1,156 +1,188 @@
-"""Processes that read ahead, and what becomes of one that is killed or stands still.
+"""Processes that read ahead for a rank, each its own share of every step; and how the rank learns of their ends.
 
-Torch's loader tells of a killed worker by an error in the midst of whatever its rank computes, and waits for a stopped
-one for ever. Here a rank finds either where it takes from that worker, and nowhere else, so that it can save.
+A worker shares a socket with its rank, and nothing with other workers: one that is killed or stopped in the midst of a
+message holds no lock and spoils no queue. A thread of the rank receives what a worker sends, so that the rank itself
+never waits in a read that does not end. What had arrived of a worker's shares is still taken after its death; only then
+is it missed. Nothing is raised in the midst of what the rank computes.
 """
 
+from __future__ import annotations
+
 import atexit
+import ctypes
 import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from multiprocessing.connection import Connection
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from longstride.data_pipelines.errors import DataError
 
-_LOOK_SECONDS = 1.0
-_END_SECONDS = 5.0  # in which a killed process is gone
-Item = TypeVar("Item")
+Share = TypeVar("Share")
+_FORK = multiprocessing.get_context("fork")
+_LOOK_SECONDS = 1.0  # a rank that was stopped itself, or whose machine slept, has waited for no more than that
+_END_SECONDS = (
+    5.0  # for a killed process to be gone; one that a dead disk holds takes longer, and is left to the system
+)
+_SET_PDEATHSIG = 1  # prctl(2)
 
 
-class LostWorkerError(Exception):
-    """A process that reads ahead was ended, or sent nothing in time. Nothing is known to be wrong with the data."""
+class LostWorkerError(RuntimeError):
+    """A worker was killed, or has brought nothing for so long that it must be stopped: no mistake of the user."""
 
 
-def side_by_side(
-    sources: Sequence[Callable[[], Iterator[Item]]], ahead: int, timeout_seconds: float
-) -> Generator[list[Item], None, None]:
-    """Steps of one item from each source, in their order; each source is a process of its own.
+class _Failure(NamedTuple):
+    """What a worker sends in place of a share that it cannot read."""
 
-    A process makes at most so many items ``ahead``. Closing ends all of them, stopped ones too.
+    error: Exception
+    stack: str
 
-    Raises:
-        DataError: as a source does.
-        RuntimeError: any other error of a source, with its traceback.
-        LostWorkerError: a process is gone, or sends nothing for ``timeout_seconds``.
+
+class Workers(Generic[Share]):
+    """As many processes as there are shares, which are read there, each ``prefetch`` items ahead of those taken.
+
+    ``shares``: endless iterators; none has been begun, and none is to be used here.
     """
-    workers: list[_Worker[Item]] = []
-    try:
-        for number, source in enumerate(sources):
-            workers.append(_Worker(number, source, ahead, [worker.connection for worker in workers]))
-        for worker in workers:  # only now: a process is not forked from among threads that read for another
-            worker.listen()
-        while True:
-            yield [worker.take(timeout_seconds) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.end()
+
+    def __init__(self, shares: Sequence[Iterator[Share]], prefetch: int, timeout_seconds: float) -> None:
+        self._owner = os.getpid()
+        self._workers: list[_Worker[Share]] = []
+        atexit.register(self.close)  # multiprocessing would ask them to end by a signal that they ignore, and wait
+        try:
+            for number, share in enumerate(shares):
+                name = f"loader worker {number + 1} of {len(shares)}"
+                elsewhere = [each.connection for each in self._workers]
+                self._workers.append(_Worker(name, share, prefetch, timeout_seconds, elsewhere))
+        except OSError:  # so many are not to be had
+            self.close()
+            raise
+        for worker in self._workers:  # only now: a fork is best done by a process of few threads
+            worker.receiving.start()
+
+    def take(self) -> list[Share]:
+        """The next item of each share.
+
+        Raises:
+            LostWorkerError: a worker is gone, or nothing has come from it for ``timeout_seconds``.
+            Exception: what the reading of a share raised.
+        """
+        return [worker.take() for worker in self._workers]
+
+    def close(self) -> None:
+        """Ends the processes at once, stopped ones too."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._owner:  # a copy in a forked process
+            return
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
 
 
-class _Worker(Generic[Item]):
-    """A process that makes items as they are asked for, and the thread of this one that takes them from it."""
+class _Worker(Generic[Share]):
+    """One process, as its rank has it."""
 
     def __init__(
-        self, number: int, source: Callable[[], Iterator[Item]], ahead: int, others: Sequence[Connection]
+        self, name: str, share: Iterator[Share], prefetch: int, timeout_seconds: float, elsewhere: list[Connection]
     ) -> None:
-        self.connection, theirs = multiprocessing.Pipe()
-        self._ahead = ahead
-        self._thread: threading.Thread | None = None
-        self._received: queue.SimpleQueue[Item | Exception | None] = queue.SimpleQueue()  # None: the process is gone
-        arguments = (source, theirs, [*others, self.connection], os.getpid())
-        self._process = multiprocessing.Process(
-            target=_serve, args=arguments, daemon=True, name=f"loader worker {number}"
-        )
-        self._process.start()
-        atexit.register(self._process.kill)  # it ignores what multiprocessing would end it by
-        theirs.close()  # so that the process alone holds it, and its end is that of the connection
+        self._timeout = timeout_seconds
+        self.connection, theirs = _FORK.Pipe()
+        # The system would end it with the thread that forked it, and only the main thread lives as long as its process.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        arguments = (share, prefetch, theirs, [self.connection, *elsewhere], parent)
+        self.process = _FORK.Process(target=_work, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()  # the socket ends with the worker
+        self._name = f"{name} (process {self.process.pid})"
+        self._received: queue.SimpleQueue[Share | _Failure | None] = queue.SimpleQueue()
+        self.receiving = threading.Thread(target=self._receive, daemon=True, name=name)
 
-    def listen(self) -> None:
-        """Asks for the first items, and takes what comes from now on."""
-        for _ in range(self._ahead):
-            self._ask()
-        # A thread, for an item that comes by half is waited for without a time-out.
-        self._thread = threading.Thread(target=self._receive, daemon=True, name=self._process.name)
-        self._thread.start()
-
-    def take(self, timeout_seconds: float) -> Item:
-        """The next item; raises as ``side_by_side`` does."""
-        waited, last = 0.0, time.monotonic()
-        while True:
-            try:
-                item = self._received.get(timeout=min(_LOOK_SECONDS, timeout_seconds))
-                break
-            except queue.Empty:
-                now = time.monotonic()
-                # Where this process was stopped as well, that time is not the other's.
-                waited, last = waited + min(now - last, 2 * _LOOK_SECONDS), now
-            if waited >= timeout_seconds:
-                what = f"sent nothing for {timeout_seconds:g} s: it is stopped, or its store stands still"
-                raise LostWorkerError(f"{self._name} {what}")
+    def take(self) -> Share:
+        """The next item; raises as ``Workers.take`` does."""
+        item = self._awaited()
         if item is None:
-            self._process.join(_END_SECONDS)
-            code = self._process.exitcode
-            how = "left" if code is None or code >= 0 else f"was ended by {signal.Signals(-code).name}"
-            hint = ", as where memory is short" if code == -signal.SIGKILL else ""
-            raise LostWorkerError(f"{self._name} {how}{hint}")
-        if isinstance(item, Exception):
-            raise item
-        self._ask()
+            self.process.join(_END_SECONDS)
+            raise LostWorkerError(f"{self._name} {_ending(self.process.exitcode)}")
+        if isinstance(item, _Failure):
+            if isinstance(item.error, DataError):
+                raise item.error
+            raise item.error from RuntimeError(f"in {self._name}:\n{item.stack}")
+        with suppress(OSError):  # it is gone, which is found once what it has sent is taken
+            self.connection.send_bytes(b"+")
         return item
 
-    def end(self) -> None:
-        """Ends the process at once."""
-        self._process.kill()  # the one signal that ends a stopped process too
-        self._process.join(_END_SECONDS)
-        atexit.unregister(self._process.kill)
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
-        self.connection.close()
+    def close(self) -> None:
+        """Waits for the end of the killed process, and lets go of it."""
+        self.process.join(_END_SECONDS)
+        if self.process.exitcode is not None and self.receiving.ident is not None:
+            self.receiving.join()
+            self.connection.close()
 
-    @property
-    def _name(self) -> str:
-        return f"{self._process.name} (process {self._process.pid})"
-
-    def _ask(self) -> None:
-        with suppress(OSError):  # it is gone, which ``take`` will find
-            self.connection.send_bytes(b"1")
+    def _awaited(self) -> Share | _Failure | None:
+        """What has come from the process; None: it is gone. Raises LostWorkerError where nothing comes in time."""
+        waited = 0.0
+        while waited < self._timeout:
+            piece = min(_LOOK_SECONDS, self._timeout - waited)
+            try:
+                return self._received.get(timeout=piece)
+            except queue.Empty:
+                waited += piece
+        rule = "is stopped, or its disk or store does not answer; data.worker_timeout_seconds says how long to wait"
+        raise LostWorkerError(f"{self._name} has brought nothing for {self._timeout:g} s: it {rule}")
 
     def _receive(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                self._received.put(self.connection.recv())
-        self._received.put(None)
+        """What the receiving thread does: it hands on what comes, to the end of it."""
+        while True:
+            try:
+                item = self.connection.recv()
+            except (EOFError, OSError):
+                item = None
+            except Exception as error:  # of a class that cannot be rebuilt
+                item = _Failure(error, traceback.format_exc())
+            self._received.put(item)
+            if item is None or isinstance(item, _Failure):
+                return
 
 
-def _serve(
-    source: Callable[[], Iterator[Item]], connection: Connection, others: Sequence[Connection], parent: int
+def _ending(code: int | None) -> str:
+    """How a process came to its end, in words."""
+    if code is None:
+        return "has closed its connection"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    cause = "; the system does so where memory runs out" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{cause}"
+
+
+def _work(
+    share: Iterator[Share], prefetch: int, connection: Connection, of_rank: Sequence[Connection], parent: int | None
 ) -> None:
-    """What the process does: an item for each message, until an error, or until the process that asks is gone."""
+    """What a worker does, as long as its rank lives."""
     # What asks a run to stop reaches its whole group of processes; a worker is needed until its rank has saved.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for each in others:  # a copy that is held here would hide the end of another process
+    if parent is not None and sys.platform == "linux":  # a stopped worker does not see the end of its socket
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            return
+    for each in of_rank:  # else the socket would not end with the rank
         each.close()
-    items = source()
-    with suppress(EOFError, OSError):
-        while True:
-            while not connection.poll(_LOOK_SECONDS):
-                if os.getppid() != parent:
-                    return
-            connection.recv_bytes()
-            item: Item | Exception
+    with suppress(EOFError, ConnectionError):  # the rank is gone
+        for sent in count():
+            if sent >= prefetch:
+                connection.recv_bytes()  # an item was taken
             try:
-                item = next(items)
-            except DataError as error:
-                item = error
-            except Exception:
-                item = RuntimeError(f"in {multiprocessing.current_process().name}:\n{traceback.format_exc()}")
+                item: Share | _Failure = next(share)
+            except Exception as error:
+                item = _Failure(error, traceback.format_exc())
             connection.send(item)
-            if isinstance(item, Exception):
+            if isinstance(item, _Failure):
                 return

@@ -25,13 +25,8 @@ from longstride.data_pipelines.errors import DataError, os_errors_as_data_errors
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.stores.cache import Cache, lock_file, unlock_file
 from longstride.data_pipelines.stores.local import Store, StoredFile
-from longstride.data_pipelines.stores.transport import (
-    DifferentFileError,
-    FolderUrl,
-    RefusedError,
-    Transport,
-    mend_after_fork,
-)
+from longstride.data_pipelines.stores.transfers import DifferentFileError, LimitError, RefusedError, Transfer
+from longstride.data_pipelines.stores.transport import FolderUrl, Transport, mend_after_fork
 
 CHUNK_BYTES = 8 * 2**20  # of a request where bodies cannot be streamed; halved with every failure
 SMALLEST_CHUNK_BYTES = 2**18
@@ -68,7 +63,12 @@ class RemoteStore(Store):
         return self._url.shown_of(name)
 
     def read(self, name: str) -> bytes:
-        return self._answer(lambda transport: transport.whole(name), self._url.shown_of(name))
+        process = self._in_process()
+        transfer = Transfer(name, None, self.settings)
+        content = bytearray()
+        for block in _rest_of(process.transport(), transfer, process.stop):
+            content[transfer.have - len(block) :] = block  # the first one again where the file changed meanwhile
+        return bytes(content)
 
     def sizes(self) -> None:
         """None: it would take a request for each file."""
@@ -90,9 +90,9 @@ class RemoteStore(Store):
 
     def blocks(self, name: str, size: int) -> Generator[bytes, None, None]:
         process = self._in_process()
-        patience = _Patience(self.settings, process.stop)
+        transfer = Transfer(name, size, self.settings)
         try:
-            yield from _rest_of(process.transport(), name, 0, size, patience)
+            yield from _rest_of(process.transport(), transfer, process.stop)
         except DifferentFileError as error:
             shown = self.path_for_messages(name)
             raise DataError(f"{shown}: {error}: it changed while it was read; start again") from None
@@ -105,7 +105,7 @@ class RemoteStore(Store):
         while True:
             try:
                 return ask(transport)
-            except RefusedError as error:
+            except (RefusedError, LimitError) as error:
                 raise _refused(shown, error) from None
             except Exception as error:
                 problem = transport.reason(error)
@@ -188,7 +188,7 @@ def fetch_file(
         if not target.exists():  # else another process has just finished it
             url = FolderUrl(folder_url)
             url.check_protocol()
-            transport = Transport(url, settings.timeout_seconds)
+            transport = Transport(url, settings)
             mend = "fetch it by hand and look at it"
             _Download(transport, file, handle, partial, settings, threading.Event(), mend, advance).run()
             with os_errors_as_data_errors(target):
@@ -226,7 +226,7 @@ class _InProcess:
         """This process's connection, made when it is first needed."""
         with self._lock:
             if self._transport is None:
-                self._transport = Transport(self._url, self._settings.timeout_seconds)
+                self._transport = Transport(self._url, self._settings)
             return self._transport
 
     def cache(self) -> Cache:
@@ -320,12 +320,10 @@ class _Download:
         for _ in range(ROUNDS):
             try:
                 self._take_up()
-                patience = _Patience(self.settings, self.stop)
-                for content in _rest_of(self.transport, self.file.name, self._have, self.file.size, patience):
+                transfer = Transfer(self.file.name, self.file.size, self.settings, self._have)
+                for content in _rest_of(self.transport, transfer, self.stop):
                     if self.stop.is_set():
                         raise StoppedError
-                    if self._have + len(content) > self.file.size:
-                        raise DifferentFileError(f"more than the {self.file.size} bytes that it should have")
                     self._write(content)
                 if self._digest.hexdigest() == self.file.sha256:
                     return
@@ -385,7 +383,7 @@ class _Patience:
         self.failures = 0 if progress else self.failures + 1
         if self.failures >= self._attempts:
             raise DataError(
-                f"{shown}: {problem}; given up after {self.failures} attempts in a row without a byte; "
+                f"{shown}: {problem}; given up after {self.failures} attempts in a row that brought nothing new; "
                 "check the network and the server, and start again: a file goes on where it broke off"
             )
         longest = min(FIRST_WAIT_SECONDS * WAIT_GROWTH**self.failures, LONGEST_WAIT_SECONDS)
@@ -395,29 +393,38 @@ class _Patience:
             raise StoppedError
 
 
-def _rest_of(transport: Transport, name: str, have: int, size: int, patience: _Patience) -> Iterator[bytes]:
-    """The bytes of a file from ``have`` on. Each attempt goes on where the last one ended.
+def _rest_of(transport: Transport, transfer: Transfer, stop: threading.Event) -> Iterator[bytes]:
+    """The bytes of a file from ``transfer.have`` on. Each attempt goes on where the last one ended.
 
-    Raises DataError after the last attempt, and DifferentFileError.
+    Raises DataError after the last attempt and where a bound is passed, and DifferentFileError.
     """
-    shown = transport.url.shown_of(name)
-    while have < size:
-        before = have
+    shown = transport.url.shown_of(transfer.name)
+    patience = _Patience(transfer.settings, stop)
+    while transfer.have != transfer.size:
+        before = transfer.have
         chunk_bytes = max(CHUNK_BYTES >> patience.failures, SMALLEST_CHUNK_BYTES)
         try:
-            for content in transport.stream(name, have, size, chunk_bytes):
-                have += len(content)
-                yield content
-            problem = f"the body ended after {have} of {size} bytes"
-        except RefusedError as error:
+            yield from transport.stream(transfer, chunk_bytes)
+            if transfer.size is None:
+                return
+            problem = f"the body ended after {transfer.have} of {transfer.size} bytes"
+        except (RefusedError, LimitError) as error:
             raise _refused(shown, error) from None
         except DifferentFileError:
             raise
         except Exception as error:
             problem = transport.reason(error)
-        if have < size:
-            patience.after(problem, shown, progress=have > before)
+        if transfer.have == transfer.size:
+            return
+        with transfer.waiting():
+            patience.after(problem, shown, progress=transfer.have > before)
+        try:
+            transfer.check_pace()
+        except LimitError as error:
+            raise _refused(shown, error) from None
 
 
-def _refused(shown: str, error: RefusedError) -> DataError:
+def _refused(shown: str, error: RefusedError | LimitError) -> DataError:
+    if isinstance(error, LimitError):
+        return DataError(f"{shown}: {error}")
     return DataError(f"{shown}: {error}; check the location, and the credentials in the environment if it asks for any")

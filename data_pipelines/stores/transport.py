@@ -3,6 +3,7 @@
 One call is one attempt, bounded by the time-outs of the protocol's library: `remote.py` repeats it.
 """
 
+import asyncio
 import inspect
 import re
 import ssl
@@ -12,29 +13,18 @@ from typing import Any
 from urllib.parse import unquote
 
 from longstride.data_pipelines.errors import DataError
+from longstride.data_pipelines.settings import RemoteSettings
+from longstride.data_pipelines.stores.transfers import DifferentFileError, HttpStatusError, RefusedError, Transfer
 
-READ_BYTES = 2**20  # of an HTTP body at once, at most
+_SHOWN_CHARACTERS = 200  # of what a server or a library says
+_READ_CHARACTERS = 2000  # of it, to find what must not be shown
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.:-]*)://(?:(?P<user>[^/?#]*)@)?(?P<rest>.*)", re.DOTALL)
 _ANY_USER = re.compile(r"://[^/\s'\"]*@")
 _ANY_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\")]*")
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 _HTTP = ("http", "https")
 _LIBRARIES = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs"}
-_TRANSIENT_STATUSES = (408, 425, 429)  # of the 4xx: time-out, too early, too many requests
 # Errors that no second attempt mends, of libraries that may be missing: so by name.
 _FINAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
-
-
-class RefusedError(Exception):
-    """The server's answer is final (no such file, no access): one line that says so."""
-
-
-class DifferentFileError(Exception):
-    """The remote file is not the one in the manifest: one line that says why."""
-
-
-class HttpStatusError(OSError):
-    """An answer that may differ at the next attempt."""
 
 
 class FolderUrl:
@@ -62,6 +52,16 @@ class FolderUrl:
     def hide(self, text: str) -> str:
         """``text`` without this URL's secrets, and without users and queries of any other URL in it."""
         text = _ANY_QUERY.sub(r"\1?***", _ANY_USER.sub("://***@", text))
+        return self._without_secrets(text)
+
+    def told(self, text: object) -> str:
+        """What a server or a library says, as messages repeat it: one printable line, cut short, without secrets."""
+        # Own secrets first: a cut through one would leave what looks like none.
+        words = " ".join(self._without_secrets(str(text))[:_READ_CHARACTERS].split())
+        line = "".join(letter if letter.isprintable() else "?" for letter in self.hide(words))
+        return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]} …"
+
+    def _without_secrets(self, text: str) -> str:
         user = self._user[:-1]
         for secret in (user, user.partition(":")[2], self._query[1:]):
             for form in {secret, unquote(secret)}:
@@ -109,103 +109,100 @@ def mend_after_fork() -> None:
 class Transport:
     """One process's connection to a remote folder. No other process may use it."""
 
-    def __init__(self, url: FolderUrl, timeout_seconds: float) -> None:
+    def __init__(self, url: FolderUrl, settings: RemoteSettings) -> None:
         import fsspec
 
-        self.url, self._timeout = url, timeout_seconds
+        self.url, self._settings = url, settings
         try:
-            self._filesystem = fsspec.filesystem(
-                url.protocol, skip_instance_cache=True, **_options(url.protocol, timeout_seconds)
-            )
+            self._filesystem = fsspec.filesystem(url.protocol, skip_instance_cache=True, **_options(url, settings))
         except Exception as error:  # any library, any reason
             raise DataError(
-                f"{url.shown}: {url.protocol}:// cannot be read here ({url.hide(_one_line(error))}); "
+                f"{url.shown}: {url.protocol}:// cannot be read here ({url.told(_words(error))}); "
                 "good ones are https:// and s3://"
             ) from error
         if hasattr(self._filesystem, "retries"):
             self._filesystem.retries = 1  # s3fs would try five times by itself for each of our attempts
 
-    def whole(self, name: str) -> bytes:
-        """A whole file, in one attempt. Raises RefusedError, or whatever the protocol's library raises."""
-        file_url = self.url.of(name)
+    def find(self, *endings: str) -> dict[str, int | None]:
+        """Paths of the files below the folder that end in one of these, and their bytes, if known. One attempt.
+
+        Raises RefusedError, LimitError, or whatever the protocol's library raises.
+        """
+        sizes: dict[str, int | None] = {}
         with _final_answers(self.url):
             if self.url.protocol in _HTTP:
-                return b"".join(self._http_body(file_url, 0, None))
-            return self._filesystem.cat_file(file_url)
+                from longstride.data_pipelines.stores import web
 
-    def find(self, *endings: str) -> dict[str, int | None]:
-        """Paths of the files below the folder that end in one of these, and their bytes, if known. One attempt."""
-        url = self.url.of("").rstrip("/")
-        with _final_answers(self.url):
-            listed = self._filesystem.find(url, detail=True)
-        root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
-        names = {path.removeprefix(root): details for path, details in listed.items() if path.endswith(endings)}
-        return {name: names[name].get("size") for name in sorted(names) if "/." not in f"/{name}"}  # no hidden ones
+                sizes.update(web.find(self._filesystem, self.url.of, self._settings))
+            else:
+                url = self.url.of("").rstrip("/")
+                root = self._filesystem._strip_protocol(url).rstrip("/") + "/"
+                for path, details in self._call("find", url, detail=True).items():
+                    sizes[path.removeprefix(root)] = details.get("size")
+        return {name: sizes[name] for name in sorted(sizes) if name.endswith(endings) and "/." not in f"/{name}"}
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None where the server does not tell. One attempt, which raises as ``whole`` does."""
+        """Bytes of a file, None where the server does not tell. One attempt, which raises as ``find`` does."""
         with _final_answers(self.url):
-            return self._filesystem.size(self.url.of(name))
+            return self._call("info", self.url.of(name))["size"]
 
-    def stream(self, name: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
-        """Bytes from ``offset`` on of a file of ``size`` bytes, in one attempt. They may end early.
+    def stream(self, transfer: Transfer, chunk_bytes: int) -> Iterator[bytes]:
+        """Bytes of a file from ``transfer.have`` on, in one attempt. They may end early.
 
-        Raises RefusedError, DifferentFileError, or whatever the protocol's library raises.
+        Where the file's size is not known and it changed, they are its first ones: ``transfer.have`` tells behind which
+        byte of the file they end. Raises RefusedError, DifferentFileError, LimitError, or whatever the protocol's
+        library raises.
         """
-        file_url = self.url.of(name)
+        file_url = self.url.of(transfer.name)
         with _final_answers(self.url):
             if self.url.protocol in _HTTP:
-                yield from self._http_body(file_url, offset, size)
+                from longstride.data_pipelines.stores import web
+
+                yield from web.body(self._filesystem, file_url, transfer)
+            elif transfer.size is None:
+                transfer.check_size(self._call("info", file_url)["size"] or 0)
+                yield from self._chunk(file_url, transfer)
             else:
-                yield from self._chunks(file_url, offset, size, chunk_bytes)
+                yield from self._chunks(file_url, transfer, chunk_bytes)
 
     def reason(self, error: Exception) -> str:
         """Why an attempt failed, in one line."""
-        text = " ".join(str(error).split())
         kind = type(error).__name__
         if isinstance(error, HttpStatusError):
-            return text
+            return self.url.told(error)
         if isinstance(error, TimeoutError) or "Timeout" in kind:
-            return f"nothing came for {self._timeout:g} s ({kind})"
-        return self.url.hide(f"{kind}: {text}" if text else kind)
+            return f"nothing came for {self._settings.timeout_seconds:g} s ({kind})"
+        return self.url.told(f"{kind}: {error}" if str(error).strip() else kind)
 
-    def _chunks(self, url: str, offset: int, size: int, chunk_bytes: int) -> Iterator[bytes]:
+    def _chunks(self, url: str, transfer: Transfer, chunk_bytes: int) -> Iterator[bytes]:
         """For any filesystem of fsspec: one request per chunk. A chunk that breaks off is lost."""
-        while offset < size:
-            end = min(offset + chunk_bytes, size)
-            chunk = self._filesystem.cat_file(url, start=offset, end=end)
-            if len(chunk) > end - offset:  # the range was ignored
-                chunk = chunk[offset:end]
-            yield chunk
-            offset += len(chunk)
-            if offset < end:
-                remote_size = self._filesystem.size(url)
-                if remote_size is not None and remote_size != size:
-                    raise DifferentFileError(f"{remote_size} bytes, and it should have {size}")
+        assert transfer.size is not None
+        while transfer.have < transfer.size:
+            offset = transfer.have
+            end = min(offset + chunk_bytes, transfer.size)
+            yield from self._chunk(url, transfer, start=offset, end=end)
+            if transfer.have < end:
+                remote_size = self._call("info", url)["size"]
+                if remote_size is not None and remote_size != transfer.size:
+                    raise DifferentFileError(f"{remote_size} bytes, and it should have {transfer.size}")
                 return
 
-    def _http_body(self, url: str, offset: int, size: int | None) -> Iterator[bytes]:
-        """The body of one request, as it comes in: bytes that came before a connection broke are kept."""
+    def _chunk(self, url: str, transfer: Transfer, **interval: int) -> Iterator[bytes]:
+        with transfer.waiting():
+            chunk: bytes = self._call("cat_file", url, **interval)
+        if interval and len(chunk) > interval["end"] - interval["start"]:  # the range was ignored
+            chunk = chunk[interval["start"] : interval["end"]]
+        transfer.came(len(chunk))
+        yield chunk
+
+    def _call(self, method: str, url: str, **arguments: Any) -> Any:
+        """What a method of the filesystem returns, which ends by itself where it is no coroutine."""
         from fsspec.asyn import sync
 
-        # A compressed body would have other offsets and another length. A proxy may hold an old manifest.
-        headers = {"Accept-Encoding": "identity"}
-        if size is None:
-            headers["Cache-Control"] = "no-cache"
-        if offset:
-            headers["Range"] = f"bytes={offset}-"
-        loop = self._filesystem.loop
-        response = sync(loop, _request, self._filesystem, url, headers)
-        try:
-            _check_status(response, offset)
-            skip = _bytes_to_skip(response, offset, size)
-            while chunk := sync(loop, response.content.read, READ_BYTES):
-                dropped = min(skip, len(chunk))
-                skip -= dropped
-                if dropped < len(chunk):
-                    yield chunk[dropped:]
-        finally:
-            loop.call_soon_threadsafe(response.close)
+        if not self._filesystem.async_impl:
+            return getattr(self._filesystem, method)(url, **arguments)
+        call = getattr(self._filesystem, f"_{method}")(url, **arguments)
+        return sync(self._filesystem.loop, asyncio.wait_for, call, self._settings.window_seconds)
 
 
 @contextmanager
@@ -216,76 +213,35 @@ def _final_answers(url: FolderUrl) -> Iterator[None]:
     except FileNotFoundError:
         words = "no such file"
     except PermissionError as error:
-        words = f"access denied ({_one_line(error)})"
+        words = f"access denied ({_words(error)})"
     except ssl.CertificateError as error:
-        words = f"the server's certificate is not trusted ({_one_line(error)})"
-    except (NotImplementedError, ValueError) as error:
-        words = _one_line(error)
+        words = f"the server's certificate is not trusted ({_words(error)})"
+    except (NotImplementedError, ValueError, RefusedError) as error:
+        words = _words(error)
     except Exception as error:
         if type(error).__name__ not in _FINAL_ERRORS:
             raise
-        words = _one_line(error)
+        words = _words(error)
     else:
         return
-    raise RefusedError(url.hide(words))
+    raise RefusedError(url.told(words))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _words(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__
 
 
-def _options(protocol: str, timeout_seconds: float) -> dict[str, Any]:
+def _options(url: FolderUrl, settings: RemoteSettings) -> dict[str, Any]:
     """Time-outs as the protocol's library names them. A library without such options keeps its own."""
-    if protocol in _HTTP:
-        import aiohttp
+    if url.protocol in _HTTP:
+        from longstride.data_pipelines.stores import web
 
-        timeout = aiohttp.ClientTimeout(
-            total=None, connect=timeout_seconds, sock_connect=timeout_seconds, sock_read=timeout_seconds
-        )
-        # trust_env: proxies and the credentials of ~/.netrc, as for other tools on the machine.
-        return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
-    if _LIBRARIES.get(protocol) == "s3fs":
+        return web.options(settings)
+    if _LIBRARIES.get(url.protocol) == "s3fs":
         config = {
-            "connect_timeout": timeout_seconds,
-            "read_timeout": timeout_seconds,
+            "connect_timeout": settings.timeout_seconds,
+            "read_timeout": settings.timeout_seconds,
             "retries": {"max_attempts": 0},  # our own are counted, logged, and go on where a file broke off
         }
         return {"config_kwargs": config, "use_listings_cache": False}
     return {}
-
-
-async def _request(filesystem: Any, url: str, headers: dict[str, str]) -> Any:
-    session = await filesystem.set_session()
-    return await session.get(filesystem.encode_url(url), headers=headers)
-
-
-def _check_status(response: Any, offset: int) -> None:
-    """Raises unless the answer is a body."""
-    status = response.status
-    words = f"HTTP {status} {response.reason}"
-    if status == 416:
-        raise DifferentFileError(f"it ends before byte {offset}")
-    if status in (404, 410):
-        raise FileNotFoundError(words)
-    if status in (401, 403):
-        raise PermissionError(words)
-    if 400 <= status < 500 and status not in _TRANSIENT_STATUSES:
-        raise RefusedError(f"the server answers {words}")
-    if status not in (200, 206):
-        raise HttpStatusError(f"the server answers {words}")
-
-
-def _bytes_to_skip(response: Any, offset: int, size: int | None) -> int:
-    """How many bytes of a body lie before ``offset``. Raises where the body is not of a file of ``size`` bytes."""
-    if response.status == 206:
-        range_sent = _CONTENT_RANGE.match(response.headers.get("Content-Range", ""))
-        if range_sent is None or int(range_sent[1]) != offset:
-            raise HttpStatusError("the server sends another range than it was asked for")
-        if size is not None and range_sent[2] not in ("*", str(size)):
-            raise DifferentFileError(f"{range_sent[2]} bytes, and it should have {size}")
-        return 0
-    length = None if "Content-Encoding" in response.headers else response.content_length
-    # A proxy may have cut a shorter body: the missing bytes are fetched again.
-    if size is not None and length is not None and length > size:
-        raise DifferentFileError(f"{length} bytes, and it should have {size}")
-    return offset

@@ -43,6 +43,7 @@ from longstride.launcher.output import AgreedError
 
 FAILURES = (OSError, RuntimeError, MemoryError)  # of writing: the disk's, torch's, and those of copying
 _PLAIN_CLASSES = [fragment_address, ZeroStageEnum, DynamicLossScaler, LossScaler]
+_BYTEARRAYS = (b"cbuiltins\nbytearray\n", b"c__builtin__\nbytearray\n")  # torch lets a pickle make them, filled
 _NO_ARCHIVE = "no zip archive of torch's, which would tell what it holds"
 _MOST_PICKLED_BYTES = 2**24  # beside the tensors: about 100 for each of them
 # What reading comes to where types, keys, sizes or shapes are others than a run of ours writes.
@@ -77,8 +78,8 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
         ConfigError: reading it would run code, and it is not ``trusted``; or it cannot be read.
     """
     with foreign_content_refused(path):
-        content, is_archive = _NO_ARCHIVE, _is_archive(path)
-        if is_archive:
+        content = _unreadable(path)
+        if content is None:
             try:
                 with torch.serialization.safe_globals(_PLAIN_CLASSES):
                     return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
@@ -87,7 +88,7 @@ def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = F
         if not trusted:
             raise ConfigError(f"{path}: {refusal_line(content)}")
         print(f"longstride: {path}: opened by {TRUST_OPTION}, and what it asks for is run: {content}", file=sys.stderr)
-        return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped and is_archive)
+        return torch.load(path, map_location=map_location, weights_only=False, mmap=mapped and content != _NO_ARCHIVE)
 
 
 def unsafe_content(path: Path | str) -> str | None:
@@ -95,8 +96,8 @@ def unsafe_content(path: Path | str) -> str | None:
 
     A file that is no archive as torch.save writes it counts as unsafe: Longstride writes none.
     """
-    if not _is_archive(path):
-        return _NO_ARCHIVE
+    if content := _unreadable(path):
+        return content
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -105,19 +106,22 @@ def unsafe_content(path: Path | str) -> str | None:
     return ", ".join(sorted(names)) or None
 
 
-def _is_archive(path: Path | str) -> bool:
-    """Whether a file is a zip archive as torch.save writes it, by its table of contents alone.
+def _unreadable(path: Path | str) -> str | None:
+    """Why torch's weights-only unpickler must not be asked: it could take any memory. None: it may be.
 
     Older formats are read as they go on, TorchScript's by another reader; and what is compressed may have any size.
     """
     try:
         with open_plain(Path(path)) as file, zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error):
-        return False
-    pickled = [record for record in records if record.filename.endswith(".pkl")]
-    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
-    return stored and len(pickled) == 1 and pickled[0].file_size <= _MOST_PICKLED_BYTES
+            pickled = [record for record in records if record.filename.endswith(".pkl")]
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            if not stored or len(pickled) != 1 or pickled[0].file_size > _MOST_PICKLED_BYTES:
+                return _NO_ARCHIVE
+            content = archive.read(pickled[0])
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, struct.error):
+        return _NO_ARCHIVE
+    return "a bytearray, which may be of any size" if any(call in content for call in _BYTEARRAYS) else None
 
 
 def refusal_line(content: str) -> str:

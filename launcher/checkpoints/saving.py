@@ -363,6 +363,7 @@ def point_to(run: Path, step: int) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder as far as it can be removed; of a link, the link."""
+    """Removes a folder as far as it can be removed; of a link, the link; and what is no folder."""
     with contextlib.suppress(OSError):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+        is_folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink()

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from longstride.data_pipelines.settings import SHUFFLE_BYTES, RemoteSettings
+from longstride.data_pipelines.settings import MOST_SECONDS, SHUFFLE_BYTES, RemoteSettings
 from longstride.kernels import ConfigError, Problem, nearest
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.json_file import load_json_object, parse_override, put
@@ -43,8 +43,19 @@ class RemoteConfig(StrictModel):
     cache: str | None = Field(default=None, min_length=1, description="folder; null: longstride in the user's cache")
     cache_bytes: int = Field(default=_REMOTE.cache_bytes, gt=0, description="that the cache may hold")
     attempts: int = Field(default=_REMOTE.attempts, gt=0, description="in a row that bring nothing")
-    timeout_seconds: float = Field(default=_REMOTE.timeout_seconds, gt=0, description="of one that stalls")
+    timeout_seconds: float = Field(
+        default=_REMOTE.timeout_seconds, gt=0, le=MOST_SECONDS, description="of one that stalls"
+    )
     parallel: int = Field(default=_REMOTE.parallel, gt=0, le=1024, description="files fetched ahead at once")
+    most_bytes: int = Field(
+        default=_REMOTE.most_bytes, gt=0, description="of a manifest, or another file whose size is not known before"
+    )
+    least_bytes_per_second: float = Field(
+        default=_REMOTE.least_bytes_per_second, gt=0, le=MOST_SECONDS, description="of a fetch, its attempts together"
+    )
+    window_seconds: float = Field(
+        default=_REMOTE.window_seconds, gt=0, le=MOST_SECONDS, description="that a fetch may fall behind that rate"
+    )
 
 
 class PackingConfig(StrictModel):
@@ -83,12 +94,14 @@ class DataConfig(StrictModel):
     )
     workers: int = Field(default=0, ge=0, le=1024, description="processes a rank that read ahead")
     prefetch: int = Field(default=2, gt=0, le=65_536, description="steps that each worker reads ahead")
-    timeout_seconds: float | None = Field(
-        default=None, gt=0, description="that a worker is waited for; null: half of train.timeout_seconds"
+    worker_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="without anything from a worker that is waited for; null: half of train.timeout_seconds",
     )
     remote: RemoteConfig = RemoteConfig()
 
-    left_out_at_default = ("timeout_seconds",)
+    left_out_at_default = ("worker_timeout_seconds",)
 
     @field_validator("packing", mode="before")
     @classmethod
@@ -322,6 +335,10 @@ class RunConfig(StrictModel):
             wrong = [name for name in rules if getattr(self.train, name)]
             if wrong:
                 raise ConfigError(*(Problem(f"train.{name}", rules[name], True) for name in wrong))
+        limit, given = self.train.timeout_seconds, self.data.worker_timeout_seconds
+        if given is not None and given >= limit:
+            rule = f"must be less than train.timeout_seconds {limit:g}, after which other processes give this one up"
+            raise ConfigError.at("data.worker_timeout_seconds", given, f"{rule}; {limit / 2:g}")
         if self.train.sequence_parallel is not None:
             self._check_division(self.train.sequence_parallel)
         if self.data.apart:
@@ -334,6 +351,19 @@ class RunConfig(StrictModel):
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
         return self
+
+    @property
+    def worker_timeout_seconds(self) -> float:
+        """How long nothing may come from a loader worker that is waited for.
+
+        Where nothing else is asked for, half of what other processes wait for this one; but longer than a store, which
+        tries again and again, may take to bring a byte.
+        """
+        if self.data.worker_timeout_seconds is not None:
+            return self.data.worker_timeout_seconds
+        remote = self.data.remote
+        store = 2 * remote.attempts * remote.timeout_seconds if "://" in self.data.path else 0.0
+        return max(self.train.timeout_seconds / 2, store)
 
     def _check_division(self, processes: int) -> None:
         """Whether so many processes can share each context."""

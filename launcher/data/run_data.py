@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -52,7 +51,7 @@ _PLACES = {
     **DATA_PATHS,
 }
 _BYTE_VALUES = 256
-_FAILED, _HAS_BATCH, _AT_THE_END, _LOST_WORKER = 0, 1, 2, 3  # what a rank tells the others of its next batch
+_FAILED, _HAS_BATCH, _AT_THE_END, _LOST = 0, 1, 2, 3  # what a rank tells the others of its next batch
 SomeBatch = TypeVar("SomeBatch", Batch, EvaluationBatch)
 
 
@@ -82,49 +81,50 @@ def together(
     Raises:
         AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
         StopAskedError: on every rank, where any rank has been asked to stop.
-        LostWorkerError: on every rank, where any has lost a process that reads for it.
+        LostWorkerError: on every rank, where a worker that reads for any rank was killed or stopped.
     """
     batches: Iterator[SomeBatch] | None = None
     while True:
-        batch, problem, state = None, None, _AT_THE_END
+        batch, problem, state = None, None, _FAILED
         try:
             if batches is None:
                 batches = open_batches()
             batch = next(batches)
+            state = _HAS_BATCH
         except StopIteration:
-            pass
+            state = _AT_THE_END
         except DataError as error:
-            problem, state = str(error), _FAILED
+            problem = str(error)
         except LostWorkerError as error:
-            problem, state = f"rank {ranks.rank} on {socket.gethostname()}: {error}", _LOST_WORKER
+            state, problem = _LOST, f"rank {ranks.rank}: {error}"
         except Exception as error:  # no mistake of the user: its traceback is printed here
-            state = _FAILED
             traceback.print_exception(error)
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             problem = f"rank {ranks.rank} cannot take its batch: {what}"
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
-        stops = int(stop is not None and stop.reason is not None)
+        asked = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            counts = torch.tensor([_HAS_BATCH, int(batch.lengths.sum()), len(substitutions), stops])
+            counts = torch.tensor([state, int(batch.lengths.sum()), len(substitutions), asked])
             row = torch.cat([counts, batch.sample_ids])
         else:
             row = torch.zeros(4 + rows, dtype=torch.int64)
-            row[0], row[3] = state, stops
+            row[0], row[3] = state, asked
         everyone = ranks.gather_int64(row, device)  # (W, 4 + rows)
         states = everyone[:, 0]
         if bool((states == _AT_THE_END).all()):
             return
-        if bool((states == _LOST_WORKER).any()) and not bool((states == _FAILED).any()):
-            raise LostWorkerError("; ".join(text for text in ranks.gather_objects(problem) if text))
-        if batch is None or not bool((states == _HAS_BATCH).all()):
+        missing = set(states.tolist()) - {_HAS_BATCH}
+        if missing - {_LOST}:
             # Where nobody has failed, only other data can make some ranks end before others.
             ended = ", ".join(str(rank) for rank, state in enumerate(states.tolist()) if state == _AT_THE_END)
             rule = f"rank {ended} of {len(states)} finds less data than the others; give all hosts the same"
             problems = [text for text in ranks.gather_objects(problem) if text] or [f"data.path: {rule}"]
             raise AgreedError("\n".join(dict.fromkeys(problems)))
-        if bool(everyone[:, 3].any()):
+        if bool(everyone[:, 3].any()):  # before what is lost: that may be a part of the stop
             reasons = [text for text in ranks.gather_objects(stop and stop.reason) if text]
             raise StopAskedError(", ".join(dict.fromkeys(reasons)))
+        if batch is None or missing:
+            raise LostWorkerError("; ".join(text for text in ranks.gather_objects(problem) if text))
         groups = everyone.unflatten(0, (-1, ranks.sequence_parallel))
         everyone = groups[:, 0]  # those that share contexts have the same
         if not bool((groups == everyone[:, None]).all()):
@@ -238,7 +238,7 @@ class RunData:
                 on_damage=data.on_damage,
                 workers=data.workers,
                 prefetch=data.prefetch,
-                timeout_seconds=data.timeout_seconds or self._config.train.timeout_seconds / 2,
+                worker_timeout_seconds=self._config.worker_timeout_seconds,
             )
             return ByteStream(self._folder, settings, data.train_split, state=state)
 

@@ -20,7 +20,7 @@ from longstride.launcher.output import AgreedError
 _DATA = "data.path"  # where it lies may differ; what lies there may not
 # What a host may have otherwise: where files lie there, how it reads them, and free text. The run folder is known by a
 # file that all ranks must see in it.
-_OWN = ("data.workers", "data.prefetch", "data.remote.", "train.output", "notes")
+_OWN = ("data.workers", "data.prefetch", "data.worker_timeout_seconds", "data.remote.", "train.output", "notes")
 _OWN_ENDS = (".nvme_path", ".output_path")  # of DeepSpeed's folders for what leaves memory, and of its monitors
 _MOST_CHARACTERS = 80  # of a value
 
@@ -55,15 +55,21 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
     if len({*digests}) == 1:
         return
     everyone = ranks.gather_objects(Given(alike, run.config.data.path, data.split_fingerprints()))
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    names = [f"rank {rank} on {hosts[rank].partition(' ')[0]}" for rank in (0, other)]
-    raise AgreedError(str(difference(everyone[0], everyone[other], *names)))
+    names = [f"rank {rank} on {host.partition(' ')[0]}" for rank, host in enumerate(hosts)]
+    for given, name in zip(everyone, names, strict=True):
+        if problem := difference(everyone[0], given, names[0], name):
+            raise AgreedError(str(problem))
 
 
-def difference(first: Given, second: Given, first_name: str, second_name: str) -> Problem:
-    """The first thing that two ranks were given otherwise: both values, who has which, and what to do."""
+def difference(first: Given, second: Given, first_name: str, second_name: str) -> Problem | None:
+    """The first thing that two ranks were given otherwise: both values, who has which, and what to do.
+
+    None where all is equal: a number may be written 1 or 1.0.
+    """
     paths = (*first.alike, *second.alike)
-    path = next(each for each in paths if first.alike.get(each, ...) != second.alike.get(each, ...))
+    path = next((each for each in paths if first.alike.get(each, ...) != second.alike.get(each, ...)), None)
+    if path is None:
+        return None
     if path == _DATA:
         names = [name for name, split in first.splits.items() if second.splits.get(name) != split]
         what = f"another split {' and '.join(names)}" if names else "data that was built otherwise"

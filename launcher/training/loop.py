@@ -51,7 +51,7 @@ class Trainer:
         Raises:
             AgreedError: on every rank, where data cannot be read; what is done is saved.
             StopAskedError: on every rank, where any was asked to stop; what is done is saved.
-            LostWorkerError: on every rank, where any lost a process that reads for it; what is done is saved.
+            LostWorkerError: on every rank, where a loader worker of any was killed or stopped; what is done is saved.
             NotSavedError: on every rank, where what is done at the end could not be saved.
             GuardStopError: on every rank, where a guard stops the run; what is done before its step is saved.
         """
@@ -87,9 +87,9 @@ class Trainer:
                 raise NotSavedError(f"the run ends unsaved at step {engine.global_steps}")
             if is_over:
                 self._end_early()
-        except (AgreedError, StopAskedError, GuardStopError, LostWorkerError) as ending:
+        except (AgreedError, StopAskedError, LostWorkerError, GuardStopError) as ending:
             self._watchdog.at(f"saving step {engine.global_steps}")
-            if not self._save_what_is_done() and isinstance(ending, (StopAskedError, LostWorkerError)):
+            if not self._save_what_is_done() and isinstance(ending, StopAskedError):
                 raise NotSavedError(f"stopped by {ending}, unsaved at step {engine.global_steps}") from None
             raise
         finally:

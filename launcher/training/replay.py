@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines.order import Batch, StreamState
+from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_whole, list_checkpoints
 from longstride.launcher.data import GlobalBatch, Run
@@ -85,7 +85,13 @@ def replay_step(run: Run, step: int) -> int:
                 place = checkpoint.folder if checkpoint else "the beginning"
                 say(f"replaying step {step}, from {place}")
             guards = Guards(config.train.guards, checkpoint.manifest.guards if checkpoint else None)
-            report = _repeat(run, engine, step, way_batches(run, checkpoint, record, engine.device), guards)
+            try:
+                report = _repeat(run, engine, step, way_batches(run, checkpoint, record, engine.device), guards)
+            except LostWorkerError as lost:
+                if ranks.is_first:
+                    say(f"lost a process that reads data: {lost}; start the replay again")
+                ranks.barrier()
+                return exit_codes.HUNG
         report = compare(report, record)
         if ranks.is_first:
             print(json.dumps(report), flush=True)

@@ -36,6 +36,7 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, wait_until_visible
 from longstride.launcher.training.guards import (
+    GuardMemory,
     Guards,
     GuardStopError,
     Incident,
@@ -44,7 +45,7 @@ from longstride.launcher.training.guards import (
     as_number,
     write_incident,
 )
-from longstride.launcher.training.plateau import Plateau
+from longstride.launcher.training.plateau import Plateau, PlateauMemory
 from longstride.launcher.training.recorder import Recorder
 
 _MARK = ".start-"  # of the file by which all ranks check that they share the run folder
@@ -88,20 +89,27 @@ def _read_start(run: Run) -> Start:
         step: int | Literal["best"] = "best" if run.resume == "best" else int(run.resume)
         start = Start((open_checkpoint(run.folder, step, trusted=run.trusted),), may_begin=False)
     for checkpoint in start.candidates[:1]:
-        checkpoint.check_matches(run.config, run.data.stream().fingerprint)
-        last_step = run.config.train.last_step
-        if checkpoint.manifest.step > last_step:  # in the words in which the user gave the length
-            rule = f"the checkpoint {checkpoint.folder} is already beyond it"
-            if run.epochs is None:
-                raise ConfigError.at("train.steps", last_step, rule)
-            raise ConfigError.at("train.epochs", run.epochs, f"comes to step {last_step}, and {rule}")
-        try:
-            run.data.stream(checkpoint.stream)
-        except DataError as error:
-            raise ConfigError(f"{checkpoint.folder}: {error}") from None
+        _check_fits(run, checkpoint)
     if not start.candidates and start.refused:
         raise ConfigError("no checkpoint can be read:", *start.refused)
     return start
+
+
+def _check_fits(run: Run, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError where a run cannot go on from a checkpoint, by its manifest and configuration."""
+    checkpoint.check_matches(run.config, run.data.stream().fingerprint)
+    last_step = run.config.train.last_step
+    if checkpoint.manifest.step > last_step:  # in the words in which the user gave the length
+        rule = f"the checkpoint {checkpoint.folder} is already beyond it"
+        if run.epochs is None:
+            raise ConfigError.at("train.steps", last_step, rule)
+        raise ConfigError.at("train.epochs", run.epochs, f"comes to step {last_step}, and {rule}")
+    try:
+        run.data.stream(checkpoint.stream)
+        GuardMemory.model_validate(checkpoint.manifest.guards or {})
+        PlateauMemory.model_validate(checkpoint.manifest.plateau or {})
+    except (ConfigError, DataError) as error:
+        raise ConfigError(*(f"{checkpoint.folder}: {line}" for line in str(error).splitlines())) from None
 
 
 def begin(run: Run) -> Checkpoint | None:
@@ -120,6 +128,9 @@ def begin(run: Run) -> Checkpoint | None:
     damaged = [*start.refused, *damaged]
     if chosen is None and not start.may_begin:
         raise AgreedError("\n".join(["no checkpoint is whole:", *damaged]))
+    if chosen is not None and chosen.folder != start.candidates[0].folder:  # an older one is a stranger yet
+        older = chosen
+        run.ranks.first_works(lambda: _check_fits(run, older))
     if run.ranks.is_first:
         for line in damaged:
             say(f"passed over: {line}")

@@ -1,5 +1,6 @@
 """Forks a process for each line of JSON on standard input, which does what `longstride WORDS` does; see commands.py.
 
+`rank WORDS` is one rank of a run: what `longstride train` would start.
 Its argument is the folder for what the processes print. The answer is a line: how each ended, and what it took.
 """
 
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import longstride.launcher.cli as cli  # noqa: E402
+import longstride.launcher.train as train  # noqa: E402
 from longstride.launcher.output import mute_accelerator_warning  # noqa: E402
 
 mute_accelerator_warning()  # standard output carries the answers
@@ -50,7 +52,8 @@ def run(case: dict[str, Any], output: Path) -> NoReturn:
         faults.arm(*case["fault"], output / "operations")
     code = 1
     try:
-        code = cli.main(case["words"])
+        words = case["words"]
+        code = train.main(words[1:]) if words[0] == "rank" else cli.main(words)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:

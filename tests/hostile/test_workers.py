@@ -1,124 +1,143 @@
-"""A loader worker that is killed or stopped, while its rank waits for it or computes: saved, one line, code 77."""
+"""A loader worker that is killed or stopped costs no step: its run saves, says so in a line, and can go on."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
+import random
+import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
+from longstride.data_pipelines.building import build
 from longstride.launcher.output import exit_codes
-from tests.harness.runs import ROOT, Rank, configuration, metrics, plain_environment, spawn, start_ranks
+from tests.harness.processes.tended import longstride, tended
+from tests.harness.runs import ROOT, configuration, metrics, plain_environment, spawn
+from tests.hostile.generators.lost_workers import WHATS, WHENS
 
-SECONDS = 60.0  # for anything that a test waits for
-STEPS = 150
-SETTINGS = [
-    f"train.steps={STEPS}",
-    "train.evaluate_every=50",
-    "train.checkpoint_every=0",
-    "data.workers=2",
-    "data.timeout_seconds=2",
-]
-CASES = list(itertools.product(["killed", "stopped"], ["waiting", "computing"], [1, 2]))
-SAMPLE = [("killed", "waiting", 2), ("killed", "computing", 1), ("stopped", "computing", 2)]
+STEP = 4  # at which the worker is lost; its evaluation is the only one on the way
+PREFETCH = 2
+SAMPLE = [("killed", "computing", 2), ("stopped", "waiting", 1)]
+ALL = [*product(WHATS[:2], WHENS, (1, 2)), *((WHATS[2], when, ranks) for when in WHENS for ranks in (1, 2))]
+Config = Callable[[Path], Path]
 
 
-def of_sample(case: tuple[str, str, int]) -> object:
-    return pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.campaign)
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A function that writes the configuration of a run with two loader workers a rank into a folder."""
+    folder = tmp_path_factory.mktemp("words")
+    words = random.Random(0)
+    (folder / "source").mkdir()
+    for number in range(12):
+        text = " ".join(words.choice(["sparse", "dense", "stride", "byte", "long"]) for _ in range(300))
+        (folder / f"source/{number}.txt").write_text(text)
+    build([folder / "source"], folder / "data", validation_fraction=0.2)
+
+    def write(output: Path) -> Path:
+        content = configuration(folder / "data", output / "run")
+        content["data"] |= {"workers": 2, "prefetch": PREFETCH, "worker_timeout_seconds": 2.0}
+        content["train"] |= {"checkpoint_every": 0}
+        path = output / "run.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
 
 
-def wait_for(what: Callable[[], object], seconds: float = SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+@pytest.fixture(scope="module")
+def undisturbed(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Path]]:
+    """The run of so many ranks that nothing happens to."""
+    made: dict[int, Path] = {}
+
+    def run(ranks: int) -> Path:
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp("undisturbed")
+            ended = spawn(["--config", str(config(made[ranks]))], ranks)
+            assert ended.codes == [exit_codes.DONE] * ranks, ended.stderr
+        return made[ranks] / "run"
+
+    return run
 
 
-def steps_of(run: Path) -> int:
-    """Training steps that a run has recorded."""
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b'"train"') if path.exists() else 0
+def check_gone(note: Path) -> None:
+    """No worker is left of the rank that lost one."""
+    left = [psutil.Process(pid) for pid in map(int, note.read_text().split()) if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def disturb(rank: Rank, how: str, when: str) -> list[int]:
-    """Kills or stops a worker of a rank; returns the ids of all that it had."""
-    workers = psutil.Process(rank.pid).children()
-    assert len(workers) == 2
-    victim = workers[1]
-    if when == "waiting":  # it has nothing more to take once the victim stands still
-        victim.suspend()
-        time.sleep(0.5)
-    else:  # wherever it is, its next steps are there already
-        os.kill(rank.pid, signal.SIGSTOP)
-        victim.suspend()
-    if how == "killed":
-        victim.kill()
-    if when == "computing":
-        os.kill(rank.pid, signal.SIGCONT)
-    return [worker.pid for worker in workers]
-
-
-def undisturbed(trained: Callable[..., Path], world_size: int) -> list[dict[str, object]]:
-    return metrics(trained(f"workers-{world_size}", world_size, *SETTINGS, "data.workers=0"))
-
-
-@pytest.mark.parametrize(("how", "when", "world_size"), [of_sample(case) for case in CASES])
-def test_a_lost_worker_costs_no_step(
-    tmp_path: Path, data: Path, trained: Callable[..., Path], how: str, when: str, world_size: int
+@pytest.mark.parametrize(
+    ("what", "when", "ranks"),
+    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.campaign) for case in ALL],
+)
+def test_lost_worker_costs_no_step(
+    config: Config, undisturbed: Callable[[int], Path], tmp_path: Path, what: str, when: str, ranks: int
 ) -> None:
-    config, run = tmp_path / "run.json", tmp_path / "run"
-    config.write_text(json.dumps(configuration(data, run)))
-    ranks = start_ranks(["--config", str(config), *SETTINGS], world_size)
-    try:
-        wait_for(lambda: steps_of(run) >= 3)
-        workers = disturb(ranks[-1], how, when)
-        codes = [rank.wait(SECONDS) for rank in ranks]
-    finally:
-        outputs = [rank.end() for rank in ranks]
-    assert codes == [exit_codes.HUNG] * world_size, outputs
-    assert not any("Traceback" in err for _, err in outputs), outputs
-    line = outputs[0][1].splitlines()[-1]
-    what = "was ended by SIGKILL" if how == "killed" else "sent nothing for 2 s"
-    assert (
-        f"longstride: rank {world_size - 1} on " in line and f": loader worker 1 (process {workers[1]}) {what}" in line
-    )
-    assert not any(map(psutil.pid_exists, workers))
-    reached = steps_of(run)
-    assert 3 <= reached < STEPS
-    assert (run / "checkpoints/latest").read_text().strip() == f"step-{reached:08d}"
-    ended = spawn(["--config", str(config), *SETTINGS, "--resume", "auto"], world_size)
-    assert ended.codes == [0] * world_size, ended.stderr
-    assert metrics(run) == undisturbed(trained, world_size)
+    note, arguments = tmp_path / "note", ["--config", str(config(tmp_path)), "--resume", "auto"]
+    ended = spawn(arguments, ranks, {"LOSE_WORKER": f"{what},{when},{ranks - 1},{STEP},{note}"})
+    check_gone(note)
+    assert "Traceback" not in "".join(ended.stderr), ended.stderr
+    if what in ("killed", "stopped"):
+        assert ended.codes == [exit_codes.HUNG] * ranks, ended.stderr
+        lines = [line for text in ended.stderr for line in text.splitlines() if "lost a process" in line]
+        how = "was ended by SIGKILL" if what == "killed" else "has brought nothing for 2 s"
+        wanted = rf"longstride: lost a process that reads data: rank {ranks - 1}: loader worker 1 of 2 .*{how}.*"
+        assert len(lines) == 1 and re.fullmatch(wanted, lines[0]), ended.stderr
+        (saved,) = (run.name for run in (tmp_path / "run/checkpoints").glob("step-*"))
+        # What it had sent before is trained on first.
+        assert STEP - (when == "waiting") <= int(saved.removeprefix("step-")) <= STEP + PREFETCH + 1
+        assert f"{int(saved.removeprefix('step-'))}: saved before the run ends" in "".join(ended.stderr)
+    else:
+        assert ended.codes[-1] == -signal.SIGKILL, ended.stderr
+    ended = spawn(arguments, ranks)
+    assert ended.codes == [exit_codes.DONE] * ranks, ended.stderr
+    assert metrics(tmp_path / "run") == metrics(undisturbed(ranks))
 
 
 @pytest.mark.campaign
-def test_a_run_that_lost_a_worker_is_started_again(tmp_path: Path, data: Path, trained: Callable[..., Path]) -> None:
-    config, run = tmp_path / "run.json", tmp_path / "run"
-    config.write_text(json.dumps(configuration(data, run)))
-    words = ["train", "--config", str(config), "--processes", "2", "--max-restarts", "1", *SETTINGS]
-    command = [sys.executable, "-m", "longstride.launcher.cli", *words]
-    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as going:
-        wait_for(lambda: steps_of(run) >= 3)
-        started = psutil.Process(going.pid).children(recursive=True)
-        victim = next(each for each in started if each.name() and is_worker(each, started))
-        victim.kill()
-        _, err = going.communicate(timeout=3 * SECONDS)
-    assert going.returncode == 0, err
-    assert "was ended by SIGKILL" in err
-    assert metrics(run) == undisturbed(trained, 2)
-    assert not any(each.is_running() for each in started)
+@pytest.mark.parametrize("what", ["killed", "stopped"])
+def test_run_that_lost_a_worker_is_restarted(
+    config: Config, undisturbed: Callable[[int], Path], tmp_path: Path, what: str
+) -> None:
+    note = tmp_path / "note"
+    command = longstride(["--config", str(config(tmp_path)), "--max-restarts", "1"])
+    with tended(command, tmp_path, {"LOSE_WORKER": f"{what},computing,1,{STEP},{note}"}) as run:
+        assert run.end() == exit_codes.DONE, run.output
+        assert run.all_ended(10)
+    assert note.exists() and "Traceback" not in run.output
+    assert metrics(tmp_path / "run") == metrics(undisturbed(2))
 
 
-def is_worker(process: psutil.Process, all_of_them: Sequence[psutil.Process]) -> bool:
-    """Whether a process was forked from a rank: it has the same command line, and no children."""
-    parent = process.parent()
-    return parent in all_of_them and parent is not None and parent.cmdline() == process.cmdline()
+@pytest.mark.campaign
+def test_replay_that_loses_a_worker_says_so(config: Config, tmp_path: Path) -> None:
+    path = config(tmp_path)
+    assert spawn(["--config", str(path)], 2).codes == [exit_codes.DONE] * 2
+    lost = {"LOSE_WORKER": f"killed,computing,1,{STEP},{tmp_path / 'note'}"}
+    ended = spawn(["--config", str(path), "--replay", "8"], 2, lost)
+    assert ended.codes == [exit_codes.HUNG] * 2, ended.stderr
+    assert "Traceback" not in "".join(ended.stderr)
+    assert "lost a process that reads data: rank 1: loader worker 1 of 2" in ended.stderr[0]
+    check_gone(tmp_path / "note")
+
+
+_LEAVES = """
+import itertools
+from longstride.data_pipelines.order.workers import Workers
+workers = Workers([itertools.count()], 1, 60.0)
+workers.take()
+print(workers._workers[0].process.pid)
+"""
+
+
+def test_program_that_ends_without_closing_its_workers_ends() -> None:
+    """They ignore the signal by which multiprocessing would have them end, and it would wait for them."""
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", _LEAVES], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and not ended.stderr
+    assert not psutil.pid_exists(int(ended.stdout))

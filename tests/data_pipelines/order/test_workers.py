@@ -1,56 +1,114 @@
-"""Processes that read ahead: their order, how far ahead, and what is said of one that is lost."""
+"""What a rank sees of its loader workers: their items in order, and how they end."""
 
-import contextlib
+from __future__ import annotations
+
 import itertools
+import multiprocessing.connection
 import os
 import signal
-from functools import partial
+from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
 import pytest
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order.workers import LostWorkerError, side_by_side
+from longstride.data_pipelines.order.workers import LostWorkerError, Workers
+
+LARGE = bytes(10**6)  # more than a socket holds
 
 
-def numbers(first, wrong_at=None, error=DataError):
-    """(number, process) without end, or until what is wrong."""
-    for number in itertools.count(first):
-        if number == wrong_at:
-            raise error("so it is")
-        yield number, os.getpid()
+def pids(workers: Workers) -> list[int]:
+    return [each.process.pid for each in workers._workers]
 
 
-def test_steps_have_an_item_of_each_process_in_order():
-    with contextlib.closing(side_by_side([partial(numbers, 0), partial(numbers, 100)], 2, 60.0)) as steps:
-        taken = list(itertools.islice(steps, 50))
-        assert [[number for number, _ in step] for step in taken] == [[each, 100 + each] for each in range(50)]
-        pids = {pid for step in taken for _, pid in step}
-        assert len(pids) == 2 and os.getpid() not in pids
-    assert not any(map(psutil.pid_exists, pids))
+def test_items_come_in_order_and_so_many_ahead() -> None:
+    begun = multiprocessing.get_context("fork").Value("i", 0)
+
+    def counted() -> Iterator[int]:
+        for number in itertools.count():
+            with begun.get_lock():
+                begun.value = number + 1
+            yield number
+
+    with closing(Workers([counted(), iter(itertools.count(100))], 3, 60.0)) as workers:
+        for number in range(50):
+            assert workers.take() == [number, 100 + number]
+            assert begun.value <= number + 1 + 3
+        left = pids(workers)
+    assert not any(map(psutil.pid_exists, left))
 
 
-@pytest.mark.parametrize(("error", "raised"), [(DataError, DataError), (KeyError, RuntimeError)])
-def test_an_error_comes_in_its_turn(error, raised):
-    with contextlib.closing(side_by_side([partial(numbers, 0), partial(numbers, 0, 3, error)], 8, 60.0)) as steps:
-        assert len(list(itertools.islice(steps, 3))) == 3
-        with pytest.raises(raised, match="so it is"):
-            next(steps)
+def test_what_a_killed_worker_has_sent_is_taken_first() -> None:
+    def three() -> Iterator[int]:
+        yield from (0, 1, 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    before = signal.getsignal(signal.SIGCHLD)
+    with closing(Workers([three()], 4, 60.0)) as workers:
+        assert signal.getsignal(signal.SIGCHLD) is before  # nothing is raised while a rank computes
+        assert [workers.take() for _ in range(3)] == [[0], [1], [2]]
+        with pytest.raises(LostWorkerError, match=r"worker 1 of 1 \(process \d+\) was ended by SIGKILL; .*memory"):
+            workers.take()
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (signal.SIGKILL, "was ended by SIGKILL, as where memory is short"),
-        (signal.SIGXCPU, "was ended by SIGXCPU"),
-        (signal.SIGSTOP, "sent nothing for 0.2 s"),
-    ],
-)
-def test_a_lost_process_is_named(number, said):
-    with contextlib.closing(side_by_side([partial(numbers, 0)], 1, 0.2)) as steps:
-        ((_, pid),) = next(steps)
-        os.kill(pid, number)
-        with pytest.raises(LostWorkerError) as lost:
-            list(steps)
-    assert str(lost.value).startswith(f"loader worker 0 (process {pid}) {said}")
-    assert not psutil.pid_exists(pid)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_worker_that_is_lost_within_a_message_spoils_no_other(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    send = multiprocessing.connection.Connection._send
+
+    def send_half(self: multiprocessing.connection.Connection, content: bytes, *args: object) -> None:
+        if len(content) > 2 * len(LARGE):
+            send(self, content[: len(content) // 2], *args)
+            os.kill(os.getpid(), number)
+        send(self, content, *args)
+
+    monkeypatch.setattr(multiprocessing.connection.Connection, "_send", send_half)
+    lost = iter([LARGE, 3 * LARGE])
+    with closing(Workers([itertools.repeat(LARGE), lost], 2, 0.5)) as workers:
+        assert workers.take() == [LARGE, LARGE]
+        how = "was ended by SIGKILL" if number == signal.SIGKILL else "has brought nothing for 0.5 s"
+        with pytest.raises(LostWorkerError, match=rf"loader worker 2 of 2 .*{how}"):
+            workers.take()
+        left = pids(workers)
+    assert not any(map(psutil.pid_exists, left))
+
+
+def test_errors_of_a_worker_are_those_of_reading() -> None:
+    def damaged() -> Iterator[int]:
+        yield 0
+        raise DataError("train-00000.tar: damaged")
+
+    def unforeseen() -> Iterator[int]:
+        raise KeyError("unforeseen")
+        yield 0
+
+    with closing(Workers([damaged()], 2, 60.0)) as workers:
+        workers.take()
+        with pytest.raises(DataError, match=r"^train-00000.tar: damaged$"):
+            workers.take()
+    with closing(Workers([unforeseen()], 2, 60.0)) as workers:
+        with pytest.raises(KeyError) as caught:
+            workers.take()
+        assert "in unforeseen" in str(caught.value.__cause__)  # the worker's own stack
+
+
+def test_a_worker_ends_with_its_rank_even_where_it_is_stopped() -> None:
+    reader, writer = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        workers = Workers([iter(itertools.count())], 1, 60.0)
+        workers.take()
+        (pid,) = pids(workers)
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        os.write(writer, str(pid).encode())
+        signal.pause()
+    worker = psutil.Process(int(os.read(reader, 32)))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    os.close(reader)
+    os.close(writer)
+    psutil.wait_procs([worker], timeout=10)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

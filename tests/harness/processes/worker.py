@@ -25,6 +25,7 @@ from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division
 from tests.harness import counting
 from tests.harness.runs import timeouts
+from tests.hostile.generators.lost_workers import lose_worker
 
 
 def dump_buffers(folder: Path) -> None:
@@ -367,6 +368,9 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     if "HALT" in os.environ:
         where, step, how = os.environ["HALT"].split(",")
         halt(where, int(step), how)
+    if "LOSE_WORKER" in os.environ:
+        what, when, rank_of_worker, at, note = os.environ["LOSE_WORKER"].split(",", 4)
+        lose_worker(what, when, int(rank_of_worker), int(at), Path(note))
     if "MARKS" in os.environ:
         mark_moments(Path(os.environ["MARKS"]), float(os.environ["MARK_SECONDS"]))
     if "FAIL_EVALUATION_AT_STEP" in os.environ:

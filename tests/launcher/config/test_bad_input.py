@@ -48,6 +48,14 @@ def test_backend_that_cannot_run(
     assert line.startswith(f'model.backend="{backend}": cannot run here: {reason}')
 
 
+def test_wait_for_a_worker_that_other_ranks_would_not_wait_for(
+    refused: Callable[..., list[str]], config_file: Path
+) -> None:
+    (line,) = refused("--config", str(config_file), "data.worker_timeout_seconds=60")
+    rule = "must be less than train.timeout_seconds 60, after which other processes give this one up; 30"
+    assert line == f"data.worker_timeout_seconds=60.0: {rule}"
+
+
 def test_missing_data_folder(refused: Callable[..., list[str]], config_file: Path, tmp_path: Path) -> None:
     (line,) = refused("--config", str(config_file), f"data.path={tmp_path / 'none'}")
     assert str(tmp_path / "none") in line

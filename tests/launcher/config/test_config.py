@@ -240,3 +240,18 @@ def test_optimizer_is_saved_only_where_one_is_asked_for(path: Path) -> None:
     assert "optimizer" not in load_config(path).to_json()["train"]
     saved = load_config(path, ['train.optimizer={"type": "muon"}'])
     assert RunConfig.model_validate(saved.to_json()) == saved
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [
+        (["train.timeout_seconds=1800"], 900.0),
+        (["train.timeout_seconds=60"], 30.0),
+        (["train.timeout_seconds=60", "data.path=https://example.org/data", "data.remote.attempts=5"], 300.0),
+        (["data.worker_timeout_seconds=7"], 7.0),
+    ],
+)
+def test_worker_is_waited_for_less_than_a_rank_and_longer_than_a_store_tries(
+    path: Path, overrides: list[str], seconds: float
+) -> None:
+    assert load_config(path, overrides).worker_timeout_seconds == seconds

@@ -13,10 +13,12 @@ import torch
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
+from longstride.data_pipelines.order.workers import LostWorkerError
 from longstride.launcher.config.run_config import RunConfig, load_config
 from longstride.launcher.data.run_data import RunData, together
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.stops import StopAskedError, StopFlag
 
 SECONDS = 60  # a rank that waits for others that do not come breaks the meeting
 
@@ -47,15 +49,17 @@ Take = Callable[[Ranks], Iterator[EvaluationBatch]]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int]]]]:
-    """A function (W, B, take, U = 1) -> each rank's sample ids, or what it raised."""
+    """A function (W, B, take, U = 1, stop = None) -> each rank's sample ids, or what it raised."""
 
-    def run(world_size: int, rows: int, take: Take, sequence_parallel: int = 1) -> list[Future[list[int]]]:
+    def run(
+        world_size: int, rows: int, take: Take, sequence_parallel: int = 1, stop: StopFlag | None = None
+    ) -> list[Future[list[int]]]:
         meeting = Meeting(world_size)
         meeting.replace_collectives(monkeypatch)
 
         def one(rank: int) -> list[int]:
             ranks = Ranks(rank, rank, world_size, sequence_parallel)
-            all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"))
+            all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"), stop)
             return [number for each in all_taken for number in each.part.sample_ids.tolist()]
 
         with ThreadPoolExecutor(world_size) as pool:
@@ -126,4 +130,27 @@ def test_ranks_that_share_contexts_take_the_same_or_none_does(
         with pytest.raises(
             AgreedError, match="damaged" if damaged else "share a context find different contexts there; give"
         ):
+            each.result()
+
+
+@pytest.mark.parametrize("how", ["lost", "lost in a stop", "lost beside damage"])
+def test_lost_worker_of_a_rank_ends_all_ranks_alike(how: str, taken: Callable[..., list[Future[list[int]]]]) -> None:
+    def take(ranks: Ranks) -> Iterator[EvaluationBatch]:
+        yield batch(0)
+        if ranks.rank == 1:
+            raise LostWorkerError("loader worker 1 of 1 was ended by SIGKILL")
+        if ranks.rank == 2 and how == "lost beside damage":
+            raise DataError("damaged")
+        if ranks.rank == 2 and how == "lost in a stop":
+            stop.reason = "SIGTERM"
+        yield batch(1)
+
+    stop = StopFlag()
+    wanted: tuple[type[Exception], str] = {
+        "lost": (LostWorkerError, "^rank 1: loader worker 1 of 1 was ended by SIGKILL$"),
+        "lost in a stop": (StopAskedError, "^SIGTERM$"),
+        "lost beside damage": (AgreedError, "damaged"),  # a restart would meet it again
+    }[how]
+    for each in taken(3, 2, take, 1, stop):
+        with pytest.raises(wanted[0], match=wanted[1]):
             each.result()

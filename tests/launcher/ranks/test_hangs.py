@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from longstride.data_pipelines.order import LostWorkerError
 from longstride.launcher.output.exit_codes import HUNG
 from longstride.launcher.ranks import hangs
 from longstride.launcher.ranks.hangs import PeerFailure, Watchdog, peer_failure
@@ -46,7 +47,7 @@ LOST = (
 OURS = (
     RuntimeError(f"{GLOO}pair.cc:451] op.preamble.length <= op.nbytes. 16 vs 8"),  # sizes that differ between ranks
     RuntimeError("the size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
-    RuntimeError("DataLoader timed out after 5 seconds"),
+    LostWorkerError("loader worker 1 of 2 (process 1) has brought nothing for 5 s: it timed out"),
     TimeoutError("timed out"),
     torch.distributed.DistNetworkError("The server socket has failed to listen on any address, name: EADDRINUSE"),
     torch.distributed.DistBackendError("NCCL error in: a.cpp:1, invalid usage\nncclInvalidUsage: a bug in the program"),

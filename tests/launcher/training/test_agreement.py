@@ -106,6 +106,14 @@ def test_what_hosts_have_of_their_own_may_differ(agreed: Agreed, config_file: Pa
     assert agreed(load_config(config_file), load_config(config_file, own)) is None
 
 
+def test_number_may_be_written_in_several_ways(agreed: Agreed, config_file: Path) -> None:
+    clipping = [[f"deepspeed.gradient_clipping={number}"] for number in ("1", "1.0", "1.5")]
+    one, same, other = (load_config(config_file, overrides) for overrides in clipping)
+    assert agreed(one, same) is None
+    said = agreed(one, same, other)
+    assert said is not None and "for rank 0 on host0, and 1.5 for rank 2 on host2" in said
+
+
 def test_options_are_agreed_on(agreed: Agreed, config_file: Path) -> None:
     config = load_config(config_file)
     said = agreed(config, config, resume=("auto", "never"))
