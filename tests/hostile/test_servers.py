@@ -122,7 +122,8 @@ def test_bytes_are_those_of_the_disk_or_one_line_says_why(
     largest = MOST_BYTES if manifest else max((folder / name).stat().st_size for name in names)
     rounds = remote.ROUNDS * len(names)
     assert grown < MEMORY_BYTES
-    assert server.sent <= rounds * (settings.attempts + 1) * largest + BUFFERS_BYTES
+    if kind != "early hints without end":  # a head's bytes are bounded by its time-out alone, and by no size
+        assert server.sent <= rounds * (settings.attempts + 1) * largest + BUFFERS_BYTES
     assert seconds < rounds * (settings.window_seconds + settings.attempts * settings.timeout_seconds) + 5
     assert not any("cookie" in request.headers for request in server.requests)
 
