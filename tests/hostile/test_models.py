@@ -139,7 +139,7 @@ def of_each(verbs: dict[str, Any], table: dict[str, Any], sampled: str, verb: st
 @pytest.mark.parametrize(
     ("verb", "what"),
     [
-        *((verb, what) for verb, what in zip(itertools.cycle(OF_EXPORTS), SAMPLED, strict=False)),
+        *zip(itertools.cycle(list(OF_EXPORTS)[:5]), SAMPLED, strict=False),  # a program takes seconds
         *of_each(OF_EXPORTS, MODELS, "vocabulary of 2**31", "sample"),
     ],
 )
