@@ -29,7 +29,7 @@ browser: $(VENV)/.installed-dev
 
 # Files, servers and accidents that mean harm, and wrong inputs: a sample of each class. `make campaign` has all of them.
 hostile: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "hostile and not campaign"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "hostile and not campaign" tests/hostile
 
 # Exports, data, metrics and the server under packages that others wrote; docs/clients.md has the table that it makes.
 clients: $(VENV)/.installed-dev

@@ -13,7 +13,7 @@ from torch import Tensor
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bounds, Intervals, Order
 
-MOST_POSITIONS = 1 << 32  # that a number of a pattern may be: beyond every context, and far below 64 bits
+MOST_POSITIONS = 1 << 62  # that a number of a pattern may be: beyond every context, and within 64 bits
 
 
 @runtime_checkable

@@ -154,8 +154,7 @@ def placed() -> Iterator[None]:
 class RunData:
     """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
 
-    Raises DataError where there is no data folder, and ConfigError where the model's vocabulary is not its palette, or
-    lacks some of the bytes.
+    Raises DataError where there is no data folder, and ConfigError where its palette is not the model's vocabulary.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
@@ -174,9 +173,6 @@ class RunData:
         colours, vocabulary = len(self.palette or ()), config.model.vocabulary
         if colours and colours != vocabulary:
             raise ConfigError.at("model.vocabulary", vocabulary, f"the data's palette has {colours} colours; {colours}")
-        if not colours and vocabulary < _BYTE_VALUES:
-            rule = f"the data is bytes, which have {_BYTE_VALUES} values; {_BYTE_VALUES}"
-            raise ConfigError.at("model.vocabulary", vocabulary, rule)
 
     @property
     def modality(self) -> str:
@@ -256,7 +252,7 @@ class RunData:
             DataError: the split does not fit the run.
         """
         with placed():
-            return evaluation_contexts(
+            batches = evaluation_contexts(
                 self._folder,
                 split or self._config.data.validation_split,
                 context=self._config.model.context,
@@ -268,6 +264,24 @@ class RunData:
                 limit=limit,
                 min_context=min_context,
             )
+        return self.within_vocabulary(batches)
+
+    def within_vocabulary(self, batches: Iterator[SomeBatch]) -> Iterator[SomeBatch]:
+        """The same batches; DataError for one with a byte that the model has no row for. Text may need but 128."""
+        vocabulary = self._config.model.vocabulary
+        if self.palette is not None or vocabulary >= _BYTE_VALUES:
+            yield from batches
+            return
+        for batch in batches:
+            self._check_bytes(batch.tokens)
+            yield batch
+
+    def _check_bytes(self, tokens: Tensor) -> None:
+        """Raises DataError for (…,) bytes beyond the model's vocabulary."""
+        vocabulary, most = self._config.model.vocabulary, int(tokens.max())
+        if most >= vocabulary:
+            rule = f"a byte of the data is {most}; {_BYTE_VALUES} takes any"
+            raise DataError(f"model.vocabulary={vocabulary}: {rule}")
 
     def context(self, number: int) -> Tensor:
         """Context ``number`` of the validation split: (n,) integers, n from 1 to the model's context.
@@ -284,7 +298,8 @@ class RunData:
 
         Raises:
             ConfigError: the model's positions are as many as those of the data's pictures, and otherwise arranged.
-            DataError: a split or shard is missing, damaged or too small.
+            DataError: a split or shard is missing, damaged or too small, or the first context has bytes that the model
+                does not know.
         """
         stream = self.stream()
         self.evaluation()
@@ -306,3 +321,5 @@ class RunData:
         check_split(self._folder, data.validation_split)
         if data.on_damage == "abort":
             check_split(self._folder, data.train_split)
+        if self.palette is None and self._config.model.vocabulary < _BYTE_VALUES:
+            self._check_bytes(self.context(0))
