@@ -46,7 +46,7 @@ class Run:
     ) -> Generator[GlobalBatch[Batch]]:
         """The global batches of a training stream, once all ranks have their parts; see ``together``."""
         rows = self.config.train.global_batch // self.ranks.data_world_size
-        return together(lambda: iter(open_stream()), rows, self.ranks, device, self.stop)
+        return together(lambda: iter(open_stream()), rows, self.ranks, device, self.stop, self.config.model.vocabulary)
 
 
 def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:

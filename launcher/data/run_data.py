@@ -72,14 +72,18 @@ def together(
     ranks: Ranks,
     device: torch.device,
     stop: StopFlag | None = None,
+    vocabulary: int = _BYTE_VALUES,
 ) -> Generator[GlobalBatch[SomeBatch]]:
     """The ranks' batches, of so many rows each, once all ranks have theirs. All ranks must call.
+
+    ``vocabulary``: the model's, which may lack bytes that its data never has, as those of ASCII above 127.
 
     One small collective a step comes before anything is computed, so that no rank waits for one that has no batch: it
     is at its end, has failed, or was asked to stop.
 
     Raises:
-        AgreedError: on every rank, where any rank cannot open its batches or take the next, or has fewer than others.
+        AgreedError: on every rank, where any rank cannot open its batches or take the next, finds a byte there that the
+            model does not know, or has fewer batches than others.
         StopAskedError: on every rank, where any rank has been asked to stop.
         LostWorkerError: on every rank, where a worker that reads for any rank was killed or stopped.
     """
@@ -89,8 +93,9 @@ def together(
         try:
             if batches is None:
                 batches = open_batches()
-            batch = next(batches)
-            state = _HAS_BATCH
+            taken = next(batches)
+            _check_tokens(taken.tokens, vocabulary)
+            batch, state = taken, _HAS_BATCH
         except StopIteration:
             state = _AT_THE_END
         except DataError as error:
@@ -139,6 +144,13 @@ def together(
         yield GlobalBatch(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
 
 
+def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    """Raise DataError for a byte that the model does not know: an index that ends a process, or all work of its GPU."""
+    if vocabulary < _BYTE_VALUES and (most := int(tokens.max())) >= vocabulary:
+        rule = f"the data has a byte of {most}; bytes have {_BYTE_VALUES} values, so {_BYTE_VALUES}"
+        raise DataError(f"model.vocabulary={vocabulary}: {rule}")
+
+
 @contextmanager
 def placed() -> Iterator[None]:
     """Names the configuration's key where data does not fit a setting: the data room does not know its path."""
@@ -154,8 +166,7 @@ def placed() -> Iterator[None]:
 class RunData:
     """The data of a run, opened once in a process, so that training and scoring belong to one manifest.
 
-    Raises DataError where there is no data folder, and ConfigError where the model's vocabulary is not its palette, or
-    lacks some of the bytes.
+    Raises DataError where there is no data folder, and ConfigError where its palette is not the model's vocabulary.
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, location: str | None = None) -> None:
@@ -174,9 +185,6 @@ class RunData:
         colours, vocabulary = len(self.palette or ()), config.model.vocabulary
         if colours and colours != vocabulary:
             raise ConfigError.at("model.vocabulary", vocabulary, f"the data's palette has {colours} colours; {colours}")
-        if not colours and vocabulary < _BYTE_VALUES:
-            rule = f"the data is bytes, which have {_BYTE_VALUES} values; {_BYTE_VALUES}"
-            raise ConfigError.at("model.vocabulary", vocabulary, rule)
 
     @property
     def modality(self) -> str:
@@ -273,11 +281,14 @@ class RunData:
         """Context ``number`` of the validation split: (n,) integers, n from 1 to the model's context.
 
         Raises:
-            DataError: the split does not fit the run, has no such context, or is damaged there.
+            DataError: the split does not fit the run, has no such context, is damaged there, or has a byte that the
+                model lacks.
         """
         split, context = self._config.data.validation_split, self._config.model.context
         with placed():
-            return read_context(self._folder, split, number, context=context, cut=self._cut)
+            tokens = read_context(self._folder, split, number, context=context, cut=self._cut)
+        _check_tokens(tokens, self._config.model.vocabulary)
+        return tokens
 
     def check(self) -> None:
         """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.

@@ -121,7 +121,16 @@ def run(arguments: argparse.Namespace) -> int:
             threads = max(1, min(torch.get_num_threads(), _MOST_THREADS, at_once))
         watchdog.at("evaluation")
         with exit_on_mistake(ranks.barrier):
-            sums = score(model, contexts, batch_size, ranks, ranks.device, edges=edges, threads=threads)
+            sums = score(
+                model,
+                contexts,
+                batch_size,
+                ranks,
+                ranks.device,
+                vocabulary=config.model.vocabulary,
+                edges=edges,
+                threads=threads,
+            )
     line = evaluation_line(checkpoint.manifest.step, split, sums, start, data.unit)
     line |= {"min_context": arguments.min_context, "weights": arguments.weights}
     if ranks.is_first:
@@ -161,7 +170,15 @@ def evaluate_split(engine: DeepSpeedEngine, run: Run) -> dict[str, Any]:
     start, train = time.perf_counter(), run.config.train
     engine.eval()
     contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
-    sums = score(engine, contexts, train.micro_batch, run.ranks, engine.device, stop=run.stop)
+    sums = score(
+        engine,
+        contexts,
+        train.micro_batch,
+        run.ranks,
+        engine.device,
+        vocabulary=run.config.model.vocabulary,
+        stop=run.stop,
+    )
     engine.train()
     return evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.unit)
 
@@ -186,6 +203,7 @@ def score(
     ranks: Ranks,
     device: torch.device,
     *,
+    vocabulary: int = 256,
     edges: np.ndarray | None = None,
     threads: int = 0,
     stop: StopFlag | None = None,
@@ -196,8 +214,11 @@ def score(
     number of ranks. ``threads`` above 0 compute a batch each, at the same time, by one thread of torch: the bits of a
     matrix product may depend on how many threads share it. All ranks must call, with equally many batches.
 
+    ``vocabulary``: the model's.
+
     Raises:
         StopAskedError: on every rank, where any rank has been asked to stop.
+        AgreedError: on every rank, where one cannot take its contexts, or they have bytes beyond ``vocabulary``.
     """
     sums = ExactSums(1 if edges is None else len(edges) - 1)
     bins = None if edges is None else bin_numbers(edges)
@@ -207,7 +228,7 @@ def score(
             more = {} if batch.begins is None else {"begins": batch.begins.to(device)}
             return model(batch.tokens.to(device), return_nats=True, **more).float().cpu()  # (B, N)
 
-    parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop))
+    parts = (batch.part for batch in together(contexts, batch_size, ranks, device, stop, vocabulary))
     for batch, nats in _in_turn(nats_of, parts, threads):
         first = ranks.sequence_rank * nats.shape[1]
         own = slice(first, first + nats.shape[1])  # the positions that this rank has

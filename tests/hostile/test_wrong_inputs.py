@@ -131,7 +131,6 @@ WRONG: list[tuple[str, str]] = [
     (f"plan run.json --processes {MANY}", "--processes="),
     ("plan run.json --processes 3", "train.global_batch=8: must be a multiple of micro_batch 2 × 3"),
     ("plan run.json --contexts 0", "--contexts=0: must be at least 1"),
-    ("train --config run.json model.vocabulary=100", "model.vocabulary=100: the data is bytes, which have"),
     ("train --config run.json train.steps=1000000000000000000000", "train.steps=1000000000000000000000:"),
     ("train --config run.json --resume newest", "--resume=newest: must be auto, best, never or the number"),
     (f"train --config run.json --resume {MANY}", "--resume="),

@@ -49,17 +49,22 @@ Take = Callable[[Ranks], Iterator[EvaluationBatch]]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Future[list[int]]]]:
-    """A function (W, B, take, U = 1, stop = None) -> each rank's sample ids, or what it raised."""
+    """A function (W, B, take, U = 1, stop = None, vocabulary = 256) -> each rank's sample ids, or what it raised."""
 
     def run(
-        world_size: int, rows: int, take: Take, sequence_parallel: int = 1, stop: StopFlag | None = None
+        world_size: int,
+        rows: int,
+        take: Take,
+        sequence_parallel: int = 1,
+        stop: StopFlag | None = None,
+        vocabulary: int = 256,
     ) -> list[Future[list[int]]]:
         meeting = Meeting(world_size)
         meeting.replace_collectives(monkeypatch)
 
         def one(rank: int) -> list[int]:
             ranks = Ranks(rank, rank, world_size, sequence_parallel)
-            all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"), stop)
+            all_taken = together(lambda: take(ranks), rows, ranks, torch.device("cpu"), stop, vocabulary)
             return [number for each in all_taken for number in each.part.sample_ids.tolist()]
 
         with ThreadPoolExecutor(world_size) as pool:
@@ -108,6 +113,21 @@ def test_rank_with_less_data_is_named_on_all_ranks(
 
     for each in taken(world_size, 2, take, sharing):
         with pytest.raises(AgreedError, match=f"rank {shorter} of {world_size} finds less data than the others"):
+            each.result()
+
+
+def test_byte_that_the_model_lacks_is_told_by_all_ranks(taken: Callable[..., list[Future[list[int]]]]) -> None:
+    """Whose data has no such byte may have a model without it, as of ASCII alone."""
+
+    def take(ranks: Ranks) -> Iterator[EvaluationBatch]:
+        yield batch(0)
+        content = batch(1)
+        content.tokens[ranks.rank, 1] = 126 + ranks.rank
+        yield content
+
+    assert [each.result() for each in taken(2, 2, take, vocabulary=128)] == [[0, 0, 1, 1]] * 2
+    for each in taken(2, 2, take, vocabulary=127):
+        with pytest.raises(AgreedError, match=r"^model.vocabulary=127: the data has a byte of 127; bytes have 256 val"):
             each.result()
 
 
