@@ -57,17 +57,21 @@ def foreign_content_refused(where: Path | str, *, alone: bool = True) -> Iterato
 
     Raises:
         ConfigError: the content is not what a run writes.
+        OSError: the disk's own, with a path.
     """
     try:
         yield
     except (ConfigError, AgreedError, torch.OutOfMemoryError):
         raise
     except (*_UNFORESEEN, EOFError, MemoryError, OSError) as error:
-        # An error that names a file is one of the disk's.
-        if (isinstance(error, RuntimeError) and not alone) or getattr(error, "filename", None) is not None:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, whatever the content is
+            raise OSError(error.errno, error.strerror, error.filename or str(where)) from error
+        if isinstance(error, RuntimeError) and not alone:
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(f"{where}: holds what no run writes: {what}") from None
+        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in what  # torch's is a RuntimeError
+        rule = "takes more memory than there is, or holds" if is_memory else "holds"
+        raise ConfigError(f"{where}: {rule} what no run writes: {what}") from None
 
 
 def read_pickle(path: Path | str, *, map_location: Any = "cpu", mapped: bool = False, trusted: bool = False) -> Any:

@@ -15,7 +15,7 @@ import torch
 from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
-from longstride.launcher.data.run_data import GlobalBatch, RunData, together
+from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -46,7 +46,9 @@ class Run:
     ) -> Generator[GlobalBatch[Batch]]:
         """The global batches of a training stream, once all ranks have their parts; see ``together``."""
         rows = self.config.train.global_batch // self.ranks.data_world_size
-        return together(lambda: self.data.within_vocabulary(iter(open_stream())), rows, self.ranks, device, self.stop)
+        vocabulary = self.config.model.vocabulary
+        batches = lambda: within_vocabulary(iter(open_stream()), vocabulary)  # noqa: E731
+        return together(batches, rows, self.ranks, device, self.stop)
 
 
 def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:

@@ -139,6 +139,20 @@ def together(
         yield GlobalBatch(batch, int(everyone[:, 1].sum()), tuple(ids.reshape(-1).tolist()), crc32, substitutions)
 
 
+def within_vocabulary(batches: Iterator[SomeBatch], vocabulary: int) -> Iterator[SomeBatch]:
+    """The same batches; DataError at one with a byte that the model lacks. It may: ASCII has none above 127."""
+    for batch in batches:
+        _check_tokens(batch.tokens, vocabulary)
+        yield batch
+
+
+def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    """Raise DataError for a byte that the model lacks: an index that ends a process, or all work of its GPU."""
+    if vocabulary < _BYTE_VALUES and (most := int(tokens.max())) >= vocabulary:
+        rule = f"a byte of the data is {most}; {_BYTE_VALUES} takes any"
+        raise DataError(f"model.vocabulary={vocabulary}: {rule}")
+
+
 @contextmanager
 def placed() -> Iterator[None]:
     """Names the configuration's key where data does not fit a setting: the data room does not know its path."""
@@ -264,34 +278,20 @@ class RunData:
                 limit=limit,
                 min_context=min_context,
             )
-        return self.within_vocabulary(batches)
-
-    def within_vocabulary(self, batches: Iterator[SomeBatch]) -> Iterator[SomeBatch]:
-        """The same batches; DataError for one with a byte that the model has no row for. Text may need but 128."""
-        vocabulary = self._config.model.vocabulary
-        if self.palette is not None or vocabulary >= _BYTE_VALUES:
-            yield from batches
-            return
-        for batch in batches:
-            self._check_bytes(batch.tokens)
-            yield batch
-
-    def _check_bytes(self, tokens: Tensor) -> None:
-        """Raises DataError for (…,) bytes beyond the model's vocabulary."""
-        vocabulary, most = self._config.model.vocabulary, int(tokens.max())
-        if most >= vocabulary:
-            rule = f"a byte of the data is {most}; {_BYTE_VALUES} takes any"
-            raise DataError(f"model.vocabulary={vocabulary}: {rule}")
+        return within_vocabulary(batches, self._config.model.vocabulary)
 
     def context(self, number: int) -> Tensor:
         """Context ``number`` of the validation split: (n,) integers, n from 1 to the model's context.
 
         Raises:
-            DataError: the split does not fit the run, has no such context, or is damaged there.
+            DataError: the split does not fit the run, has no such context, is damaged there, or has a byte that the
+                model lacks.
         """
         split, context = self._config.data.validation_split, self._config.model.context
         with placed():
-            return read_context(self._folder, split, number, context=context, cut=self._cut)
+            tokens = read_context(self._folder, split, number, context=context, cut=self._cut)
+        _check_tokens(tokens, self._config.model.vocabulary)
+        return tokens
 
     def check(self) -> None:
         """Whether a run can be trained and evaluated, as far as can be known before its bytes are read.
@@ -321,5 +321,5 @@ class RunData:
         check_split(self._folder, data.validation_split)
         if data.on_damage == "abort":
             check_split(self._folder, data.train_split)
-        if self.palette is None and self._config.model.vocabulary < _BYTE_VALUES:
-            self._check_bytes(self.context(0))
+        if self._config.model.vocabulary < _BYTE_VALUES:
+            self.context(0)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -43,7 +43,6 @@ class LastingOutput:
 
     def _begin(self) -> None:
         """Nothing waits: at the start, and in a forked process, which has no thread and whose lines are its own."""
-        self._pid = os.getpid()
         self._changed = threading.Condition()  # reentrant: a signal's handler may print while its thread prints
         self._text: list[str] = []  # of a line that has not ended
         self._waiting: deque[bytes] = deque()
@@ -52,6 +51,7 @@ class LastingOutput:
         self._failure: OSError | None = None
         self._patience, self._measured = _PATIENCE_SECONDS, time.monotonic()
         self._moved = self._measured  # when the reader last took something, or had taken all there was
+        self._pid = os.getpid()  # last: another thread of a forked process would wait for the lock of its parent
 
     def write(self, text: str) -> int:
         """Writes the text; returns 0 where it was dropped."""
@@ -66,6 +66,11 @@ class LastingOutput:
                 self._wait_patiently()
                 return len(text) if kept else 0
             return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes the lines, which the stream's own method would put past those that wait."""
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         """Waits until all is written, but not for long."""
@@ -99,8 +104,8 @@ class LastingOutput:
 
     def _give(self) -> bool:
         """Hands the text to the thread that writes; returns False where it is left out, as too much waits."""
-        text = "".join(self._text)
-        self._text.clear()
+        parts, self._text = self._text, []  # at once: a signal's handler that prints here would give them too
+        text = "".join(parts)
         content = text.encode(self._stream.encoding, self._stream.errors or "strict")
         if not content:
             return True

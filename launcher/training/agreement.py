@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same run: versions, data and configuration, held together before anything is built.
+"""Whether all ranks were given the same run: versions, code, data and configuration, held together at the start.
 
 Each host reads its own files, so one of them may have other data or an older configuration. Nothing later would tell:
 gradients of other data, or steps of another rate, are added up like any others.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import longstride
 from longstride.kernels import Problem
 from longstride.launcher.config import flattened
 from longstride.launcher.data import Run
@@ -18,10 +21,16 @@ from longstride.launcher.engine import package_versions
 from longstride.launcher.output import AgreedError
 
 _DATA = "data.path"  # where it lies may differ; what lies there may not
-# What a host may have otherwise: where files lie there, how it reads them, and free text. The run folder is known by a
-# file that all ranks must see in it.
-_OWN = ("data.workers", "data.prefetch", "data.worker_timeout_seconds", "data.remote.", "train.output", "notes")
-_OWN_ENDS = (".nvme_path", ".output_path")  # of DeepSpeed's folders for what leaves memory, and of its monitors
+_CODE = "longstride"
+# What a host may have otherwise: where files lie there, how it reads them, what it logs, and free text. The run folder
+# is known by a file that all ranks must see in it.
+_OWN = (
+    *("data.workers", "data.prefetch", "data.worker_timeout_seconds", "data.remote.", "train.output", "notes"),
+    *(f"deepspeed.{name}" for name in ("aio.", "log_level")),  # how its disk is best read; what it says
+    # Monitors are the first rank's: others may have no account, and no package.
+    *(f"deepspeed.{name}." for name in ("comet", "csv_monitor", "tensorboard", "wandb")),
+)
+_OWN_ENDS = (".nvme_path", ".output_file")  # of DeepSpeed's folders for what leaves memory, and of its profiler
 _MOST_CHARACTERS = 80  # of a value
 
 
@@ -44,6 +53,7 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
     config, data, ranks = flattened(run.config.to_json()), run.data, run.ranks
     alike: dict[str, object] = {
         **package_versions(),  # first: they decide what the rest means
+        _CODE: f"code {code_digest()[:12]}",
         _DATA: data.fingerprint,  # before the steps, which may follow from it
         "--resume": run.resume,
         "--replay": replay,
@@ -61,6 +71,22 @@ def check_agreement(run: Run, hosts: Sequence[str], replay: int | None = None) -
             raise AgreedError(str(problem))
 
 
+def code_digest() -> str:
+    """SHA-256 (hexadecimal) over the Python files of this package, their places below it included.
+
+    A version would not do: a checkout has none, and an older one of the same version is the usual mistake.
+    """
+    root, digest = Path(longstride.__file__).parent, hashlib.sha256()
+    for parent, folders, names in os.walk(root, followlinks=True):  # in a checkout the rooms are links
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py") and not name.startswith("."):  # with a dot: an editor's
+                content = Path(parent, name).read_bytes()
+                place = Path(parent, name).relative_to(root).as_posix()
+                digest.update(f"{place}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
 def difference(first: Given, second: Given, first_name: str, second_name: str) -> Problem | None:
     """The first thing that two ranks were given otherwise: both values, who has which, and what to do.
 
@@ -76,7 +102,8 @@ def difference(first: Given, second: Given, first_name: str, second_name: str) -
         there = f"{_cut(second.place)} has for {second_name}"
         return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", first.place)
     there = _cut(json.dumps(second.alike[path], ensure_ascii=False)) if path in second.alike else "left out"
-    remedy = "install the same on all hosts" if path in package_versions() else "give all ranks the same configuration"
+    installed = path in (*package_versions(), _CODE)
+    remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
     here = first.alike.get(path, ...)
     rule = f"{'is left out' if here is ... else 'is so'} for {first_name}, and {there} for {second_name}; {remedy}"
     return Problem(path, rule, here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
-from longstride.launcher.checkpoints.pickles import read_pickle, unsafe_content, write_pickle
+from longstride.launcher.checkpoints.pickles import foreign_content_refused, read_pickle, unsafe_content, write_pickle
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.launchers import launcher_command
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.output.file_names import LOCK
-from longstride.launcher.output.messages import AgreedError
+from longstride.launcher.output.messages import AgreedError, mistake
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import spawn
 from tests.launcher.training.test_training import RUNS
@@ -174,6 +175,22 @@ def test_file_that_only_reading_can_judge_is_refused_before_it_is_read(tmp_path:
     assert not mark.exists()
     assert read_pickle(path, trusted=True, mapped=True) == {"more": 0}
     assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "line"),
+    [
+        (OSError(errno.EIO, "Input/output error"), OSError, "Input/output error: 'x.pt'"),
+        (MemoryError(), ConfigError, "x.pt: takes more memory than there is, or holds what no run writes: MemoryError"),
+        (KeyError("module"), ConfigError, "x.pt: holds what no run writes: KeyError: 'module'"),
+    ],
+)
+def test_disk_and_memory_are_told_apart_from_what_a_file_holds(
+    error: Exception, kind: type[Exception], line: str
+) -> None:
+    with pytest.raises(kind) as caught, foreign_content_refused("x.pt"):
+        raise error
+    assert line in str(caught.value) and mistake(caught.value) is not None
 
 
 def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

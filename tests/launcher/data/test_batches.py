@@ -15,7 +15,7 @@ from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.workers import LostWorkerError
 from longstride.launcher.config.run_config import RunConfig, load_config
-from longstride.launcher.data.run_data import RunData, together
+from longstride.launcher.data.run_data import RunData, together, within_vocabulary
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.stops import StopAskedError, StopFlag
@@ -108,6 +108,22 @@ def test_rank_with_less_data_is_named_on_all_ranks(
 
     for each in taken(world_size, 2, take, sharing):
         with pytest.raises(AgreedError, match=f"rank {shorter} of {world_size} finds less data than the others"):
+            each.result()
+
+
+def test_byte_that_the_model_lacks_is_told_by_all_ranks(taken: Callable[..., list[Future[list[int]]]]) -> None:
+    """Whose data has no such byte may have a model without it, as of ASCII alone."""
+
+    def take(ranks: Ranks) -> Iterator[EvaluationBatch]:
+        yield batch(0)
+        content = batch(1)
+        content.tokens[ranks.rank, 1] = 126 + ranks.rank
+        yield content
+
+    known = taken(2, 2, lambda ranks: within_vocabulary(take(ranks), 128))
+    assert [each.result() for each in known] == [[0, 0, 1, 1]] * 2
+    for each in taken(2, 2, lambda ranks: within_vocabulary(take(ranks), 127)):
+        with pytest.raises(AgreedError, match=r"^model.vocabulary=127: a byte of the data is 127; 256 takes any$"):
             each.result()
 
 

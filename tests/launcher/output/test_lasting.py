@@ -74,6 +74,13 @@ def test_line_is_there_when_print_returns(pipe: Pipe) -> None:
     assert os.read(pipe.reader, 100) == b"half"
 
 
+def test_lines_that_are_written_together_wait_as_others(pipe: Pipe) -> None:
+    pipe.fill()
+    pipe.output.write("first\n")
+    pipe.output.writelines(["second\n", "third\n"])
+    assert pipe.read_until(lambda text: text.count("\n") == 3) == "first\nsecond\nthird\n"
+
+
 def test_line_to_an_unbuffered_stream_is_whole(pipe: Pipe) -> None:
     """As the deepspeed launcher starts ranks."""
     pipe.stream.reconfigure(line_buffering=False, write_through=True)

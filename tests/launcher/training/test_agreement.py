@@ -103,6 +103,8 @@ def test_what_hosts_have_of_their_own_may_differ(agreed: Agreed, config_file: Pa
     (tmp_path / "moved").symlink_to(data)
     own = [f"data.path={tmp_path / 'moved'}", "data.workers=2", "data.prefetch=5", "notes=mine"]
     own += [f"data.remote.cache={tmp_path}", "data.remote.parallel=3", f"train.output={tmp_path / 'mounted'}"]
+    own += ["deepspeed.aio.queue_depth=16", "deepspeed.flops_profiler.output_file=flops", "deepspeed.log_level=error"]
+    own += ['deepspeed.csv_monitor={"enabled": true, "output_path": "here"}']
     assert agreed(load_config(config_file), load_config(config_file, own)) is None
 
 
@@ -131,3 +133,30 @@ def test_other_packages_are_told_first(agreed: Agreed, config_file: Path, monkey
     said = agreed(*(load_config(config_file, [f"train.seed={seed}"]) for seed in range(2)))
     assert said is not None and said.startswith('torch="2.1'), said
     assert said.endswith("; install the same on all hosts")
+
+
+def test_other_code_of_the_same_version_is_told(
+    agreed: Agreed, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = iter([f"{number}" * 64 for number in range(2)])
+    monkeypatch.setattr(agreement, "code_digest", lambda: next(digests))
+    said = agreed(*[load_config(config_file)] * 2)
+    assert said is not None and said.startswith('longstride="code '), said
+    assert said.endswith("; install the same on all hosts")
+
+
+def test_code_is_known_by_the_python_files_of_every_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, room = tmp_path / "longstride", tmp_path / "room"
+    for folder in (package, room):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    (package / "room").symlink_to(room)
+    monkeypatch.setattr(agreement.longstride, "__file__", str(package / "__init__.py"))
+    before = agreement.code_digest()
+    (room / "notes.md").write_text("not run")
+    (room / ".#rates.py").symlink_to("nowhere")  # as Emacs marks a file
+    assert agreement.code_digest() == before
+    (room / "rates.py").write_text("RATE = 1")
+    one = agreement.code_digest()
+    (room / "rates.py").write_text("RATE = 2")
+    assert len({before, one, agreement.code_digest()}) == 3
