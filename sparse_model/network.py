@@ -57,9 +57,8 @@ class NetworkConfig(StrictModel):
     bias: bool = True  # of linear layers
     rotary: RotaryPositions | None = None
     query_key_norm: bool = False
-    convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = (
-        None  # positions that a row reads before attention, its own too
-    )
+    # Positions that a row reads before attention, its own too.
+    convolution: Annotated[int, Field(ge=2, le=MOST_CONVOLVED)] | None = None
     reversible: bool = False  # two streams: the backward pass computes each block's input from its output
 
     left_out_at_default: ClassVar[tuple[str, ...]] = (

@@ -16,7 +16,6 @@ from longstride.launcher.models import AVERAGE, TRAINED
 from longstride.launcher.output import file_names, metrics_file
 
 MOST_METRICS_BYTES = 1 << 29  # three million lines
-MOST_LINE = 1 << 16  # characters
 MEAN_SHARE = 40  # the running mean of the training loss covers this part of the run
 _PICTURES_WITH = {  # the options that not every picture has
     "query": ("pattern", "attention"),
@@ -140,7 +139,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate((text for text in texts if text.endswith("\n")), start=1):
         try:
-            if len(text) > MOST_LINE:
+            if len(text) > metrics_file.MOST_LINE_BYTES:
                 raise ValueError
             line = parse_json(text)
             unit, bits = metrics_file.bits_of(line)

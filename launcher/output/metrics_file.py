@@ -17,7 +17,7 @@ from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the one unit whose tokens are no bytes: of pictures that are read by a palette
 _BITS = "bits_per_"
-_MOST_LINE_BYTES = 2**22  # thousands of replaced contexts are told by less
+MOST_LINE_BYTES = 2**22  # thousands of replaced contexts are told by less
 
 
 def bits_per_byte(nats: float) -> float:
@@ -107,7 +107,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     if not os.path.lexists(path):
         return
     with open_plain(path) as file:
-        while (text := file.readline(_MOST_LINE_BYTES + 1)) and len(text) <= _MOST_LINE_BYTES:
+        while (text := file.readline(MOST_LINE_BYTES + 1)) and len(text) <= MOST_LINE_BYTES:
             yield text, _parsed(text)
 
 

@@ -163,7 +163,7 @@ def run_length(config: RunConfig, contexts: int | None) -> Length:
     """Steps and epochs of a run, one from the other where the size of its train split is known.
 
     Raises:
-        ConfigError: the warm-up is longer than the run, or a context too long to be rehearsed.
+        ConfigError: the warm-up is longer than the run.
         DataError: the data is here, and does not fit the run.
     """
     train = config.train

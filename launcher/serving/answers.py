@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import math
 import sys
@@ -15,7 +16,6 @@ from urllib.parse import SplitResult, urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from longstride.launcher.ranks import is_loopback
 from longstride.launcher.serving.connections import connection_of
 from longstride.launcher.serving.metrics import Metrics
 
@@ -162,15 +162,14 @@ def _refusal(request: web.Request, refused: Refused) -> web.Response:
 def own_names_only(names: Collection[str]) -> Middleware:
     """Refuses other names than these: a page can make its own name lead to this address (DNS rebinding).
 
-    The address that a request came to is no name that a page could have.
+    An address is no name that a page could have, and it may be another than this machine's own: a container's host
+    hands on what comes to one of its.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         name = _parts("//" + request.headers.get("Host", "")).hostname or ""
-        transport = request.transport
-        here = None if transport is None else transport.get_extra_info("sockname")[0]
-        if not (is_loopback(name) or name in names or name == here):
+        if not (name == "localhost" or name in names or _is_address(name)):
             line = (
                 f"the Host header names {name[:80]!r}, which is not this server's; if it is, start it with --allow-host"
             )
@@ -178,6 +177,14 @@ def own_names_only(names: Collection[str]) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 @web.middleware

@@ -69,7 +69,7 @@ class Service:
         self._bodies = Bodies(largest_body(config, MOST_CHOICES))
 
     def application(self, names: Collection[str]) -> web.Application:
-        """All routes, for requests to these names and to addresses of this machine."""
+        """All routes, for requests to these names and to addresses in numbers."""
         middlewares = [watched, counting(self._sampler.metrics), errors_in_json, own_names_only(names), own_origin_only]
         application = web.Application(middlewares=middlewares)
         for path in _PAGES:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("model", type=Path, metavar="DIR", help="folder written by `longstride export`")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, loopback)")
-    names = "of this server, that requests may name as their host, beside the addresses; may stand several times"
+    names = "of this server, that requests may name as their host, beside addresses; may stand several times"
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=names)
     parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -155,7 +155,7 @@ async def listening(
 ) -> AsyncIterator[str]:
     """A server that answers, as its URL. At the end, requests under way are told, and ended.
 
-    ``names``: that requests may name as their host, beside the addresses of this machine.
+    ``names``: that requests may name as their host, beside addresses in numbers.
 
     Raises:
         ConfigError: the address cannot be had, or the process may open too few files.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
-from tests.harness.runs import ROOT, plain_environment
-from tests.hostile.generators import faults
+from tests.harness.processes.asked import Asked
 
 SECONDS = 30.0  # that a command may take over what is hostile
 MEMORY_BYTES = 2**30  # above the honest case
@@ -53,31 +48,11 @@ class Outcome:
         return line
 
 
-class Commands:
+class Commands(Asked):
     """Runs command lines one after the other; a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._log = (folder / "server.log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/hostile/command_server.py"), str(folder)],
-            env=plain_environment() | {"LD_PRELOAD": str(faults.library(folder))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=folder,
-        )
-
-    def __enter__(self) -> Commands:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
+        super().__init__("tests/hostile/command_server.py", folder, folder, cwd=folder)
 
     def running(self) -> list[psutil.Process]:
         """The processes of the command that runs at this moment, which another thread waits for."""
@@ -107,13 +82,6 @@ class Commands:
             "limits": list(limits),
             "fault": [str(each) if isinstance(each, Path) else each for each in fault] if fault else None,
         }
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(case), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, (self._folder / "server.log").read_text()
+        answer = self.ask(case)
         out, err = ((self._folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
-        return Outcome(line, out=out, err=err, **json.loads(answer))
-
-    def log(self) -> list[faults.Operation]:
-        """What the last command did to files below the folder of its fault."""
-        return faults.read_log(self._folder / "operations")
+        return Outcome(line, out=out, err=err, **answer)

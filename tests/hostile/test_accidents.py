@@ -6,10 +6,8 @@ to do.
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -113,13 +111,7 @@ class Accidents:
 
     def power_cut(self, number: int, seed: int | None) -> None:
         """What a power cut after so many operations leaves, and the next try; None: nothing that was not flushed."""
-        disk = copy.deepcopy(self._disk)
-        for operation in self.record[:number]:
-            disk.operate(operation)
-        shutil.rmtree(self._place)
-        self._place.mkdir()
-        disk.write(None if seed is None else random.Random(seed))
-        where = f"power cut after {number} of {len(self.record)}, {seed}: {self.record[number - 1]}"
+        where = self._disk.cut(self.record, number, seed)
         if number == len(self.record):  # it was said to be done
             assert all(self._is_whole(output) for output in self._verb.outputs), where
         self._check_next_try(where)

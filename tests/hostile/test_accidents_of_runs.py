@@ -7,10 +7,8 @@ of a run that nothing disturbed.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,13 +102,7 @@ class Accidents:
 
     def power_cut(self, number: int, seed: int | None) -> None:
         """What a power cut after so many operations leaves, and how the run goes on."""
-        disk = copy.deepcopy(self._disk)
-        for operation in self.record[:number]:
-            disk.operate(operation)
-        shutil.rmtree(self._place)
-        self._place.mkdir()
-        disk.write(None if seed is None else random.Random(seed))
-        where = f"power cut after {number} of {len(self.record)}, {seed}: {self.record[number - 1]}"
+        where = self._disk.cut(self.record, number, seed)
         if number == len(self.record):
             assert newest(self._run) == STEPS, where
         self._check(where)

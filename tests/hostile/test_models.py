@@ -17,14 +17,13 @@ from tests.hostile.generators.files import HOSTILE_JSON, NO_FILES, replace, spar
 from tests.hostile.generators.models import (
     COMPRESSED,
     INDEXES,
-    PICKLES,
     SIZES,
     WEIGHTS,
     hostile_models,
-    seal,
     set_model,
     shard,
 )
+from tests.hostile.generators.pickles import PICKLES, seal
 
 MADE = ROOT / "tests/made_before"
 STEP = "checkpoints/step-00000004"

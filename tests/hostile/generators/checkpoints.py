@@ -16,7 +16,7 @@ import numpy as np
 
 from longstride.launcher.checkpoints.manifest import MANIFEST, json_text, read_manifest, sealed
 from tests.hostile.generators.files import HOSTILE_JSON, NO_FILES, replace, sparse
-from tests.hostile.generators.models import PICKLES, seal
+from tests.hostile.generators.pickles import PICKLES, seal
 
 Damage = Callable[[Path], object]  # of a run folder
 NEWEST = "step-00000008"

@@ -6,12 +6,14 @@ removes or flushes a file or a folder; reading is none. Linux and a C compiler a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import os
 import random
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -215,6 +217,17 @@ class Disk:
                     del earlier.names[name]
             _settle(change.names, None)
             del self._changes[at]
+
+    def cut(self, record: Sequence[Operation], number: int, seed: int | None) -> str:
+        """Puts in the folder's place what a power cut after so many operations of a record may leave; says which.
+
+        The disk itself stays as it is. ``seed``: of what is lost of all that was not flushed; None: the whole of it.
+        """
+        disk = copy.deepcopy(self)
+        for operation in record[:number]:
+            disk.operate(operation)
+        disk.write(None if seed is None else random.Random(seed))
+        return f"power cut after {number} of {len(record)}, {seed}: {record[number - 1]}"
 
     def write(self, fate: random.Random | None) -> None:
         """Puts what a cut now leaves in the folder's place; None: what was flushed, and nothing else."""

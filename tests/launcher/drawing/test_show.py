@@ -49,6 +49,12 @@ def test_loss_passes_over_a_torn_last_line(tmp_path: Path) -> None:
     ]
 
 
+def test_loss_is_drawn_of_long_lines(tmp_path: Path) -> None:
+    line = {"step": 1, "split": "train", "bits_per_byte": 7.0, "substitutions": ["shard-000001.tar, sample 3"] * 5000}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert [each["bits"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [7.0]
+
+
 def test_show_writes_a_png_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "pattern.png"
     assert cli.main(["show", "pattern", str(DEMO), "--output", str(output)]) == 0

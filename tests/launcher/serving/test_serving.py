@@ -318,9 +318,11 @@ def test_names_and_origins_of_others_are_refused(model: SparseTransformer) -> No
     async def test(client: Client) -> None:
         port = client.url.rstrip("/").rsplit(":", 1)[1]
         refused = [{"Host": "evil.example"}, {"Host": f"127.0.0.1.evil.example:{port}"}, {"Host": "[::1"}, {"Host": ""},
-                   {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://localhost:1"}]  # fmt: skip
+                   {"Host": "1.2.3"}, {"Origin": "http://evil.example"}, {"Origin": "null"},
+                   {"Origin": "http://localhost:1"}]  # fmt: skip
         own = f"localhost:{port}"
-        accepted = [{"Host": own}, {"Host": f"[::1]:{port}"}, {"Host": own, "Origin": f"http://{own}"}]
+        accepted = [{"Host": own}, {"Host": f"[::1]:{port}"}, {"Host": own, "Origin": f"http://{own}"},
+                    {"Host": "192.0.2.7:80"}]  # fmt: skip
         for headers in refused + accepted:
             async with client.session.get(f"{client.url}health", headers=headers) as response:
                 assert response.status == (200 if headers in accepted else 403), headers
