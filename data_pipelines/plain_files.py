@@ -6,17 +6,18 @@ and ``JSONError``; rooms make their own one-line errors of both.
 """
 
 import errno
+import gc
 import json
 import os
-import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MOST_JSON_BYTES = 2**26  # a manifest of 100,000 shards has half of it
 _MOST_JSON_VALUES = 4_000_000  # about 100 bytes of memory each; such a manifest has a quarter of them
 _DEEPEST = 64  # objects and lists within each other
-_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')  # or a string, which may hold some
 _MOST_DIGITS = 39  # of an integer: 128 bits
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "is a folder, not a plain file"),
@@ -34,6 +35,10 @@ class JSONError(ValueError):
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
         self.line, self.column = line, column
+
+
+class RepeatedKeyError(JSONError):
+    """A key stands twice in one object."""
 
 
 def plain_status(path: Path) -> os.stat_result:
@@ -94,7 +99,7 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
     Where a key stands twice in an object its last value counts, unless ``keys_once`` refuses it.
 
     Raises:
-        JSONError: it is not; ``line`` is known where it is no JSON at all.
+        JSONError: it is not; ``line`` is known where it is no JSON at all. RepeatedKeyError where a key is refused.
     """
     if isinstance(text, bytes):
         try:
@@ -103,25 +108,44 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
             raise JSONError(f"must be UTF-8; byte {error.start} is not") from None
     if sum(map(text.count, ",:[{")) > _MOST_JSON_VALUES:
         raise JSONError(f"has more than {_MOST_JSON_VALUES:,} values")
-    too_deep = JSONError(f"objects and lists nested more than {_DEEPEST} deep")
     try:
-        value = json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_int=_integer,
-            parse_float=_number,
-            object_pairs_hook=_distinct if keys_once else None,
-        )
+        with collection_paused():
+            value = json.loads(
+                text,
+                parse_constant=_refuse_constant,
+                parse_int=_integer,
+                parse_float=_number,
+                object_pairs_hook=_distinct if keys_once else None,
+            )
+            is_too_deep = _is_deeper(value, _DEEPEST)
     except json.JSONDecodeError as error:
         raise JSONError(f"not JSON: {error.msg}", error.lineno, error.colno) from None
     except RecursionError:
-        raise too_deep from None
-    depth = 0
-    for found in _BRACKET.finditer(text):
-        depth += (found.group() in "{[") - (found.group() in "}]")
-        if depth > _DEEPEST:
-            raise too_deep
+        is_too_deep = True
+    if is_too_deep:
+        raise JSONError(f"objects and lists nested more than {_DEEPEST} deep")
     return value
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Makes many objects in a fraction of the time: Python would look for cycles among them over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether objects and lists lie within each other more than ``most`` deep."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(most):
+        inside = (each.values() if type(each) is dict else each for each in level)
+        level = [item for items in inside for item in items if type(item) in (dict, list)]
+    return bool(level)
 
 
 def _refuse_kind(path: Path, mode: int) -> None:
@@ -137,7 +161,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise JSONError("a key stands twice in one object")
+        raise RepeatedKeyError("a key stands twice in one object")
     return content
 
 

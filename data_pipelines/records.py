@@ -16,6 +16,7 @@ import numpy as np
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.formats import HEAD_BYTES, PARQUET, FileFormat, UnpackedContent, file_format, unpacked
+from longstride.data_pipelines.plain_files import collection_paused
 
 SUFFIXES = (".jsonl", ".jsonl.bz2", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")  # of files with records
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some programs put before the first line
@@ -134,7 +135,8 @@ def _lines(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _line_content(where: str, line: bytes, field: str) -> bytes | None:
     """What the field of a line holds; None: null."""
     try:
-        record = _JSON.decode(line.decode())
+        with collection_paused():
+            record = _JSON.decode(line.decode())
     except (RecursionError, ValueError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(

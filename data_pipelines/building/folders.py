@@ -208,7 +208,7 @@ class UnfinishedFolder:
         """Marks a shard as finished, also for later builds. Raises DataError or OSError where it cannot be written."""
         flush_folder(self.data)
         with durable_file(self.record_path(record.name), self.partial) as file:
-            file.write(json.dumps(record.to_json()).encode())
+            file.write(record.line().encode())
 
     @property
     def holds_finished(self) -> bool:

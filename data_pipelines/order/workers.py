@@ -4,6 +4,9 @@ A worker shares a socket with its rank, and nothing with other workers: one that
 message holds no lock and spoils no queue. A thread of the rank receives what a worker sends, so that the rank itself
 never waits in a read that does not end. What had arrived of a worker's shares is still taken after its death; only then
 is it missed. Nothing is raised in the midst of what the rank computes.
+
+A worker that fetches a large shard brings nothing for long and is not lost: it tells that it writes what comes. How
+slowly that may come is the store's to say.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from longstride.data_pipelines.errors import DataError
@@ -43,6 +48,10 @@ class _Failure(NamedTuple):
 
     error: Exception
     stack: str
+
+
+class _Fetching(NamedTuple):
+    """What a worker sends while it writes to its cache, so that the rank waits on."""
 
 
 class Workers(Generic[Share]):
@@ -70,7 +79,7 @@ class Workers(Generic[Share]):
         """The next item of each share.
 
         Raises:
-            LostWorkerError: a worker is gone, or nothing has come from it for ``timeout_seconds``.
+            LostWorkerError: a worker is gone, or brought nothing and fetched nothing for ``timeout_seconds``.
             Exception: what the reading of a share raised.
         """
         return [worker.take() for worker in self._workers]
@@ -97,12 +106,12 @@ class _Worker(Generic[Share]):
         self.connection, theirs = _FORK.Pipe()
         # The system would end it with the thread that forked it, and only the main thread lives as long as its process.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        arguments = (share, prefetch, theirs, [self.connection, *elsewhere], parent)
+        arguments = (share, prefetch, theirs, [self.connection, *elsewhere], parent, timeout_seconds / 4)
         self.process = _FORK.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()  # the socket ends with the worker
         self._name = f"{name} (process {self.process.pid})"
-        self._received: queue.SimpleQueue[Share | _Failure | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Share | _Failure | _Fetching | None] = queue.SimpleQueue()
         self.receiving = threading.Thread(target=self._receive, daemon=True, name=name)
 
     def take(self) -> Share:
@@ -132,9 +141,13 @@ class _Worker(Generic[Share]):
         while waited < self._timeout:
             piece = min(_LOOK_SECONDS, self._timeout - waited)
             try:
-                return self._received.get(timeout=piece)
+                item = self._received.get(timeout=piece)
             except queue.Empty:
                 waited += piece
+                continue
+            if not isinstance(item, _Fetching):
+                return item
+            waited = 0.0
         rule = "is stopped, or its disk or store does not answer; data.worker_timeout_seconds says how long to wait"
         raise LostWorkerError(f"{self._name} has brought nothing for {self._timeout:g} s: it {rule}")
 
@@ -164,7 +177,12 @@ def _ending(code: int | None) -> str:
 
 
 def _work(
-    share: Iterator[Share], prefetch: int, connection: Connection, of_rank: Sequence[Connection], parent: int | None
+    share: Iterator[Share],
+    prefetch: int,
+    connection: Connection,
+    of_rank: Sequence[Connection],
+    parent: int | None,
+    beat_seconds: float,
 ) -> None:
     """What a worker does, as long as its rank lives."""
     # What asks a run to stop reaches its whole group of processes; a worker is needed until its rank has saved.
@@ -176,6 +194,8 @@ def _work(
             return
     for each in of_rank:  # else the socket would not end with the rank
         each.close()
+    lock = threading.Lock()  # a message is sent whole
+    threading.Thread(target=_tell_of_fetches, args=(connection, lock, beat_seconds), daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the rank is gone
         for sent in count():
             if sent >= prefetch:
@@ -184,6 +204,25 @@ def _work(
                 item: Share | _Failure = next(share)
             except Exception as error:
                 item = _Failure(error, traceback.format_exc())
-            connection.send(item)
+            with lock:
+                connection.send(item)
             if isinstance(item, _Failure):
                 return
+
+
+def _tell_of_fetches(connection: Connection, lock: threading.Lock, seconds: float) -> None:
+    """What a thread of a worker does: whenever this process has written anything meanwhile, it tells its rank."""
+    with suppress(OSError):  # the rank is gone, or the system does not count
+        written = _written_bytes()
+        while True:
+            time.sleep(seconds)
+            if _written_bytes() > written:
+                with lock:
+                    connection.send(_Fetching())
+            written = _written_bytes()  # what was just sent is no progress
+
+
+def _written_bytes() -> int:
+    """All that this process has written so far, by Linux's count. Raises OSError where there is none."""
+    counts = Path("/proc/self/io").read_bytes().splitlines()
+    return int(dict(line.split(b": ") for line in counts)[b"wchar"])

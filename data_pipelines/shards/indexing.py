@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from filecmp import cmp
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -79,7 +79,8 @@ def index_tars(
     reader.left_out["tars_of_no_split"] = len(tars) - len(taken)
     is_new = not output.exists()
     filled = whole_folder(output) if is_new else working_folder(aside)
-    with closing(reader.store), os_errors_as_data_errors(output), filled as folder:
+    marked = _stays_marked(aside) if was_killed else nullcontext()
+    with closing(reader.store), os_errors_as_data_errors(output), marked, filled as folder:
         records = reader.read_splits(dealt, folder, progress)
         place = base if "://" in base else os.path.relpath(os.path.realpath(base), os.path.realpath(output))
         manifest = DataManifest(
@@ -94,6 +95,17 @@ def index_tars(
         if not is_new:
             _lay_down(folder, output, was_killed)
     return manifest
+
+
+@contextmanager
+def _stays_marked(aside: Path) -> Iterator[None]:
+    """Leaves the folder of a killed index where this one fails too: the next knows by it whose files lie there."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            aside.mkdir()
+        raise
 
 
 def _lay_down(aside: Path, output: Path, was_killed: bool) -> None:

@@ -95,7 +95,8 @@ class Transfer:
             raise LimitError(
                 f"{self._came} bytes came, which is window_seconds={seconds:g} behind least_bytes_per_second={rate:g}; "
                 "look at the network and the server; for one that is so slow, "
-                f"good: data.remote.least_bytes_per_second={rate / 10:g}"
+                f"good: data.remote.least_bytes_per_second={rate / 10:g}, "
+                f"and for one that is away for so long, data.remote.window_seconds={10 * seconds:g}"
             )
 
     def _count_again(self, count: int) -> None:

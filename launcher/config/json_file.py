@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
+from longstride.data_pipelines.plain_files import JSONError, RepeatedKeyError, parse_json, read_plain
 from longstride.kernels import ConfigError, join_paths
 
 MOST_OBJECT_BYTES = 2**24  # of such a file: the manifest of a checkpoint of 8,192 ranks has a third of it
 # A string, or a mark of structure: enough to find keys.
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]')
 
 
 def load_json_object(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
@@ -35,13 +35,14 @@ def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
         ConfigError: not UTF-8, not JSON (with line and column), a key twice in one object, not an object.
     """
     try:
-        value = parse_json(content)
+        value = parse_json(content, keys_once=True)
+    except RepeatedKeyError as error:
+        twice = _repeated_keys(content.decode())
+        places = [f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in twice]
+        raise ConfigError(*(places or [f"{path}: {error}"])) from None  # none where one is written by its escapes
     except JSONError as error:
         place = path if error.line is None else f"{path}:{error.line}:{error.column}"
         raise ConfigError(f"{place}: {error}") from None
-    twice = _repeated_keys(content.decode())
-    if twice:
-        raise ConfigError(*(f"{path}:{line}:{column}: key {key} stands twice" for line, column, key in twice))
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return value

@@ -210,7 +210,7 @@ class RunData:
     def split_fingerprints(self) -> dict[str, str]:
         """SHA-256 (hexadecimal) over what the data folder says of each split's shards."""
         splits = self._folder.manifest.splits
-        lines = {name: json.dumps([shard.to_json() for shard in split.shards]) for name, split in splits.items()}
+        lines = {name: "\n".join(shard.line() for shard in split.shards) for name, split in splits.items()}
         return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in lines.items()}
 
     @property

@@ -57,3 +57,10 @@ def test_configuration(commands: Commands, tmp_path: Path, what: str) -> None:
     outcome = commands("plan", path)
     outcome.check_bounded(honest)
     assert outcome.code == 2 and outcome.mistakes, outcome.err
+
+
+def test_objects_and_lists_are_counted_within_each_other_alone() -> None:
+    value = parse_json('{"[[[": ' + "[" * 63 + '"[{"' + "]" * 63 + ', "b": [[], {}]}')
+    assert set(value) == {"[[[", "b"}
+    with pytest.raises(JSONError, match="more than 64 deep"):
+        parse_json('{"a": 1, "b": ' + "[" * 64 + "]" * 64 + "}")

@@ -6,8 +6,10 @@ import itertools
 import multiprocessing.connection
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -73,6 +75,18 @@ def test_worker_that_is_lost_within_a_message_spoils_no_other(
             workers.take()
         left = pids(workers)
     assert not any(map(psutil.pid_exists, left))
+
+
+def test_worker_that_writes_what_it_fetches_is_waited_for(tmp_path: Path) -> None:
+    def fetched() -> Iterator[int]:
+        with (tmp_path / "shard").open("wb", buffering=0) as file:
+            for _ in range(25):
+                file.write(b"some")
+                time.sleep(0.1)
+        yield 7
+
+    with closing(Workers([fetched()], 1, 1.0)) as workers:
+        assert workers.take() == [7]
 
 
 def test_errors_of_a_worker_are_those_of_reading() -> None:

@@ -637,6 +637,8 @@ def test_index_that_was_killed_is_gone_on_from_and_nothing_else_is_replaced(tars
     laid.write_bytes((tmp_path / "wanted" / laid.name).read_bytes())
     assert "train-000.index.npy: there already; nothing is overwritten" in refusal([folder], folder)
     (folder / ".index.partial").mkdir()
+    with pytest.raises(DataError, match="no sample of split 'train'"):
+        index_tars([str(folder)], folder, **ALL | {"extension": "lacks"})
     index_tars([str(folder)], folder, **ALL)
     assert verify(folder) == [] and not (folder / ".index.partial").exists()
     (folder / "manifest.json").unlink()

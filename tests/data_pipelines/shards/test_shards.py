@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.shards.manifest import INDEX_DTYPE, DataManifest, index_bytes, index_to_bytes
+from longstride.data_pipelines.shards.manifest import (
+    INDEX_DTYPE,
+    DataManifest,
+    ShardRecord,
+    index_bytes,
+    index_to_bytes,
+)
 from longstride.data_pipelines.shards.verify import check_split, verify
 from longstride.data_pipelines.stores import open_store
 
@@ -156,6 +163,13 @@ def test_verify_reports_a_damaged_manifest(copy):
 def test_verify_refuses_what_is_no_data_folder(tmp_path):
     with pytest.raises(DataError, match="no data folder"):
         verify(tmp_path)
+
+
+def test_shard_lines_are_those_of_json():
+    record = ShardRecord('a "name"\\é\ud800.tar', 1, 2, 3, 4, "a" * 64, "b" * 64)
+    assert record.line() == json.dumps(asdict(record))
+    assert record.hashed_line() == json.dumps(asdict(record), sort_keys=True, separators=(",", ":"))
+    assert ShardRecord.parse(json.loads(record.line())) == record
 
 
 def test_manifest_has_a_line_a_shard(corpus):
