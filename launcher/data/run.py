@@ -47,8 +47,7 @@ class Run:
         """The global batches of a training stream, once all ranks have their parts; see ``together``."""
         rows = self.config.train.global_batch // self.ranks.data_world_size
         vocabulary = self.config.model.vocabulary
-        batches = lambda: within_vocabulary(iter(open_stream()), vocabulary)  # noqa: E731
-        return together(batches, rows, self.ranks, device, self.stop)
+        return together(lambda: within_vocabulary(iter(open_stream()), vocabulary), rows, self.ranks, device, self.stop)
 
 
 def resolve_steps(config: RunConfig, data: RunData, ranks: Ranks | None = None) -> RunConfig:
