@@ -33,9 +33,7 @@ from longstride.data_pipelines.errors import DataError
 Share = TypeVar("Share")
 _FORK = multiprocessing.get_context("fork")
 _LOOK_SECONDS = 1.0  # a rank that was stopped itself, or whose machine slept, has waited for no more than that
-_END_SECONDS = (
-    5.0  # for a killed process to be gone; one that a dead disk holds takes longer, and is left to the system
-)
+_END_SECONDS = 5.0  # for a killed process to be gone; one that a dead disk holds takes longer, and is left behind
 _SET_PDEATHSIG = 1  # prctl(2)
 
 
