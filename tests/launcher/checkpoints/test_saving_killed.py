@@ -98,6 +98,7 @@ class Chain:
         return list_checkpoints(self.run)[0]
 
 
+@pytest.mark.campaign  # `make hostile` has a sample of the like
 def test_save_killed_at_some_operations_loses_nothing(server: ForkServer, config_file: Path, tmp_path: Path) -> None:
     """In the middle of a shard, before the rename, while the older checkpoint is removed, and before the first step."""
     chain = Chain(server, config_file, tmp_path / "run", 2, 5)
