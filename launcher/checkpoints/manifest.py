@@ -31,7 +31,7 @@ from longstride.launcher.output import file_names
 from longstride.sparse_model import StrictModel
 
 FORMAT_VERSION = 2  # 1 has none of the keys that may be left out
-MOST_PROCESSES = 2**17  # of a run
+MOST_PROCESSES = 2**14  # of a run: the manifest of more would be longer than what is read of one
 MANIFEST = "manifest.json"
 _SEAL = "sha256"  # over the canonical JSON of all other keys
 

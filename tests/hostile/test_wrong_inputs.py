@@ -66,7 +66,7 @@ WRONG: list[tuple[str, str]] = [
     ("export run --output model", "--output=model: exists already; nothing is overwritten"),
     ("export run --output text", "--output=text: exists already; nothing is overwritten"),
     ("export run --output new --step 3", "run/checkpoints: no checkpoint of step 3; whole ones: 4, 8"),
-    ("export run --output new --format onnx", "run: has no model.safetensors and no"),
+    ("export run --output new --format pt2", "run: has no model.safetensors and no"),
     ("sample missing", "missing: has no config.json; name a folder written by `longstride export RUN"),
     ("sample run", "run: has no model.safetensors and no model.safetensors.index.json; name a folder"),
     ("sample text", "text: has no config.json; name a folder written by `longstride export RUN --output DIR`"),

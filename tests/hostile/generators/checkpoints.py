@@ -210,7 +210,7 @@ FAKED: dict[str, Damage] = {
     "says: plateau below nothing": _says(plateau={"step": -1}),
     "says: zero_stage 3": _says(zero_stage=3),
     "says: two processes": _says(world_size=2),
-    "says: as many processes as there may be": _says(world_size=2**17),
+    "says: as many processes as there may be": _says(world_size=2**14),
     "says: no parameters": _says(parameter_groups=[]),
     "says: another probe's loss": _probe(loss_nats=1.0),
     "config.json: empty": _resealed("config.json", lambda path: path.write_text("{}")),
