@@ -212,7 +212,7 @@ async function start() {
   $("file-prompt").hidden = $("rate-setting").hidden = kind !== "audio";
   if (kind === "image") $("rows").value = Math.floor(model.embedding.height / 2);
   if (model.data?.properties?.rate) $("rate").value = model.data.properties.rate;
-  if (kind === "text") $("bytes").value = Math.min(256, model.limits.bytes, model.context);
+  if (kind === "text") $("bytes").placeholder = "256, or what fits";
   $("form").addEventListener("submit", sample);
   $("stop").addEventListener("click", () => stopper.abort());
   document.body.dataset.ready = "true";

@@ -103,6 +103,17 @@ def test_text_is_what_the_api_gives(tmp_path: Path) -> None:
     run(make_export(tmp_path / "text", "text", 1024), test)
 
 
+@pytest.mark.parametrize(("context", "count"), [(256, 252), (1024, 256)])
+def test_first_click_samples_what_fits_behind_the_prompt(context: int, count: int, tmp_path: Path) -> None:
+    async def test(page: Page, url: str) -> None:
+        await page.type("#prompt", "def ")
+        await sample(page)
+        assert await page.value("document.querySelector('#error').innerText") == ""
+        assert f"{count} bytes" in await page.value("document.querySelector('#status').textContent")
+
+    run(make_export(tmp_path / "text", "text", context), test)
+
+
 def test_refusal_is_shown_and_the_next_sample_goes_well(tmp_path: Path) -> None:
     async def test(page: Page, url: str) -> None:
         await page.type("#bytes", "5000")
