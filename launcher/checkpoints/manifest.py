@@ -26,12 +26,11 @@ from longstride.data_pipelines.plain_files import open_plain, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.probe import ProbeRecord
 from longstride.launcher.checkpoints.scores import Score
-from longstride.launcher.config import RunConfig, load_json_object
+from longstride.launcher.config import RunConfig, TrainConfig, load_json_object
 from longstride.launcher.output import file_names
 from longstride.sparse_model import StrictModel
 
 FORMAT_VERSION = 2  # 1 has none of the keys that may be left out
-MOST_PROCESSES = 2**14  # of a run: the manifest of more would be longer than what is read of one
 MANIFEST = "manifest.json"
 _SEAL = "sha256"  # over the canonical JSON of all other keys
 
@@ -48,7 +47,7 @@ class CheckpointManifest(StrictModel):
 
     format_version: int
     step: int = Field(ge=0, lt=2**63)
-    world_size: int = Field(gt=0, le=MOST_PROCESSES)
+    world_size: int = Field(gt=0, le=TrainConfig.MOST_PROCESSES)
     sequence_parallel: int | None = Field(default=None, gt=0)  # train.sequence_parallel
     zero_stage: int = Field(ge=0, le=3)
     precision: Literal["fp32", "fp16", "bf16"]

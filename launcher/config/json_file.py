@@ -10,7 +10,7 @@ from typing import Any
 from longstride.data_pipelines.plain_files import JSONError, RepeatedKeyError, parse_json, read_plain
 from longstride.kernels import ConfigError, join_paths
 
-MOST_OBJECT_BYTES = 2**24  # of such a file: the manifest of a checkpoint of 8,192 ranks has a third of it
+MOST_OBJECT_BYTES = 2**24  # of such a file: the manifest of a checkpoint of 16,384 ranks has two thirds of it
 # A string, or a mark of structure: enough to find keys.
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]')
 

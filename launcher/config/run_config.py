@@ -197,6 +197,7 @@ class TrainConfig(StrictModel):
     """How long, how fast, and what is written when."""
 
     MOST_CONTEXTS: ClassVar[int] = 65_536  # that are computed at once
+    MOST_PROCESSES: ClassVar[int] = 16_384  # of a run: the manifest of more would be longer than what is read of one
 
     output: str = Field(min_length=1, description="run folder")
     steps: int | None = Field(
@@ -398,9 +399,11 @@ class RunConfig(StrictModel):
         """Whether so many processes divide by those that share a context, and the batch over what that makes of them.
 
         Raises:
-            ConfigError: one of them does not.
+            ConfigError: one of them does not, or a run has fewer processes.
         """
         train, shared = self.train, self.train.sequence_parallel or 1
+        if world_size > train.MOST_PROCESSES:
+            raise ConfigError(f"{world_size} processes: a run has at most {train.MOST_PROCESSES:,}; start fewer")
         if world_size % shared:
             near = min((d for d in range(1, world_size + 1) if world_size % d == 0), key=lambda d: abs(d - shared))
             rule = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {near}"

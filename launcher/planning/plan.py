@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
-from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.config import RunConfig, TrainConfig, load_config
 
 Kind = TypeVar("Kind")
-MOST_PROCESSES = 8  # that are planned for where none are named: one machine's
-_MOST_NAMED = 1_000_000
+USUAL_PROCESSES = 8  # that are planned for where none are named: one machine's
 BYTE_VALUES = 256
 _GIB = 2**30
 # Bytes of the train splits that `longstride data build --dataset` makes.
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="W",
-        help=f"plan for so many processes (default: as many as the batch allows, at most {MOST_PROCESSES})",
+        help=f"plan for so many processes (default: as many as the batch allows, at most {USUAL_PROCESSES})",
     )
     parser.add_argument("--contexts", type=int, metavar="N", help="of the train split, where the data is not here")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
@@ -61,12 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides)
     words = [word for word in arguments.processes if "=" not in word]
     for word in words:
-        if not (word.isascii() and word.isdecimal() and len(word) <= 9 and 1 <= int(word) <= _MOST_NAMED):
-            raise ConfigError(f"--processes={word}: must be whole numbers from 1 to {_MOST_NAMED:,}; such as 8")
+        if not (
+            word.isascii() and word.isdecimal() and len(word) <= 9 and 1 <= int(word) <= TrainConfig.MOST_PROCESSES
+        ):
+            rule = f"must be whole numbers from 1 to {TrainConfig.MOST_PROCESSES:,}; such as 8"
+            raise ConfigError(f"--processes={word}: {rule}")
         config.check_world_size(int(word))
     units = config.train.global_batch // config.train.micro_batch
     shared = config.train.sequence_parallel or 1
-    most = max(count for count in range(1, max(1, MOST_PROCESSES // shared) + 1) if units % count == 0)
+    most = max(count for count in range(1, max(1, USUAL_PROCESSES // shared) + 1) if units % count == 0)
     processes = [int(word) for word in words] or [most * shared]
     plan = make_plan(config, processes, arguments.contexts)
     print(json.dumps(plan) if arguments.json else describe(plan))

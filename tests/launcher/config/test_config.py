@@ -115,6 +115,13 @@ def test_resolved_configuration_loads_again(path: Path, tmp_path: Path) -> None:
     assert load_config(tmp_path / "resolved.json") == config
 
 
+def test_more_processes_than_a_checkpoint_can_list_are_refused_before_they_start(path: Path) -> None:
+    config = load_config(path, ["train.global_batch=65536"])
+    config.check_world_size(16_384)
+    with pytest.raises(ConfigError, match=r"^32768 processes: a run has at most 16,384; start fewer$"):
+        config.check_world_size(32_768)
+
+
 def test_world_size_that_does_not_divide_names_the_nearest_batches(path: Path) -> None:
     config = load_config(path)
     config.check_world_size(4)

@@ -136,10 +136,10 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
             ["paper_small", "--processes", "3"],
             "train.global_batch=2: must be a multiple of micro_batch 1 × 3 processes",
         ),
-        (["paper_small", "--processes", "0"], "--processes=0: must be whole numbers from 1 to 1,000,000; such as 8"),
+        (["paper_small", "--processes", "0"], "--processes=0: must be whole numbers from 1 to 16,384; such as 8"),
         (
             ["paper_small", "--processes", "1", "x"],
-            "--processes=x: must be whole numbers from 1 to 1,000,000; such as 8",
+            "--processes=x: must be whole numbers from 1 to 16,384; such as 8",
         ),
         (["paper_small", "--contexts", "0"], "--contexts=0: must be at least 1"),
         (["paper_small", "--processes", "2", "train.steps=5"], "train.warmup_steps=100: must be at most steps 5"),
