@@ -51,6 +51,15 @@ def find_config(text: str | Path) -> Path:
     return EXPERIMENTS / f"{path.name}.json"
 
 
+def load_content(source: str | Path) -> dict[str, Any]:
+    """What a configuration's file and those that it extends say, unchecked; see ``find_config``.
+
+    Raises:
+        ConfigError: as ``load_written``.
+    """
+    return load_written(find_config(source)).content
+
+
 def load_written(path: Path, before: tuple[Path, ...] = ()) -> Written:
     """What a file says, on top of the one that it extends, and so on. ``before``: the files that lead here.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from longstride.data_pipelines.durable import write_new
@@ -39,13 +38,6 @@ def known_keys() -> list[str]:
     """The dotted paths of all keys of a run; those of `deepspeed` are checked elsewhere."""
     made = RunConfig.model_json_schema()
     return list(dict.fromkeys(place for place, _ in entries(made, made["$defs"])))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `longstride config schema`."""
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="write it there, for a configuration's $schema, and print none"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
