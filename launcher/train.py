@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
         stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
     # `longstride train` has said already what the command line changes.
     alone = options.started is None and os.environ.get("RANK", "0") == "0"
-    config = load_config(options.config, options.overrides, say if alone else None)
+    config = load_config(options.config, options.overrides, say if alone else None).with_lasting_data()
     if config.train.max_seconds is not None:
         import psutil
 

@@ -66,7 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
+    path = config.data.path
+    if arguments.data is None and "://" not in path and not Path(path).exists():
+        raise ConfigError.at(
+            "data.path", path, f"of the run {arguments.run} is not found from here; give --data FOLDER"
+        )
     data = RunData(config, ranks, arguments.data)
+    if data.oddity and ranks.is_first:
+        say(f"notice: {data.oddity}")
     if data.palette != ModelData.of_run(config, arguments.run).palette:
         rule = "its pixels are told by another palette than the run's: build it with --palette-from the run's data"
         raise ConfigError(f"--data={arguments.data or config.data.path}: {rule}")
