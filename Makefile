@@ -7,7 +7,7 @@ WORKERS ?= 2
 # The exact versions that this Python is tested with; `make locks` makes all of them anew.
 LOCK = locks/python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 
-.PHONY: demo test campaign cluster browser hostile clients image locks lint format clean
+.PHONY: demo test campaign cluster browser hostile clients image locks pages lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m longstride.launcher.demo
@@ -28,6 +28,11 @@ cluster: $(VENV)/.installed-dev
 # The served page in Debian's chromium, or what $$CHROMIUM names.
 browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m browser
+
+# What README and docs/tutorial show, run by the wheel in empty folders.
+pages: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable ".[serve]"
+	$(BIN)/python -m pytest -m pages tests/test_pages.py
 
 # Files, servers and accidents that mean harm, and wrong inputs: a sample of each class. `make campaign` has all of them.
 hostile: $(VENV)/.installed-dev

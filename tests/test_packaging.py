@@ -6,8 +6,6 @@ import email
 import json
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -18,12 +16,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from longstride.launcher.cli import VERBS
-from tests.harness.installations import ROOMS, Installation, bare, copy_checkout, foreign_kernels, watch
+from tests.harness.installations import ROOMS, Installation, bare, built, copy_checkout, foreign_kernels, watch
 from tests.harness.runs import ROOT, configuration
 from tests.harness.tiny_models import add_hub_files, tiny_export
 
 WAYS = ("wheel", "editable", "checkout")
-BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 SEVERAL_VERBS = """
 from longstride.launcher import cli
 
@@ -107,14 +104,6 @@ def installation(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) ->
         made.pip("install", wheel)
     else:
         made.pip("install", "--editable", copy_checkout(tmp_path / "checkout"))
-    return made
-
-
-def built(hook: str, source: Path, target: Path) -> Path:
-    """The one file that a build hook of the project makes."""
-    target.mkdir(exist_ok=True)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD, hook, str(target)], cwd=source, check=True)
-    (made,) = (path for path in target.iterdir() if path.is_file())
     return made
 
 
