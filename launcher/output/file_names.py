@@ -2,6 +2,7 @@
 
 CONFIG = "config.json"  # in a run, in each of its checkpoints and in an exported model
 METRICS = "metrics.jsonl"
+STARTS = "starts.jsonl"  # a line for each start of a run
 DATA = "data.json"  # of a run on pictures with a palette: what its tokens are, wherever its data folder goes
 CHECKPOINTS = "checkpoints"
 GUARDS = "guards"  # a file for each step that a guard rejected
