@@ -51,6 +51,7 @@ from longstride.launcher.output import file_names, say
 from longstride.sparse_model import ModelConfig
 
 DEFAULT_SHARD_SIZE = "5GB"
+_PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,5 +245,5 @@ def check_losses(
         trainers += f" ({difference:.1e} apart, where {tolerance:.0e} is rounding)"
     if kind == AVERAGE:
         average, _ = loss(exported.tensor, exported.dtype)
-        return f"probe: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
-    return f"probe: {nats:.6f} nats, {trainers}"
+        return f"{_PROBE}: {average:.6f} nats; of the trained weights {nats:.6f}, {trainers}"
+    return f"{_PROBE}: {nats:.6f} nats, {trainers}"
