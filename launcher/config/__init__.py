@@ -8,12 +8,10 @@ from longstride.launcher.config.json_file import flattened, load_json_object
 from longstride.launcher.config.optimization import AdafactorConfig, MuonConfig, OptimizerConfig
 from longstride.launcher.config.run_config import (
     DATA_PATHS,
-    TRUST_OPTION,
     GuardPolicy,
     GuardsConfig,
     RunConfig,
     TrainConfig,
-    add_trust_argument,
     find_config,
     load_config,
 )

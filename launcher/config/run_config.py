@@ -27,7 +27,6 @@ from longstride.sparse_model import ModelConfig, StrictModel
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 EXPERIMENTS = DEEPSPEED_CONFIGS / "experiments"
-TRUST_OPTION = "--trust-checkpoint"
 
 _NAME_OR_OBJECT = {
     "anyOf": [{"type": "string", "description": "a file of ds_configs/, without .json"}, {"type": "object"}],
@@ -524,19 +523,6 @@ def _resolve_deepspeed(content: dict[str, Any]) -> None:
     if name not in known:
         raise ConfigError.at("deepspeed", name, f"no such file in ds_configs; {nearest(name, known)}")
     content["deepspeed"] = load_json_object(DEEPSPEED_CONFIGS / f"{name}.json")
-
-
-def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """`--trust-checkpoint`, of every verb that reads a checkpoint: the user's word that it may run code."""
-    parser.add_argument(
-        TRUST_OPTION,
-        action="store_true",
-        help="open files of the checkpoint that hold more than tensors and numbers, and run the code that they ask for",
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`longstride config schema` has no options."""
 
 
 def run(arguments: argparse.Namespace) -> int:

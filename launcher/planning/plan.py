@@ -29,23 +29,6 @@ PUBLISHED_TRAIN_BYTES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("config", metavar="CONFIG", help="a run's JSON, or the name of one in ds_configs/experiments")
-    parser.add_argument(
-        "--processes",
-        nargs="+",
-        default=[],
-        metavar="W",
-        help=f"plan for so many processes (default: as many as the batch allows, at most {USUAL_PROCESSES})",
-    )
-    parser.add_argument("--contexts", type=int, metavar="N", help="of the train split, where the data is not here")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="path.to.key=value", help="changes to the configuration; values are JSON"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns its exit code.
 
