@@ -219,7 +219,7 @@ VERBS = (
     Verb(
         "config schema",
         "the JSON schema of a run",
-        "config.run_config",
+        "config.schema",
         "add_schema_arguments",
         options="options.configuring",
         group="configure",

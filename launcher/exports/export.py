@@ -50,6 +50,7 @@ from longstride.sparse_model import ModelConfig
 
 _PROBE = "probe (a check on random bytes, not the model's score)"  # whose loss is high: none can be learned
 
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a checkpoint is exported."""
