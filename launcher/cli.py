@@ -53,7 +53,7 @@ VERBS = (
     Verb("decompress", "get it back", "compression", "add_decompress_arguments", "run_decompress"),
     Verb("serve", "an exported model behind HTTP, with a page to try it", "serving"),
     Verb("show", "draw a pattern, a run's attention or its loss", "drawing"),
-    Verb("config schema", "the JSON schema of a run", "config.run_config"),
+    Verb("config schema", "the JSON schema of a run", "config.schema"),
 )
 
 

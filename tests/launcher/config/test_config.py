@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.config.deepspeed_keys import KNOWN, OWNED
-from longstride.launcher.config.run_config import DEEPSPEED_CONFIGS, RunConfig, load_config
+from longstride.launcher.config.loading import DEEPSPEED_CONFIGS
 from tests.harness.runs import configuration
 
 
