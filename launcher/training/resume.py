@@ -270,7 +270,7 @@ class GuardResponse:
         self._guards.rewound(step, checkpoint.manifest.guards)
         self._plateau.recall(checkpoint.manifest.plateau)
         self._origin = Origin(step=back, stream=after.to_json())
-        self._recorder.advance(back, f"rewound from step {step}")
+        self._recorder.go_back(back, f"rewound from step {step}")
         self._recorder.say(f"step {back}: going on from {checkpoint.folder} with the batch behind that of step {step}")
         return True
 
