@@ -93,5 +93,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", nargs="+", default=[], metavar="W", help=many)
     known = "take the train split to have so many contexts, where the data is not on this machine"
     add("--contexts", type=int, metavar="N", help=known)
+    rates = parser.add_mutually_exclusive_group()
+    reached = "tell hours, at so many TFLOP/s that a process achieves; 40 %% of what a card promises is good"
+    rates.add_argument("--tflops", metavar="X", help=reached)
+    rates.add_argument("--rate-of", type=Path, metavar="RUN", help="tell hours, at the rate that a run has had")
     add("--json", action="store_true", help="print one JSON object in place of tables")
     add_override_arguments(parser)
