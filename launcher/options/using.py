@@ -64,7 +64,13 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=None, metavar="K", help="sample among the K likeliest bytes (default: all)")
     nucleus = "sample among the fewest bytes that together have probability P (default: all)"
     add("--top-p", type=float, default=None, metavar="P", help=nucleus)
-    add("--seed", type=int, default=0, metavar="N", help="draw by this seed: the same one gives the same samples (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw by this seed: the same one gives the same samples (default: 0)",
+    )
     add("--modality", choices=sorted(MODALITIES), help="write the bytes as this (default: what the model learned)")
     add("--rate", type=int, metavar="HZ", help="give sounds this rate, in samples a second (default: the model's)")
     into = "write samples into this file: .png for pictures, .wav for sounds, any for text (default: text is printed)"
