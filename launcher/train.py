@@ -76,7 +76,9 @@ def _run(options: argparse.Namespace, stop: StopFlag) -> int:
     stop.add_source(launcher_gone)
     if options.stop_file is not None and os.environ.get("RANK", "0") == "0":
         stop.add_source(StopFile(options.stop_file), handled_only=options.replay is None)  # a replay handles no stop
-    config = load_config(options.config, options.overrides)
+    # `longstride train` has said already what the command line changes.
+    alone = options.started is None and os.environ.get("RANK", "0") == "0"
+    config = load_config(options.config, options.overrides, say if alone else None)
     if config.train.max_seconds is not None:
         import psutil
 

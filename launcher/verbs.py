@@ -223,6 +223,6 @@ VERBS = (
         "add_schema_arguments",
         options="options.configuring",
         group="configure",
-        examples=("longstride config schema", "longstride config schema > longstride.schema.json"),
+        examples=("longstride config schema", "longstride config schema --output longstride.schema.json"),
     ),
 )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from longstride.data_pipelines.errors import DataError
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig, load_config
+from longstride.launcher.output import say
 from longstride.launcher.planning import pace
 
 Kind = TypeVar("Kind")
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
     if arguments.contexts is not None and arguments.contexts < 1:
         raise ConfigError(f"--contexts={arguments.contexts}: must be at least 1")
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, overrides, say)
     words = [word for word in arguments.processes if "=" not in word]
     for word in words:
         if not (
