@@ -16,6 +16,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.cluster.launchers import SLURM_WAIT_SECONDS, TRAINING_SCRIPT
 from longstride.launcher.config import RunConfig, find_config, load_config
 from longstride.launcher.data import check_data, check_output
+from longstride.launcher.from_options import FromOptions, add_from_arguments
 from longstride.launcher.output import exit_codes
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
@@ -30,6 +31,7 @@ _RESERVED = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb."""
     parser.add_argument("--config", required=True, metavar="X.json|NAME", help="the run, as for `longstride train`")
+    add_from_arguments(parser)
     parser.add_argument("--nodes", required=True, type=int, metavar="N", help="hosts")
     parser.add_argument("--processes-per-node", required=True, type=int, metavar="M", help="ranks on each host")
     parser.add_argument("--time", required=True, metavar="[D-]HH:MM:SS", help="after which SLURM ends the job")
@@ -113,7 +115,9 @@ def script_text(arguments: argparse.Namespace, name: str, script: Path, log: str
     # Since SLURM 22.05 srun does not inherit this from the job.
     command = [] if arguments.cpus_per_process is None else [f"--cpus-per-task={arguments.cpus_per_process}"]
     command += [sys.executable, "-u", TRAINING_SCRIPT]
-    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto", *arguments.overrides]
+    command += ["--config", str(find_config(arguments.config).absolute()), "--resume", "auto"]
+    source = FromOptions.of(arguments, "auto")
+    command += [*([] if source is None else source.words()), *arguments.overrides]
     ranks = arguments.nodes * arguments.processes_per_node
     values = {
         "title": f"Trains {find_config(arguments.config).name} as {ranks} ranks on {arguments.nodes} hosts.",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from longstride.data_pipelines.order import Batch
 from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data.run_data import GlobalBatch, RunData, together, within_vocabulary
+from longstride.launcher.from_options import FromOptions, step_named
 from longstride.launcher.output import file_names, say
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.stops import StopFlag
@@ -35,6 +37,8 @@ class Run:
     epochs: float | None = None  # where the steps were given so
     profile_steps: int = 0  # that are recorded by torch's profiler
     trusted: bool = False  # whether checkpoints may hold more than tensors and numbers
+    source: FromOptions | None = None  # of the first weights; None: they are drawn
+    origin: dict[str, Any] | None = None  # what became of it, as manifests of checkpoints have it
 
     @property
     def folder(self) -> Path:
@@ -113,14 +117,8 @@ def check_output(output: str, resume: str) -> None:
 
 def add_step_argument(parser: argparse.ArgumentParser, what: str = "checkpoint") -> None:
     """`--step`, of every verb that reads a run: a number, "best", or None for the newest checkpoint."""
-
-    def step(text: str) -> int | str:
-        if text != "best" and not _NUMBER.fullmatch(text):
-            raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-        return text if text == "best" else int(text)
-
     which = "best: that with the lowest validation loss; default: the newest"
-    parser.add_argument("--step", type=step, metavar="N|best", help=f"{what} ({which})")
+    parser.add_argument("--step", type=step_named, metavar="N|best", help=f"{what} ({which})")
 
 
 def check_replay(config: RunConfig, resume: str, replay: str) -> None:
