@@ -84,4 +84,6 @@ def test_readme_does_what_it_shows(wheel: Installation, tmp_path: Path) -> None:
     content = configuration(Path("data/mine"), Path("runs/mine"))
     content["model"] |= {"context": 256, "backend": "auto"}
     (tmp_path / "my.json").write_text(json.dumps(content))
+    content["train"]["output"] = "runs/songs"
+    (tmp_path / "songs.json").write_text(json.dumps(content))
     run_page(ROOT / "README.md", tmp_path, wheel.environment())

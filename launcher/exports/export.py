@@ -172,6 +172,7 @@ def _write(
             "precision": manifest.precision,
             "versions": manifest.versions,
             "notes": config.notes,
+            **({} if manifest.origin is None else {"from": manifest.origin}),
         },
     }
     write_json(folder / file_names.CONFIG, content)
