@@ -53,6 +53,7 @@ VERBS = (
     Verb("decompress", "get it back", "compression", "add_decompress_arguments", "run_decompress"),
     Verb("serve", "an exported model behind HTTP, with a page to try it", "serving"),
     Verb("show", "draw a pattern, a run's attention or its loss", "drawing"),
+    Verb("report", "runs as one page of HTML: curves, samples, incidents, plan", "reporting"),
     Verb("config schema", "the JSON schema of a run", "config.run_config"),
 )
 
